@@ -1,0 +1,5 @@
+"""`python -m rlhf_cli` is `rlhf`."""
+
+from rlhf_cli.cli import app
+
+app(prog_name="rlhf")

@@ -1,0 +1,124 @@
+"""Bytes on disk: hashes, writes that survive a crash, and names that may not leave their folder."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rlhf_cli.errors import RLHFError
+
+# A model card says how a model came to be; it cannot change what the model does.
+NOT_THE_MODEL = ("README.md",)
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file's bytes, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{name: {"sha256", "bytes"}} of the files of `folder` named in `names` (relative POSIX names)."""
+    return {name: {"sha256": file_sha256(folder / name), "bytes": (folder / name).stat().st_size} for name in names}
+
+
+def model_sha256(files: Mapping[str, Mapping[str, Any]], prefix: str = "model/") -> str:
+    """One hash over the names and hashes of the files under `prefix`, model card left out.
+
+    `files` has the form of a manifest's: {relative POSIX name: {"sha256": hex, ...}}. The prefix does not enter the
+    hash: a copy of RUN/sft/model elsewhere is the same model.
+    """
+    total = hashlib.sha256()
+    for name in sorted(files):
+        rest = name.removeprefix(prefix)
+        if name.startswith(prefix) and rest not in NOT_THE_MODEL:
+            total.update(f"{rest}\0{files[name]['sha256']}\n".encode())
+    return total.hexdigest()
+
+
+def json_sha256(value: object) -> str:
+    """The sha256 of a JSON-able value, independent of the order of keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def names_in(folder: Path) -> list[str]:
+    """Relative POSIX names of all regular files below `folder`, hidden files and folders left out, sorted."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
+
+
+def sync(path: Path) -> None:
+    """Force a file's or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_files(folder: Path, names: Iterable[str]) -> None:
+    """Force the named files below `folder`, and the folders that lead to them, to the disk."""
+    paths = [folder / name for name in names]
+    for path in paths:
+        sync(path)
+    for parent in {parent for path in paths for parent in path.parents if parent.is_relative_to(folder)} | {folder}:
+        sync(parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader, or a crash, finds the old content or the new, never half of it."""
+    scratch = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        sync(scratch)
+        scratch.rename(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def write_json(path: Path, value: object) -> None:
+    """`write_text` of the value as indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object that a file of ours holds; None where it is missing or no such thing."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def inside(folder: Path, name: str, *, where: str) -> Path:
+    """folder / name, for a name that came out of a file.
+
+    Raises S03 for an absolute name, one with `..`, or one that a link leads out of the folder.
+    """
+    pure = PurePosixPath(name)
+    path = folder / pure
+    if not name or pure.is_absolute() or ".." in pure.parts or not path.resolve().is_relative_to(folder.resolve()):
+        raise RLHFError("S03", f'the entry "{name}" leads out of its folder', where=where)
+    return path
+
+
+def damage(folder: Path, files: Mapping[str, Any], *, where: str, content: bool) -> str | None:
+    """What is wrong with the first bad file of those listed ({name: {"sha256", "bytes"}}), or None.
+
+    Sizes are always compared; hashes where `content` is set. Raises S03 for a name that leads out of the folder.
+    """
+    for name, entry in files.items():
+        path = inside(folder, name, where=where)
+        if not isinstance(entry, Mapping) or not {"sha256", "bytes"} <= entry.keys():
+            return f"{name}: its entry is not readable"
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{name} has {size} bytes, {entry['bytes']} were written"
+        if content and file_sha256(path) != entry["sha256"]:
+            return f"{name}: its content is not what was written (sha256 differs)"
+    return None
+

@@ -1,0 +1,240 @@
+"""The folder that a stage writes: what made it, whether that is still what is asked for, and its manifest.
+
+Content decides, never dates: a stage is what its config says, the hashes of its data, and the hashes of its parents.
+"""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from rlhf_cli import __version__
+from rlhf_cli.checkpoints.files import (
+    damage,
+    describe,
+    file_sha256,
+    json_sha256,
+    model_sha256,
+    names_in,
+    read_object,
+    sync_files,
+    write_json,
+    write_text,
+)
+from rlhf_cli.checkpoints.locks import hold, release
+from rlhf_cli.checkpoints.parents import Parent, told
+from rlhf_cli.checkpoints.states import clear_leftovers, newest_step
+from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
+
+PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "tokenizers", "safetensors", "numpy")
+_OUTSIDE_THE_MANIFEST = ("manifest.json", "report.html")  # report.html is made from a finished stage, at any time
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a stage's folder stands to what is asked of it; `reasons` say why it is stale or damaged.
+
+    `sha256` is what a finished stage amounts to: the hash of its model, or of all its files where it has none.
+    """
+
+    state: Literal["new", "resume", "finished", "stale", "damaged"]
+    reasons: tuple[str, ...] = ()
+    step: int | None = None  # of the newest state to resume from
+    sha256: str | None = None
+
+
+def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Path]) -> dict[str, Any]:
+    """All that can change a stage's result: its settings, and the hashes of its parents' models and of its data.
+
+    Raises D01 for every data file that is not there.
+    """
+    check_data(config, data)
+    settings = json.loads(json.dumps(config.identity()))  # as it will be read back: tuples become lists
+    return {
+        "stage": config.stage,
+        "config": settings,
+        "config_sha256": json_sha256(settings),
+        "parents": {key: parent.sha256 for key, parent in parents.items()},
+        "data": {key: file_sha256(path) for key, path in data.items()},
+    }
+
+
+def check_data(config: Any, data: Mapping[str, Path] | None = None) -> None:
+    """Raise D01 for every data file of a config that is not there."""
+    missing = [
+        Problem("D01", f"{key}: no such file {shown(path)}", config.where(key), _near(path))
+        for key, path in (config.data_files() if data is None else data).items()
+        if not path.is_file()
+    ]
+    if missing:
+        raise RLHFError.of(missing)
+
+
+def _near(path: Path) -> str | None:
+    near = nearest_file(path)
+    return f"did you mean {near}?" if near else None
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two identities, a line each: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`."""
+    before, after = _flat(old.get("config", {})), _flat(new.get("config", {}))
+    lines = []
+    for key in before | after:
+        if key not in before:
+            lines.append(f"{key}: new key {_value(after[key])}")
+        elif key not in after:
+            lines.append(f"{key}: no longer set (was {_value(before[key])})")
+        elif before[key] != after[key]:
+            lines.append(f"{key} {_value(before[key])} -> {_value(after[key])}")
+    for section, what in (("parents", "weights"), ("data", "content")):
+        was, now = old.get(section, {}), new.get(section, {})
+        for key in was | now:
+            if key not in was:
+                lines.append(f"{key}: was not set")
+            elif key not in now:
+                lines.append(f"{key}: no longer set")
+            elif was[key] != now[key]:
+                lines.append(f"{key}: other {what}")
+    return lines
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping) or (prefix and not value):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _value(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def examine(config: Any, wanted: Mapping[str, Any]) -> Status:
+    """How RUN/<stage> stands to the identity that is asked for. Reads only."""
+    folder = config.folder
+    if not folder.exists() or not _used(folder):
+        return Status("new")
+    made = read_object(folder / "identity.json")
+    if made is None:
+        return Status("stale", ("it holds files of no run that is known (identity.json is missing)",))
+    if made != wanted:
+        return Status("stale", tuple(difference(made, wanted)) or ("its identity.json was changed",))
+    if not (folder / "manifest.json").exists():
+        return Status("resume", step=newest_step(folder / "state"))
+    manifest = read_object(folder / "manifest.json")
+    if manifest is None or not isinstance(manifest.get("files"), dict):
+        return Status("damaged", ("manifest.json is not readable",))
+    # Snapshots are no part of the result: a user may delete them for the room they take.
+    kept = {name: entry for name, entry in manifest["files"].items() if not name.startswith("snapshots/")}
+    problem = damage(folder, kept, where=shown(folder / "manifest.json"), content=False)
+    if problem:
+        return Status("damaged", (problem,))
+    return Status("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
+
+
+def begin(config: Any, wanted: dict[str, Any], *, fresh: bool) -> Literal["new", "resume", "finished"]:
+    """Take RUN/<stage> for this process and say how to go on: from the start, from its last state, or not at all.
+
+    A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
+    `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
+    another process is writing, and M05 for a finished one whose files are damaged.
+    """
+    folder = config.folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    hold(folder)
+    if fresh:
+        move_aside(folder)
+    status = examine(config, wanted)
+    if status.state == "stale":
+        raise _of_another_config(config, status.reasons)
+    if status.state == "damaged":
+        text = f"{shown(folder)} is finished but damaged: {status.reasons[0]}"
+        raise RLHFError("M05", text, hint="--fresh makes it again; the old folder is kept in .old/")
+    if status.state == "finished":
+        release(folder)
+        return "finished"
+    folder.mkdir(exist_ok=True)
+    clear_leftovers(folder)
+    write_json(folder / "identity.json", wanted)
+    resolved = config.dump(relative_to=folder)
+    write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+    return "resume" if status.state == "resume" else "new"
+
+
+def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:
+    more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+    text = f"{shown(config.folder)} holds another run: {'; '.join(reasons[:5])}{more}"
+    hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
+    return RLHFError("C15", text, where=shown(config.file), hint=hint)
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Move a stage's folder to RUN/.old/<stage>-<n>; None where there was nothing to move. Nothing is deleted."""
+    if not folder.exists():
+        return None
+    old = folder.parent / ".old"
+    old.mkdir(exist_ok=True)
+    taken = [int(path.name.rpartition("-")[2]) for path in old.glob(f"{folder.name}-*") if path.name[-1].isdigit()]
+    return folder.rename(old / f"{folder.name}-{max(taken, default=0) + 1}")
+
+
+def finish(
+    config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]
+) -> None:
+    """Write RUN/<stage>/manifest.json, last of all: from here on the stage is complete, and its folder is let go.
+
+    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top.
+    """
+    folder = config.folder
+    names = [name for name in names_in(folder) if not name.startswith("state/") and name not in _OUTSIDE_THE_MANIFEST]
+    files = describe(folder, names)
+    manifest = {
+        "schema": 1,
+        "stage": config.stage,
+        "parents": {key: told(parent, folder) for key, parent in parents.items()},
+        "config_sha256": wanted["config_sha256"],
+        "data": wanted["data"],
+        "seed": config.seed,
+        "versions": versions(),
+        "git": _git_revision(config.file.parent),
+        "files": files,
+        "model_sha256": model_sha256(files) if any(name.startswith("model/") for name in files) else None,
+        **fields,
+    }
+    sync_files(folder, names)
+    write_json(folder / "manifest.json", {key: value for key, value in manifest.items() if value is not None})
+    release(folder)
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package, of Python, and of the libraries that are installed. Imports none of them."""
+    found = {"rlhf": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_revision(folder: Path) -> str | None:
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _used(folder: Path) -> bool:
+    """Whether a folder holds anything but what a start that was killed at once may have left."""
+    return any(not path.name.startswith(".tmp-") for path in folder.iterdir())

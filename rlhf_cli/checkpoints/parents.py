@@ -1,0 +1,235 @@
+"""What a stage starts from: the folders of earlier stages, or plain Hugging Face folders that we did not make."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.checkpoints.files import damage, describe, inside, model_sha256, read_object
+from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
+
+FOREIGN = "foreign"
+# What of a plain folder makes the model: the rest (pickles that we never load, cards, pictures) does not count.
+_MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A model that a stage reads. `manifest` is {} for a foreign one; `hub` is its id where it came from a hub."""
+
+    key: str  # the config key that names it, e.g. "models.sft"
+    path: Path
+    stage: str  # sft, reward, ppo or foreign
+    model: Path  # the folder that from_pretrained takes
+    sha256: str  # of the model's files
+    manifest: dict[str, Any]
+    hub: str | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A key of a config that names a model: where it points, and what stages may have made it."""
+
+    key: str
+    path: str
+    expect: tuple[str, ...]
+    revision: str | None = None  # of a hub id
+
+
+def references(config: Any) -> list[Reference]:
+    """The models that a stage's config names, in the order of the config."""
+    if config.stage in ("sft", "reward"):
+        expect = ("sft",) if config.stage == "reward" else ("sft", "ppo")
+        return [Reference("model.path", config.model.path, expect, config.model.revision)] if config.model.path else []
+    if config.stage == "eval":
+        found = [Reference("models.sft", config.models.sft, ("sft",))]
+        found.append(Reference("models.ppo", config.models.ppo, ("ppo",)))
+        found.append(Reference("models.reward", config.models.reward, ("reward",)))
+        judges = {name: value for name, value in config.judges.items() if not is_function(value)}
+        return found + [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
+    found = [Reference("models.sft", config.models.sft, ("sft",), config.models.revision)]
+    if _needs_reward(config):
+        found.append(Reference("models.reward", config.models.reward, ("reward",)))
+    if config.models.value != "reward":
+        found.append(Reference("models.value", config.models.value, ("reward",)))
+    models = {name: source.model for name, source in config.rewards.items() if source.model}
+    return found + [Reference(f"rewards.{name}.model", path, ("reward",)) for name, path in models.items()]
+
+
+def _needs_reward(config: Any) -> bool:
+    """Whether PPO reads models.reward: as its only reward, as the one named `reward`, or to start the value model."""
+    unnamed = any(source.model is None and source.function is None for source in config.rewards.values())
+    return config.models.value == "reward" or not config.rewards or unnamed
+
+
+def is_function(value: str) -> bool:
+    """Whether a judge is `package.module:function` rather than a path or a hub id."""
+    module, colon, name = value.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def open_parents(config: Any, left_out: Collection[Path] = ()) -> dict[str, Parent]:
+    """All parents of a stage, by config key (model.path; models.sft, models.reward, rewards.NAME.model, judges.NAME).
+
+    Those in a folder of `left_out` are passed over: their stages are still to run.
+    Raises RLHFError with the problems of all of them at once.
+    """
+    parents: dict[str, Parent] = {}
+    problems: dict[str, list[Problem]] = {}  # by path: several keys may name one folder
+    for reference in references(config):
+        if Path(reference.path) in left_out:
+            continue
+        try:
+            parents[reference.key] = open_reference(config, reference)
+        except RLHFError as error:
+            problems.setdefault(reference.path, list(error.problems))
+    if problems:
+        raise RLHFError.of([problem for found in problems.values() for problem in found])
+    return parents
+
+
+def open_reference(config: Any, reference: Reference) -> Parent:
+    """`open_parent` of one key of a config; raises M10 too where it names the stage's own output."""
+    key, where, expect = reference.key, config.where(reference.key), reference.expect
+    if Path(reference.path) == config.folder:
+        text = f"{key} names the folder that this stage writes"
+        raise RLHFError("M10", text, where=where, hint=f"name {_named(expect)}")
+    return open_parent(reference.path, expect=expect, key=key, where=where, revision=reference.revision)
+
+
+def open_parent(path: str, *, expect: tuple[str, ...], key: str, where: str, revision: str | None = None) -> Parent:
+    """The finished stage folder, plain Hugging Face folder or cached hub id that `path` names.
+
+    Raises M10 for a stage that is unfinished, damaged, or not one of `expect`; M01 where there is nothing to load.
+    A plain folder is taken as it is (stage "foreign"): whether it fits is for the stage to find out.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        if folder.is_absolute() or path.startswith((".", "~")):
+            raise _nothing_there(folder, expect, key, where)
+        return _foreign(_from_hub(path, revision, key, where), key, hub=path)
+    if folder.name == "model" and (folder.parent / "identity.json").is_file():
+        text = f"{key}: {shown(folder)} is the inside of a stage's folder"
+        raise RLHFError("M10", text, where=where, hint=f"set {key} to {shown(folder.parent)}")
+    if (folder / "config.json").is_file():
+        return _foreign(folder, key)
+    if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
+        return _stage(folder, expect, key, where)
+    raise RLHFError(
+        "M01",
+        f"{key}: {shown(folder)} holds no model (no config.json, and no stage of ours wrote it)",
+        where=where,
+        hint=f"set {key} to {_named(expect)} or to a Hugging Face folder",
+    )
+
+
+def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str) -> Parent:
+    manifest = read_object(folder / "manifest.json")
+    identity = read_object(folder / "identity.json") or {}
+    stage = (manifest or identity).get("stage") or folder.name
+    if stage not in expect:
+        beside = folder.parent / expect[0]
+        better = shown(beside) if beside.is_dir() and beside != folder else _named(expect)
+        text = f"{key}: {shown(folder)} was written by the {stage} stage, not by {' or '.join(expect)}"
+        raise RLHFError("M10", text, where=where, hint=f"set {key} to {better}")
+    if manifest is None:
+        text = f"{key}: {shown(folder)} is not finished (its manifest.json is missing)"
+        raise RLHFError("M10", text, where=where, hint=f"finish it: {_command(stage, folder)}; or change {key}")
+    files = manifest.get("files") or {}
+    for name in files:
+        inside(folder, name, where=shown(folder / "manifest.json"))
+    models = {name: entry for name, entry in files.items() if name.startswith("model/")}
+    problem = damage(folder, models, where=shown(folder / "manifest.json"), content=False)
+    if problem or not models:
+        text = f"{key}: {shown(folder)} is damaged: {problem or 'its manifest names no model file'}"
+        raise RLHFError("M10", text, where=where, hint=f"make it again: {_command(stage, folder)} --fresh")
+    return Parent(key, folder, stage, folder / "model", model_sha256(models), manifest)
+
+
+def _foreign(folder: Path, key: str, hub: str | None = None) -> Parent:
+    names = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_file() and path.suffix in _MODEL_SUFFIXES and not path.name.startswith(".")
+    )
+    return Parent(key, folder, FOREIGN, folder, model_sha256(describe(folder, names), prefix=""), {}, hub)
+
+
+def _from_hub(name: str, revision: str | None, key: str, where: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # not cached, or not even the form of an id
+        at = f" at revision {revision}" if revision else ""
+        raise RLHFError(
+            "M01",
+            f'{key}: "{name}" is not a folder, and not a cached hub id{at}',
+            where=where,
+            hint=f"fetch it first: hf download {name}; a path starts with ./ or /",
+        ) from None
+
+
+def _nothing_there(folder: Path, expect: Sequence[str], key: str, where: str) -> RLHFError:
+    config = folder.parent / f"{folder.name}.yaml"
+    if folder.name in expect and config.is_file():
+        hint = f"run that stage first: {_command(folder.name, folder)}"
+    else:
+        near = nearest_file(folder)
+        hint = f"did you mean {near}?" if near else f"set {key} to {_named(expect)} or to a Hugging Face folder"
+    return RLHFError("M01", f"{key}: no such folder {shown(folder)}", where=where, hint=hint)
+
+
+def _command(stage: str, folder: Path) -> str:
+    """The command that makes a stage's folder."""
+    config = folder.parent / f"{stage}.yaml"
+    return f"rlhf {stage} --config {shown(config if config.is_file() else folder / 'config.yaml')}"
+
+
+def _named(expect: Sequence[str]) -> str:
+    return f"the folder of a finished {' or '.join(expect)} stage"
+
+
+def check_same_tokenizer(
+    a: Parent, b: Parent, *, where: str, foreign: Mapping[str, Mapping[str, str | None]] | None = None
+) -> None:
+    """Refuse two parents that do not read text alike.
+
+    Stages of ours tell `tokenizer_sha256` and `template_sha256` in their manifests. For foreign parents the caller,
+    who has loaded their tokenizers, gives them in `foreign` by parent key; one that nobody knows is not compared,
+    nor is the template of a foreign parent that has none.
+    Raises T04 (other tokenizer) or T05 (other chat template), both hashes in the text.
+    """
+    told = foreign or {}
+    left, right = (told.get(parent.key, parent.manifest) for parent in (a, b))
+    first, second = left.get("tokenizer_sha256"), right.get("tokenizer_sha256")
+    if first and second and first != second:
+        raise RLHFError(
+            "T04",
+            f"{b.key} has another tokenizer than {a.key} ({_short(second)} at {shown(b.path)}, "
+            f"{_short(first)} at {shown(a.path)})",
+            where=where,
+            hint=f"train the model of {b.key} from the checkpoint of {a.key}",
+        )
+    both_known = all("template_sha256" in side for side in (left, right))
+    first, second = left.get("template_sha256"), right.get("template_sha256")
+    foreign_without = any(parent.stage == FOREIGN and not sha for parent, sha in ((a, first), (b, second)))
+    if both_known and first != second and not foreign_without:
+        raise RLHFError(
+            "T05",
+            f"{b.key} has another chat template than {a.key} ({_short(second)} at {shown(b.path)}, "
+            f"{_short(first)} at {shown(a.path)})",
+            where=where,
+            hint="set model.chat_template alike in both stages' files and run the later one again",
+        )
+
+
+def _short(sha256: str | None) -> str:
+    return sha256[:12] if sha256 else "none"
+
+
+def told(parent: Parent, folder: Path) -> dict[str, Any]:
+    """A parent as a manifest of the stage folder `folder` tells it: its path from there, or its hub id."""
+    path = parent.hub or Path(os.path.relpath(parent.path, folder)).as_posix()
+    return {"path": path, "stage": parent.stage, "sha256": parent.sha256}

@@ -1,0 +1,105 @@
+"""States to resume from: a folder appears whole or not at all, and is believed only after its hashes were checked.
+
+There is no `latest` pointer to trust: the newest folder whose manifest verifies is the one.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rlhf_cli import terminal
+from rlhf_cli.checkpoints.files import damage, describe, names_in, read_object, sync, sync_files, write_json
+from rlhf_cli.errors import RLHFError, shown
+
+MANIFEST = "state.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_STEP = re.compile(r"(?:step_|checkpoint-)(\d+)")  # ours, and the Hugging Face Trainer's
+
+
+def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep: int) -> Path:
+    """Make folder/name out of what `write(path)` writes, in one step, then drop all but the newest `keep`.
+
+    The files are written into a folder beside it, hashed into its state.json, forced to the disk, and renamed.
+    Whatever `write` raises comes through, and leaves the older states as they were.
+    """
+    if not _NAME.fullmatch(name):
+        raise RLHFError("S03", f'"{name}" is not a name for a state folder')
+    assert keep >= 1, "a state that is dropped as it is written helps nobody"
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(folder)
+    scratch = folder / f".tmp-{name}-{os.getpid()}"
+    scratch.mkdir()
+    try:
+        write(scratch)
+        names = names_in(scratch)
+        write_json(scratch / MANIFEST, {"schema": 1, "name": name, "files": describe(scratch, names)})
+        sync_files(scratch, names)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    final = folder / name
+    if final.exists():  # the same step once more, after a damaged state was passed over
+        final.rename(folder / f".trash-{name}-{os.getpid()}")
+    scratch.rename(final)
+    sync(folder)
+    _prune(folder, keep)
+    return final
+
+
+def latest_state(folder: Path) -> Path | None:
+    """The newest state of `folder` that verifies, hash by hash, or None. Warns (M05) about those it passes over."""
+    passed_over = []
+    found = None
+    for path in reversed(_states(folder)):
+        problem = _problem(path)
+        if problem is None:
+            found = path
+            break
+        passed_over.append((path, problem))
+    instead = f"resuming from {found.name}" if found else "starting from the beginning"
+    for path, problem in passed_over:
+        terminal.warn("M05", f"{shown(path)} is damaged: {problem}; {instead}")
+    return found
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step that the newest state's name tells, for a line on a terminal: nothing is verified."""
+    states = _states(folder)
+    return _step(states[-1]) if states else None
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what a killed process left half written or half deleted. Only for the process that holds the output."""
+    for pattern in (".tmp-*", ".trash-*"):
+        for path in folder.glob(pattern):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _states(folder: Path) -> list[Path]:
+    """The state folders, oldest first."""
+    return sorted((path for path in folder.glob("*") if path.is_dir() and _STEP.fullmatch(path.name)), key=_step)
+
+
+def _step(path: Path) -> int:
+    match = _STEP.fullmatch(path.name)
+    assert match, path
+    return int(match[1])
+
+
+def _problem(state: Path) -> str | None:
+    manifest = read_object(state / MANIFEST)
+    if manifest is None or not isinstance(manifest.get("files"), dict):
+        return f"{MANIFEST} is missing or not readable"
+    return damage(state, manifest["files"], where=shown(state / MANIFEST), content=True)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """A rename first: a state that is half deleted must not look like one."""
+    for path in _states(folder)[:-keep]:
+        path.rename(folder / f".trash-{path.name}-{os.getpid()}")
+    clear_leftovers(folder)

@@ -1,0 +1,258 @@
+"""The commands of `rlhf`, and the one place where errors become lines and exit codes.
+
+Nothing heavy is imported at the top: `rlhf --help` answers at once, and each command imports what it needs.
+"""
+
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from rlhf_cli import __version__, terminal
+from rlhf_cli.errors import RLHFError, nearest, nearest_file, shown
+
+STAGES = {
+    "sft": "Supervised fine-tuning: train a language model on examples.",
+    "reward": "Train a reward model on pairs of a better and a worse answer.",
+    "ppo": "Train the policy by PPO against the reward model.",
+    "eval": "Compare the models on held-out prompts and write a report.",
+}
+
+
+class Terminated(BaseException):
+    """SIGTERM, as an exception: what is open is closed on the way out."""
+
+
+class Commands(TyperGroup):
+    """All commands, inside the one error boundary."""
+
+    def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **more: Any) -> Any:
+        """Run a command line and exit: 0 done, 2 what is wrong beforehand, 1 failed on the way, 130, 143 by a signal."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        code = 0
+        terminal.forget_warnings()
+        before = _on_sigterm(_raise_terminated)
+        try:
+            code = super().main(arguments, *rest, standalone_mode=False, **more) or 0
+        except Terminated:
+            code = 143
+        except Exception as error:
+            if "--debug" in arguments:
+                traceback.print_exc()
+            code = _explain(error)
+        finally:
+            _on_sigterm(before)
+            if checkpoints := sys.modules.get("rlhf_cli.checkpoints"):
+                checkpoints.release()
+        if code in (130, 143):
+            terminal.say("stopped by a signal")
+        sys.exit(code)
+
+
+def _explain(error: Exception) -> int:
+    """Say on stderr what is wrong, a line and a hint for each problem; returns the exit code."""
+    if isinstance(error, RLHFError):
+        terminal.say(str(error))
+        return error.exit_code
+    if isinstance(error, typer.Abort):
+        return 130
+    if hasattr(error, "format_message"):  # typer's errors of usage
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "rlhf"
+        terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=f"{command} --help")))
+        return 2
+    said = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    terminal.say(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
+    return 1
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _on_sigterm(handler: Any) -> Any:
+    """Set what SIGTERM does and return what it did before; only the main thread may, and None leaves it."""
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        return signal.signal(signal.SIGTERM, handler)
+    return None
+
+
+app = typer.Typer(
+    name="rlhf",
+    cls=Commands,
+    help="RLHF from the shell: sft, reward, ppo, eval. One YAML each, chained by what they leave on disk.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The stage's YAML file.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a key by its full path; may be given again."),
+]
+Trailing = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="The same as --set.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let models run Python code from their own folders.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def _add_stage(stage: str, text: str) -> None:
+    @app.command(stage, help=text)
+    def command(
+        config: ConfigFile,
+        assignments: Trailing = None,
+        set_: Set = None,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Print the resolved config and what it would read and write.")
+        ] = False,
+        fresh: Annotated[
+            bool, typer.Option("--fresh", help="Move the old output to RUN/.old/ and start over.")
+        ] = False,
+        trust_remote_code: TrustRemoteCode = False,
+        debug: Debug = False,
+    ) -> None:
+        from rlhf_cli.config import Options, load
+
+        if config.is_dir():
+            raise _folder_for_a_file(stage, config)
+        loaded = load(stage, config, [*(set_ or []), *(assignments or [])])
+        options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
+        if dry_run:
+            from rlhf_cli import pipeline
+
+            pipeline.preview(loaded, fresh=fresh)
+        else:
+            _runner(stage)(loaded, options)
+
+
+for _stage, _text in STAGES.items():
+    _add_stage(_stage, _text)
+
+
+def _runner(stage: str) -> Callable[[Any, Any], None]:
+    """The stage's `run(config, options)`: importing it is what brings in torch."""
+    import importlib
+
+    return importlib.import_module(f"rlhf_cli.stages.{stage}").run
+
+
+def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:
+    inside = folder / f"{stage}.yaml"
+    hint = f"--config {shown(inside)}" if inside.is_file() else "give the stage's YAML file"
+    more = f"; for all stages: rlhf run {shown(folder)}" if inside.is_file() else ""
+    return RLHFError("C09", f"{shown(folder)} is a folder, --config takes a file", hint=hint + more)
+
+
+@app.command()
+def run(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds sft.yaml, reward.yaml, ppo.yaml, eval.yaml.")],
+    assignments: Trailing = None,
+    set_: Set = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="STAGE", help="Nothing but this stage; may be given again.")
+    ] = None,
+    start: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="This stage and those after it.")] = None,
+    force: Annotated[
+        list[str] | None,
+        typer.Option("--force", metavar="STAGE", help="Run this stage even if it is up to date; may be given again."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and why; run nothing.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Run the stages of a folder in order; skip what is up to date.
+
+    A key given by --set goes to the stage that has its section; '*.seed=3' goes to every stage.
+    """
+    from rlhf_cli import pipeline
+    from rlhf_cli.config import Options
+
+    selection = pipeline.Selection(tuple(only or ()), start, tuple(force or ()))
+    options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug)
+    raise typer.Exit(pipeline.run(folder, [*(set_ or []), *(assignments or [])], selection, options))
+
+
+@app.command()
+def init(
+    preset: Annotated[str | None, typer.Argument(metavar="PRESET", help="One of `rlhf init --list`.")] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write it.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a ready folder of configs, with what they need."""
+    from rlhf_cli import presets
+
+    if list_:
+        terminal.table(["preset", "what it is"], [list(row) for row in presets.available().items()])
+        return
+    if preset is None or folder is None:
+        raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
+    presets.init(preset, folder)
+
+
+@app.command()
+def schema(
+    stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help="sft, reward, ppo or eval.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the JSON Schema of a stage's config, or of all of them."""
+    import json
+
+    from rlhf_cli import config
+
+    if stage is not None and stage not in STAGES:
+        near = nearest(stage, STAGES)
+        hint = f"did you mean {near}?" if near else None
+        raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=hint)
+    terminal.out(json.dumps(config.schema(stage), indent=2))
+
+
+@app.command()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show versions and devices, for a bug report."""
+    import json
+    import os
+    import platform
+
+    import torch
+
+    from rlhf_cli import checkpoints
+
+    facts: dict[str, str | int] = {
+        **checkpoints.versions(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count() or 0,
+        "torch_threads": torch.get_num_threads(),
+        "gpus": torch.cuda.device_count(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = str(torch.version.cuda)
+    if as_json:
+        terminal.out(json.dumps(facts, indent=2))
+    else:
+        terminal.table(["what", "value"], [[name, str(value)] for name, value in facts.items()])
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        terminal.out(f"rlhf {__version__}")
+        raise typer.Exit

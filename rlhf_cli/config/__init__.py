@@ -1,0 +1,19 @@
+"""Configs: one YAML a stage, checked as a whole before anything is loaded. Imports no torch."""
+
+from rlhf_cli.config.base import Config, Options
+from rlhf_cli.config.load import keys, load, schema, takes
+from rlhf_cli.config.stages import CONFIGS, EvalConfig, PPOConfig, RewardConfig, SFTConfig
+
+__all__ = [
+    "CONFIGS",
+    "Config",
+    "EvalConfig",
+    "Options",
+    "PPOConfig",
+    "RewardConfig",
+    "SFTConfig",
+    "keys",
+    "load",
+    "schema",
+    "takes",
+]

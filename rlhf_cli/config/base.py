@@ -1,0 +1,165 @@
+"""What every config has: strict sections, the run's folder, the output, and where each key was written."""
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic_core import PydanticCustomError
+
+from rlhf_cli.config.keys import PathKey, path_entries
+from rlhf_cli.config.paths import is_path, relative
+
+FilePath = Annotated[str, PathKey("file")]
+ModelPath = Annotated[str, PathKey("model")]
+JudgePath = Annotated[str, PathKey("judge")]
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+def _plain_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise PydanticCustomError(
+            "S03",
+            "this is no plain name",
+            {"hint": "use letters, digits, `_`, `-` and `.`, starting with a letter or digit"},
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(_plain_name)]
+
+
+class Section(BaseModel):
+    """Strict and frozen: an unknown key, a text for a number, `true` for a number, nan and inf are refused."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Output(Section):
+    """What a stage leaves on disk while it runs."""
+
+    save_steps: int | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Optimizer steps (in PPO: updates) between two checkpoints to resume from; none: ten times over the "
+            "run. [ours]"
+        ),
+    )
+    keep: int = Field(
+        2, ge=2, description="Checkpoints kept to resume from; two, so that a damaged newest one costs little. [ours]"
+    )
+    snapshots: int = Field(
+        8,
+        ge=0,
+        description=(
+            "Copies of the policy's weights kept evenly over a PPO run, for the evaluation's curve of reward "
+            "against KL. [ours]"
+        ),
+    )
+    run_name: Name | None = Field(
+        None, description="Name of the run in logs and reports; none: the name of the run's folder. [ours]"
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a command line says beyond the config."""
+
+    dry_run: bool = False
+    fresh: bool = False
+    trust_remote_code: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a config came from. `name` is the file as the user wrote it, `overrides` the keys given by --set."""
+
+    file: Path
+    name: str
+    lines: dict[str, int] = field(default_factory=dict)
+    overrides: frozenset[str] = frozenset()
+
+    def where(self, key: str) -> str:
+        """The place of `key`, or of the nearest section around it that was written, or the file."""
+        while key:
+            if key in self.overrides:
+                return f"--set {key}"
+            if key in self.lines:
+                return f"{self.name}:{self.lines[key]}"
+            key = key.rpartition(".")[0]
+        return self.name
+
+    def overridden(self, key: str) -> bool:
+        """Whether the value at `key` came from --set."""
+        return any(key == other or key.startswith(f"{other}.") for other in self.overrides)
+
+
+class Config(Section):
+    """A stage's whole config. Path keys hold absolute paths; model keys may also hold a hub id."""
+
+    # Keys that say how often to look and how much at once, not what comes out.
+    CADENCE: ClassVar[tuple[str, ...]] = (
+        "logging_steps",
+        "eval_steps",
+        "per_device_eval_batch_size",
+        "num_sample_generations",
+    )
+
+    stage: str
+    run: Annotated[str, PathKey("run")] = Field(
+        ".", description="The run's folder; this stage writes RUN/STAGE. [the config's own folder]"
+    )
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of all randomness: the same seed gives the same run. [ours]")
+    output: Output = Field(default_factory=Output, description="What is saved while the stage runs.")
+
+    _origin: Origin = PrivateAttr()
+
+    @property
+    def file(self) -> Path:
+        """The YAML file, absolute."""
+        return self._origin.file
+
+    @property
+    def folder(self) -> Path:
+        """The folder that this stage writes, absolute."""
+        return Path(self.run) / self.stage
+
+    def where(self, key: str) -> str:
+        """FILE:LINE of a key path such as "data.train", or of the nearest section around it; or `--set KEY`."""
+        return self._origin.where(key)
+
+    def dump(self, relative_to: Path | None = None) -> dict[str, Any]:
+        """Every key with its value, JSON-able. Paths are relative to `relative_to` (POSIX), without it absolute.
+
+        Written as YAML into that folder it loads again as the same config.
+        """
+        tree = self.model_dump(mode="json")
+        if relative_to is not None:
+            folder = Path(os.path.abspath(relative_to))
+            for container, name, _, mark in path_entries(type(self), tree):
+                container[name] = relative(container[name], mark, folder)
+        return tree
+
+    def identity(self) -> dict[str, Any]:
+        """The dump without what cannot change the result: places, output, logging and evaluation cadence, requirements.
+
+        Files count by content elsewhere; a chat template's file counts here, as its text.
+        """
+        tree = self.model_dump(mode="json", exclude={"run", "stage", "output"})
+        for container, name, _, mark in list(path_entries(type(self), tree)):
+            if mark.kind == "template" and is_path(container[name], mark):
+                container[name] = Path(container[name]).read_text(encoding="utf-8", errors="replace")
+            elif mark.kind in ("file", "model") or is_path(container[name], mark):
+                del container[name]
+        for key in (*self.CADENCE, "require"):
+            tree.get(self.stage, {}).pop(key, None)
+        return {**tree, "output": {"snapshots": self.output.snapshots}}
+
+    def data_files(self) -> dict[str, Path]:
+        """Key path -> file, of every data file that the stage reads."""
+        entries = path_entries(type(self), self.model_dump())
+        return {key: Path(container[name]) for container, name, key, mark in entries if mark.kind == "file"}

@@ -1,0 +1,120 @@
+"""One YAML file and its overrides into one frozen config, or every problem at once."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import models_json_schema
+
+from rlhf_cli.config import overrides as override_lines
+from rlhf_cli.config import secrets, trl, yaml_source
+from rlhf_cli.config.base import Config, Origin
+from rlhf_cli.config.keys import field_at, field_shape, keys_of
+from rlhf_cli.config.paths import fill_and_resolve
+from rlhf_cli.config.problems import shown_value, translate
+from rlhf_cli.config.stages import CONFIGS, EvalConfig, PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.errors import Problem, RLHFError
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+@overload
+def load(stage: Literal["sft"], path: str | Path, overrides: Sequence[str] = ()) -> SFTConfig: ...
+@overload
+def load(stage: Literal["reward"], path: str | Path, overrides: Sequence[str] = ()) -> RewardConfig: ...
+@overload
+def load(stage: Literal["ppo"], path: str | Path, overrides: Sequence[str] = ()) -> PPOConfig: ...
+@overload
+def load(stage: Literal["eval"], path: str | Path, overrides: Sequence[str] = ()) -> EvalConfig: ...
+@overload
+def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
+
+
+def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of `stage` in the YAML file `path`, with `overrides` ("key.path=value") laid over it.
+
+    Raises RLHFError with all problems at once: C01-C03, C05-C11, C16, C17, S02, S03, and those of the ppo settings.
+    """
+    model = CONFIGS[stage]
+    source = yaml_source.read(path)
+    written, problems = override_lines.apply(overrides, source, model)
+    file = Path(os.path.abspath(path))
+    origin = Origin(file, source.name, source.lines, written)
+    _refuse_other_stage(stage, source.tree, origin)
+    problems += source.problems + secrets.take_out(source.tree, origin.where)
+    folder, here = str(file.parent), os.getcwd()
+    fill_and_resolve(model, source.tree, lambda key: here if origin.overridden(key) else folder)
+    config, more = _validated(model, source.tree, origin)
+    problems += more
+    if problems or config is None:
+        raise RLHFError.of(sorted(problems, key=_line))
+    config._origin = origin
+    return config
+
+
+def schema(stage: str | None = None) -> dict[str, Any]:
+    """JSON Schema of one stage's config, or of all four (any of which a file may be)."""
+    if stage is not None:
+        return {"$schema": DIALECT, **CONFIGS[stage].model_json_schema()}
+    references, merged = models_json_schema(
+        [(model, "validation") for model in CONFIGS.values()], title="rlhf_cli config"
+    )
+    return {"$schema": DIALECT, **merged, "anyOf": [references[model, "validation"] for model in CONFIGS.values()]}
+
+
+def keys(stage: str) -> dict[str, FieldInfo]:
+    """Every key path of a stage's config and its field: description, type and default."""
+    return keys_of(CONFIGS[stage])
+
+
+def takes(stage: str, key: str) -> bool:
+    """Whether an override's key belongs to this stage: a key of its config, or an entry of one of its tables.
+
+    `*.KEY` belongs to every stage that has KEY.
+    """
+    parts = tuple(key.removeprefix("*.").split("."))
+    if parts[0] == "trainer" and len(parts) > 1:
+        return stage in trl.TRAINERS and parts[1] in trl.fields_of(stage)
+    model = CONFIGS[stage]
+    if field_at(model, parts):
+        return True
+    above = [field_at(model, parts[:depth]) for depth in range(1, len(parts))]
+    return any(field is not None and field_shape(field).entries is not None for field in above)
+
+
+def _validated(model: type[Config], tree: dict[str, Any], origin: Origin) -> tuple[Config | None, list[Problem]]:
+    trainer = tree.get("trainer")
+    problems = (
+        trl.check(trainer, model, origin.where) if "trainer" in model.model_fields and isinstance(trainer, dict) else []
+    )
+    try:
+        return model.model_validate(tree), problems
+    except ValidationError as error:
+        return None, problems + translate(error, tree, model, origin.where)
+
+
+def _refuse_other_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None:
+    """A file of another stage is told as that one thing, not as a list of its unknown keys."""
+    said = tree.get("stage", stage)
+    if said == stage:
+        return
+    if isinstance(said, str) and said in CONFIGS:
+        raise RLHFError(
+            "C07",
+            f"this config is for {said}, not for {stage}",
+            where=origin.where("stage"),
+            hint=f"run it with: rlhf {said}",
+        )
+    raise RLHFError(
+        "C07", f"stage: {shown_value(said)} is not one of {', '.join(CONFIGS)}", where=origin.where("stage")
+    )
+
+
+def _line(problem: Problem) -> int:
+    """Sorts problems as they stand in the file; overrides come last."""
+    found = re.search(r":([0-9]+)(:[0-9]+)?$", problem.where or "")
+    return int(found[1]) if found else 10**9 * (problem.where or "").startswith("--set")

@@ -1,0 +1,76 @@
+"""How path keys are understood: relative to the YAML's folder (in --set to the working directory), stored absolute."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from rlhf_cli.config.keys import PathKey, field_shape, path_entries
+
+FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+STAGE_FOLDERS = ("sft", "reward", "ppo")
+
+
+def fill_and_resolve(model: type[BaseModel], tree: dict[str, Any], base_of: Callable[[str], str]) -> None:
+    """Makes the paths in `tree` absolute, in place, after writing the RUN/... defaults of absent keys into it.
+
+    `base_of(key)` is the folder that a relative path at this key starts from.
+    """
+    _fill_defaults(model, tree)
+    run = _absolute(tree["run"], base_of("run")) if isinstance(tree["run"], str) else ""
+    for container, name, key, mark in path_entries(model, tree):
+        container[name] = run if mark.kind == "run" else _resolved(container[name], mark, base_of(key), run)
+
+
+def relative(value: str, mark: PathKey, folder: Path) -> str:
+    """The stored value of a path key as written in a file of `folder`; hub ids, functions and texts stay."""
+    if not is_path(value, mark):
+        return value
+    path = Path(os.path.relpath(value, folder)).as_posix()
+    # A model named without a dot would be taken for a hub id wherever the folder is missing.
+    return path if path.startswith(".") or mark.kind in ("file", "run", "template") else f"./{path}"
+
+
+def is_path(value: str, mark: PathKey) -> bool:
+    """Whether a stored value is a path, and not a hub id, a function, a word or a template's text."""
+    return os.path.isabs(value) and (mark.kind != "template" or os.path.isfile(value))
+
+
+def _fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
+    for name, field in model.model_fields.items():
+        below = field_shape(field)
+        always_there = field.annotation is below.model
+        if below.path and isinstance(field.default, str) and name not in tree:
+            tree[name] = field.default
+        elif below.model and always_there:
+            # A section with everything commented out reads as null.
+            section = tree[name] = {} if tree.get(name) is None else tree[name]
+            if isinstance(section, dict):
+                _fill_defaults(below.model, section)
+
+
+def _resolved(text: str, mark: PathKey, base: str, run: str) -> str:
+    if mark.kind == "file":
+        return _absolute(text, base)
+    if mark.kind == "template":
+        path = _absolute(text, base)
+        return path if os.path.isfile(path) else text
+    if (mark.kind == "judge" and FUNCTION.fullmatch(text)) or (mark.kind == "value" and text == "reward"):
+        return text
+    return _resolved_model(text, base, run)
+
+
+def _resolved_model(text: str, base: str, run: str) -> str:
+    if text == "RUN" or text.startswith("RUN/"):
+        return os.path.normpath(os.path.join(run, text[4:]))
+    candidate = _absolute(text, base)
+    stages = [os.path.join(run, stage) for stage in STAGE_FOLDERS]
+    local = text.startswith((".", "/", "~")) or candidate in stages or os.path.exists(candidate)
+    return candidate if local else text
+
+
+def _absolute(text: str, base: str) -> str:
+    return os.path.abspath(os.path.join(base, os.path.expanduser(text)))

@@ -1,0 +1,228 @@
+"""The four configs: sft.yaml, reward.yaml, ppo.yaml, eval.yaml."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rlhf_cli.config.base import Config, FilePath, JudgePath, ModelPath, Name, Section
+from rlhf_cli.config.keys import PathKey
+from rlhf_cli.config.sections import (
+    ATTENTION,
+    COLUMNS,
+    DTYPE,
+    ON_LONG,
+    REVISION,
+    Columns,
+    Dtype,
+    RewardData,
+    RewardModel,
+    SFTData,
+    SFTModel,
+)
+from rlhf_cli.config.training import RewardSettings, SFTSettings
+from rlhf_cli.ppo.settings import PPOSettings
+
+STAGE = "The stage that the file is for; optional, must match the command."
+TRAINER = "Any other field of TRL's {}, by its own name, except what the pipeline sets itself. [none]"
+COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+
+
+class SFTConfig(Config):
+    """sft.yaml: supervised fine-tuning."""
+
+    stage: Literal["sft"] = Field("sft", description=STAGE)
+    model: SFTModel = Field(description="The model to start from.")
+    data: SFTData = Field(description="The rows to train on.")
+    sft: SFTSettings = Field(default_factory=SFTSettings, description="The numbers of the training.")
+    trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("SFTConfig"))
+
+
+class RewardConfig(Config):
+    """reward.yaml: reward modelling."""
+
+    stage: Literal["reward"] = Field("reward", description=STAGE)
+    model: RewardModel = Field(default_factory=RewardModel, description="The model to start from.")
+    data: RewardData = Field(description="The pairs to train on.")
+    reward: RewardSettings = Field(default_factory=RewardSettings, description="The numbers of the training.")
+    trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("RewardConfig"))
+
+
+class PPOModels(Section):
+    """The models that PPO works with. RUN is the run's folder."""
+
+    sft: ModelPath = Field(
+        "RUN/sft",
+        description="Start of the policy, and the frozen reference: a folder or a hub id. [the SFT stage's result]",
+    )
+    reward: ModelPath = Field(
+        "RUN/reward", description="The reward model: a folder or a hub id. [the reward stage's result]"
+    )
+    value: Annotated[str, PathKey("value")] = Field(
+        "reward",
+        description=(
+            "Start of the value model: reward (a copy of the reward model), a folder or a hub id. [reward: "
+            "InstructGPT, N+ details]"
+        ),
+    )
+    revision: str | None = Field(None, description=REVISION)
+    dtype: Dtype = Field("auto", description=DTYPE)
+    attn_implementation: str | None = Field(None, description=ATTENTION)
+
+
+class PPOData(Section):
+    """Prompts, as JSON lines; a file of pairs gives its distinct prompts."""
+
+    prompts: FilePath = Field(description="Prompts to train on: a JSON lines file, or a file of pairs.")
+    eval_prompts: FilePath | None = Field(
+        None,
+        description="Prompts for the sample tables during training, never trained on. [none: the training prompts]",
+    )
+    columns: Columns = Field(default_factory=dict, description=COLUMNS)
+    on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
+
+
+class RewardSource(Section):
+    """One source of reward: a model or a Python function."""
+
+    model: ModelPath | None = Field(None, description="A reward model: a folder or a hub id. Give this or function.")
+    function: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
+        description="A Python function module:function, that gives one number for each response. Give this or model.",
+    )
+    weight: float = Field(1.0, description="Factor of this source in the sum. [1]")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.model is None) == (self.function is None):
+            raise PydanticCustomError(
+                "C17", "give one of model and function", {"hint": "the name `reward` alone means the reward model"}
+            )
+        return self
+
+
+class PPOConfig(Config):
+    """ppo.yaml: reinforcement learning."""
+
+    stage: Literal["ppo"] = Field("ppo", description=STAGE)
+    models: PPOModels = Field(default_factory=PPOModels, description="The models to work with.")
+    data: PPOData = Field(description="The prompts to train on.")
+    rewards: dict[Name, RewardSource] = Field(
+        default_factory=dict,
+        description="Sources of reward by name, added up by weight. [reward: {model: models.reward}]",
+    )
+    ppo: PPOSettings = Field(description="The numbers of PPO.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_by_default(cls, keys: Any) -> Any:
+        """No sources, or `reward` without a kind: the reward model."""
+        models = keys.get("models") if isinstance(keys, dict) else None
+        path = models.get("reward") if isinstance(models, dict) else None
+        if path is None or not isinstance(keys.get("rewards"), dict | None):
+            return keys
+        sources = keys.get("rewards") or {"reward": {}}
+        source = {} if sources.get("reward", 0) is None else sources.get("reward")
+        if isinstance(source, dict) and not {"model", "function"} & source.keys():
+            sources = {**sources, "reward": {"model": path, **source}}
+        return {**keys, "rewards": sources}
+
+
+class EvalModels(Section):
+    """The models to compare. RUN is the run's folder."""
+
+    sft: ModelPath = Field(
+        "RUN/sft", description="The model before PPO: a folder or a hub id. [the SFT stage's result]"
+    )
+    ppo: ModelPath = Field("RUN/ppo", description="The model after PPO: a folder or a hub id. [the PPO stage's result]")
+    reward: ModelPath = Field(
+        "RUN/reward", description="The reward model that both are scored with. [the reward stage's result]"
+    )
+    dtype: Dtype = Field("auto", description=DTYPE)
+    attn_implementation: str | None = Field(None, description=ATTENTION)
+
+
+class EvalData(Section):
+    """Prompts, as JSON lines; a file of pairs gives its distinct prompts."""
+
+    prompts: FilePath = Field(description="Prompts to answer, best none of the training's: a JSON lines file.")
+    columns: Columns = Field(default_factory=dict, description=COLUMNS)
+
+
+def _comparison(text: str) -> str:
+    if not COMPARISON.fullmatch(text.strip()):
+        raise PydanticCustomError("C07", "expected a comparison and a number", {"hint": 'for example ">= 0.6"'})
+    return text
+
+
+class EvalSettings(Section):
+    """How the models are compared."""
+
+    n: int = Field(
+        512,
+        gt=0,
+        description=(
+            "Prompts answered by each model, at most as many as there are. [512: a 95 % interval of about 0.04 on a "
+            "win rate]"
+        ),
+    )
+    modes: list[Literal["sampled", "greedy"]] = Field(
+        default=["sampled", "greedy"],
+        min_length=1,
+        description=(
+            "How answers are made: sampled at the training temperature, and near-greedy. [both; TRL 1.12 looks at "
+            "near-greedy ones alone]"
+        ),
+    )
+    best_of: list[Annotated[int, Field(ge=2)]] = Field(
+        default=[2, 4, 8],
+        description=(
+            "The SFT model's best of n answers by the reward model: what PPO has to beat. An empty list leaves it "
+            "out. [ours]"
+        ),
+    )
+    temperature: float | None = Field(
+        None, gt=0, description="Sampling temperature; none: that of the PPO training. [none]"
+    )
+    response_length: int | None = Field(
+        None, gt=0, description="Most tokens of an answer; none: that of the PPO training. [none]"
+    )
+    per_device_batch_size: int = Field(64, gt=0, description="Answers made at once. [ours]")
+    require: dict[str, Annotated[str, AfterValidator(_comparison)]] = Field(
+        default_factory=dict,
+        description=(
+            'Values of the report that must hold, e.g. {win_rate.ppo_vs_sft.gold.value: ">= 0.6"}; else the command '
+            "exits with 1. [none]"
+        ),
+    )
+
+
+class EvalConfig(Config):
+    """eval.yaml: the comparison before and after."""
+
+    stage: Literal["eval"] = Field("eval", description=STAGE)
+    models: EvalModels = Field(default_factory=EvalModels, description="The models to compare.")
+    judges: dict[Name, JudgePath] = Field(
+        default_factory=dict,
+        description=(
+            "Further judges by name: a Python function module:function, or a reward model's folder or hub id. "
+            "[none: the reward model alone]"
+        ),
+    )
+    data: EvalData = Field(description="The prompts to answer.")
+    eval: EvalSettings = Field(default_factory=EvalSettings, description="How they are compared.")
+
+    @model_validator(mode="after")
+    def _reward_is_taken(self) -> Self:
+        if "reward" in self.judges:
+            raise PydanticCustomError(
+                "C17",
+                "judges.reward: the name reward belongs to models.reward",
+                {"hint": "give the judge another name"},
+            )
+        return self
+
+
+CONFIGS: dict[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "eval": EvalConfig}

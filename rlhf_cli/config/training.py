@@ -1,0 +1,136 @@
+"""The numbers of the two trainings that TRL does: `sft:` and `reward:`."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rlhf_cli.config.base import Section
+
+TRL = "[TRL 1.16]"
+HF = "[transformers TrainingArguments]"
+
+SCHEDULERS = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+    "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
+]  # fmt: skip
+
+
+class TrainerSettings(Section):
+    """What SFT and reward training share: TRL's names."""
+
+    num_train_epochs: float = Field(
+        1.0, gt=0, description="Passes over the training rows. [one, as InstructGPT's reward model; TRL's default is 3]"
+    )
+    max_steps: int | None = Field(
+        None, gt=0, description="Optimizer steps in all, in place of num_train_epochs. [none]"
+    )
+    per_device_train_batch_size: int = Field(
+        8, gt=0, description=f"Rows (in the reward stage: pairs) a device reads at once in training. {TRL}"
+    )
+    per_device_eval_batch_size: int = Field(8, gt=0, description=f"Rows a device reads at once in evaluation. {TRL}")
+    gradient_accumulation_steps: int = Field(1, gt=0, description=f"Batches added up before each optimizer step. {TRL}")
+    max_length: int = Field(
+        1024,
+        gt=1,
+        description=f"Most tokens of a row, prompt and answer together; data.on_long says what happens beyond. {TRL}",
+    )
+    lr_scheduler_type: SCHEDULERS = Field(
+        "cosine",
+        description=(
+            "How the learning rate falls after warm-up. [cosine, as most published recipes; TRL's default is linear]"
+        ),
+    )
+    warmup_steps: int | None = Field(
+        None, ge=0, description="Optimizer steps of warm-up, in place of warmup_ratio. [none]"
+    )
+    warmup_ratio: float = Field(
+        0.03,
+        ge=0,
+        lt=1,
+        description="Share of all steps in which the learning rate rises from 0. [0.03: Stanford Alpaca's recipe]",
+    )
+    weight_decay: float = Field(0.0, ge=0, description=f"AdamW's weight decay. {HF}")
+    max_grad_norm: float = Field(1.0, gt=0, description=f"Gradients are scaled down to this norm at most. {HF}")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description=f"AdamW's beta1. {HF}")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description=f"AdamW's beta2. {HF}")
+    adam_epsilon: float = Field(1e-8, gt=0, description=f"AdamW's epsilon. {HF}")
+    gradient_checkpointing: bool = Field(
+        False,
+        description=(
+            "Recompute activations in the backward pass: less memory, about a third more time. [off: small models "
+            "need no such help; TRL's default is on]"
+        ),
+    )
+    bf16: bool | None = Field(
+        None, description="Compute in bfloat16, weights stay float32; none: where a GPU can, off on the CPU. [TRL 1.16]"
+    )
+    logging_steps: int = Field(10, gt=0, description=f"Optimizer steps between two lines of metrics.jsonl. {TRL}")
+    eval_steps: int | None = Field(
+        None,
+        gt=0,
+        description="Optimizer steps between two evaluations on data.eval; none: at the end of each epoch. [ours]",
+    )
+    group_by_length: bool = Field(
+        True,
+        description="Batches of rows of similar length: less padding, so less time. No effect with packing. [ours]",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_replace_the_ratio(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and keys.get("warmup_steps") is not None and "warmup_ratio" not in keys:
+            return {**keys, "warmup_ratio": 0.0}
+        return keys
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps is not None and self.warmup_ratio > 0:
+            raise PydanticCustomError(
+                "C17",
+                "warmup_steps and warmup_ratio say the same thing twice",
+                {"hint": "keep one of the two", "key": "warmup_ratio"},
+            )
+        return self
+
+
+class SFTSettings(TrainerSettings):
+    """Supervised fine-tuning by TRL's SFTTrainer."""
+
+    learning_rate: float = Field(2e-5, ge=0, description=f"Peak learning rate. {TRL}")
+    packing: bool = Field(
+        False, description=f"Several short rows in one sequence of max_length: faster where rows are short. {TRL}"
+    )
+    completion_only_loss: bool = Field(
+        True,
+        description=(
+            "Train on the answer alone, and not on the prompt too. Rows {text} have no prompt and are trained "
+            "whole. [TRL 1.16 for rows with a prompt]"
+        ),
+    )
+
+
+class RewardSettings(TrainerSettings):
+    """Reward modelling by TRL's RewardTrainer."""
+
+    learning_rate: float = Field(
+        1e-5, ge=0, description="Peak learning rate. [InstructGPT: 9e-6; TRL's 1e-4 is meant for adapters]"
+    )
+    center_rewards_coefficient: float | None = Field(
+        0.01,
+        ge=0,
+        description=(
+            "Pulls each pair's summed reward towards 0, so that scores keep one scale. [0.01: Eisenstein et al. "
+            "2023, arXiv 2312.09244]"
+        ),
+    )
+    normalize: Literal["none", "sft"] = Field(
+        "sft",
+        description=(
+            "sft: the scores' mean and deviation over the SFT model's own answers are stored, and every reader "
+            "shifts and scales by them. [N+ details, arXiv 2403.17031]"
+        ),
+    )
+    normalize_samples: int = Field(
+        256, ge=2, description="Answers sampled from the SFT model to measure that mean and deviation on. [ours]"
+    )

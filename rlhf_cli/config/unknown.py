@@ -1,0 +1,109 @@
+"""Keys that a config does not have: a misspelling, a key of another place, or an older name."""
+
+from typing import Any
+
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.keys import field_at, field_shape, keys_of, shape
+from rlhf_cli.config.stages import CONFIGS
+from rlhf_cli.config.trl import TRAINERS, fields_of
+from rlhf_cli.errors import Problem, nearest
+
+# Names of TRL 0.11's and 1.12's PPO, and habits from other tools: our key, and our word for a value of theirs.
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {
+    "kl_penalty": ("kl_estimator", {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}),
+    "init_kl_coef": ("kl_coef", {}),
+    "ppo_epochs": ("num_ppo_epochs", {}),
+    "steps": ("total_episodes", {}),
+    "sft_model_path": ("models.sft", {}),
+    "model_name": ("models.sft", {}),
+    "reward_model_path": ("models.reward", {}),
+    "reward_model": ("models.reward", {}),
+    "mini_batch_size": ("num_mini_batches", {}),
+    "local_mini_batch_size": ("num_mini_batches", {}),
+    "batch_size": ("per_device_train_batch_size", {}),
+    "local_batch_size": ("per_device_train_batch_size", {}),
+    "micro_batch_size": ("per_device_train_batch_size", {}),
+    "backward_batch_size": ("per_device_train_batch_size", {}),
+    "forward_batch_size": ("local_rollout_forward_batch_size", {}),
+    "vf_loss_coef": ("vf_coef", {}),
+    "vf_loss": ("vf_coef", {}),
+    "clip_range": ("cliprange", {}),
+    "clip_range_value": ("cliprange_value", {}),
+    "max_new_tokens": ("response_length", {}),
+    "query_dataset": ("data.prompts", {}),
+    "max_seq_length": ("max_length", {}),
+    "lr": ("learning_rate", {}),
+    "epochs": ("num_train_epochs", {}),
+    "num_epochs": ("num_train_epochs", {}),
+    "grad_clip": ("max_grad_norm", {}),
+}
+# The numbers of these mean something else under the new name.
+COUNTED_OTHERWISE = {
+    "mini_batch_size": "it counts minibatches: batch size / mini_batch_size",
+    "local_mini_batch_size": "it counts minibatches: batch size / mini_batch_size",
+    "batch_size": "times gradient_accumulation_steps it is the episodes of an update",
+    "local_batch_size": "times gradient_accumulation_steps it is the episodes of an update",
+}
+
+
+def unknown_key(path: tuple[str, ...], value: Any, model: type[Config], place: str) -> Problem:
+    """C01 with the key that was meant, or C02 with the place where the key belongs."""
+    key, name, section = ".".join(path), path[-1], path[:-1]
+    siblings = _keys_under(model, section)
+    renamed = _renamed(name, value, siblings, model) if section else None
+    if renamed:
+        return Problem("C01", f"unknown key {key}", place, renamed)
+    home = _home(name, path, model)
+    if home:
+        return Problem("C02", f"{key} belongs {home[0]}", place, home[1])
+    near = nearest(name, siblings)
+    hint = f"did you mean {near}?" if near else f"keys here: {', '.join(siblings)}" if len(siblings) <= 8 else None
+    return Problem("C01", f"unknown key {key}", place, hint)
+
+
+def _keys_under(model: type[Config], section: tuple[str, ...]) -> list[str]:
+    if not section:
+        return list(model.model_fields)
+    field = field_at(model, section)
+    if field is None:  # an entry such as rewards.style
+        table = field_at(model, section[:-1])
+        entry = shape(field_shape(table).entries).model if table else None
+    else:
+        entry = field_shape(field).model
+    return list(entry.model_fields) if entry else []
+
+
+def _renamed(name: str, value: Any, siblings: list[str], model: type[Config]) -> str | None:
+    new, values = RENAMED.get(name, ("", {}))
+    known = new in siblings or ("." in new and new in keys_of(model))
+    if not known:
+        return None
+    if name in COUNTED_OTHERWISE:
+        return f"use {new}; {COUNTED_OTHERWISE[name]}"
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"write {new}: {values.get(str(value), value)}"
+    return f"use {new}"
+
+
+def _home(name: str, path: tuple[str, ...], model: type[Config]) -> tuple[str, str | None] | None:
+    """(where a key of this name belongs, how to write it): in this config, under trainer:, or in another file."""
+    stage = model.model_fields["stage"].default
+    here = _places(name, model)
+    if here:
+        section = here[0].rpartition(".")[0]
+        return f"under {section}:" if section else "at the top of the file", f"write it as {here[0]}"
+    if stage in TRAINERS and name in fields_of(stage) and path[0] != "trainer":
+        return "under trainer:", f"write it as trainer.{name}"
+    there: dict[str, list[str]] = {}
+    for other, config in CONFIGS.items():
+        for key in _places(name, config)[:1]:
+            there.setdefault(key.rpartition(".")[0], []).append(f"{other}.yaml")
+    if not there:
+        return None
+    # A section of another file, such as ppo:, rather than a key of that name.
+    section = min(there, key=len)
+    return f"in {' or '.join(there[section])}" + (f", under {section}:" if section else ""), None
+
+
+def _places(name: str, model: type[Config]) -> list[str]:
+    return [key for key in keys_of(model) if key.rpartition(".")[2] == name and key.count(".") <= 1]

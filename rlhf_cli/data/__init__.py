@@ -1,0 +1,30 @@
+"""Data files to tokens. `encode` makes the tokens of all stages; TRL never tokenises."""
+
+from typing import Any
+
+from rlhf_cli.data.batches import LikeLengths, prompt_batch
+from rlhf_cli.data.examples import Prompt, is_plain_text, preference_rows, prompt_rows, sft_rows
+from rlhf_cli.data.tokens import encode, encode_many, render, stop_token_id
+
+__all__ = [
+    "LikeLengths",
+    "Prompt",
+    "as_dataset",
+    "encode",
+    "encode_many",
+    "is_plain_text",
+    "preference_rows",
+    "prompt_batch",
+    "prompt_rows",
+    "render",
+    "sft_rows",
+    "stop_token_id",
+]
+
+
+def as_dataset(rows: list[dict[str, Any]]) -> Any:
+    """A `datasets.Dataset` of the rows (at least one), all with the columns of the first; what TRL's trainers take."""
+    import datasets  # half a second, and only TRL's stages need it
+
+    datasets.disable_progress_bars()
+    return datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})

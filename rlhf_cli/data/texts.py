@@ -1,0 +1,151 @@
+"""What one row says: its prompt and its responses, as text or conversation, whatever form the row has."""
+
+import math
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from rlhf_cli.data.forms import BadRow, Form
+from rlhf_cli.data.tokens import Conversation
+
+IDENTICAL = '"chosen" equals "rejected"'
+
+
+@dataclass(frozen=True)
+class Example:
+    """A response to a prompt; the prompt is "" for plain text."""
+
+    line: int
+    prompt: str | Conversation
+    response: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two responses to a prompt, the first one preferred."""
+
+    line: int
+    prompt: str | Conversation
+    chosen: str
+    rejected: str
+    margin: float | None
+
+
+def examples(line: int, form: Form, row: dict[str, Any]) -> list[Example]:
+    """The examples of one SFT row. Raises BadRow D08, D09, D12."""
+    if form == ("text",):
+        _need_text(row["text"], "text")
+        return [Example(line, "", row["text"])]
+    if form == ("messages",):
+        return _assistant_turns(line, _list(row["messages"], "messages"), 0, "messages")
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise BadRow("D12", '"prompt" and "completion" must both be text, or both be lists of messages')
+    if isinstance(prompt, str):
+        _need_prompt(prompt)
+        _need_text(completion, "completion")
+        return [Example(line, prompt, completion)]
+    return _assistant_turns(line, [*prompt, *completion], len(prompt), "completion")
+
+
+def pair(line: int, form: Form, row: dict[str, Any]) -> Pair:
+    """The pair of one preference row. Raises BadRow D06-D09, D12."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise BadRow("D12", '"chosen" and "rejected" must both be text, or both be lists of messages')
+    prompt = row["prompt"] if "prompt" in form else None
+    if chosen == rejected:
+        raise BadRow("D07", IDENTICAL, "drop the row, or set data.on_identical: drop")
+    if isinstance(chosen, str):
+        if prompt is None:
+            prompt, chosen, rejected = _split_texts(chosen, rejected)
+        elif not isinstance(prompt, str):
+            raise BadRow("D12", '"prompt" is a list of messages, but "chosen" is text')
+    else:
+        prompt, chosen, rejected = _split_conversations(prompt, chosen, rejected)
+    _need_prompt(prompt)
+    _need_text(chosen, "chosen")
+    _need_text(rejected, "rejected")
+    return Pair(line, prompt, chosen, rejected, _margin(row))
+
+
+def bare_prompt(form: Form, row: dict[str, Any]) -> str | Conversation:
+    """The prompt of a row without responses; of {messages}, what stands before the last assistant turn.
+
+    Raises BadRow D06, D08.
+    """
+    prompt = row[form[0]]
+    if form == ("messages",):
+        turns = [i for i, message in enumerate(_list(prompt, "messages")) if message["role"] == "assistant"]
+        prompt = prompt[: turns[-1]] if turns else prompt
+    _need_prompt(prompt)
+    return prompt
+
+
+def _assistant_turns(line: int, messages: Conversation, start: int, column: str) -> list[Example]:
+    """One example for each assistant turn from `start` on: what stands before it is the prompt."""
+    turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
+    if not turns:
+        raise BadRow("D09", f'"{column}" holds no message of the assistant')
+    for i in turns:
+        _need_prompt(messages[:i])
+        _need_text(messages[i]["content"], column)
+    return [Example(line, messages[:i], messages[i]["content"]) for i in turns]
+
+
+def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """The common beginning as the prompt, cut where a word ends; the white space goes to the responses."""
+    length = _shared(chosen, rejected)
+    prompt = chosen[:length]
+    inside_word = any(text[length : length + 1].strip() for text in (chosen, rejected))
+    used_up = length in (len(chosen), len(rejected))
+    if (inside_word or used_up) and prompt[-1:].strip():
+        prompt = prompt[: len(prompt) - len(prompt.split()[-1])]
+    prompt = prompt.rstrip()
+    return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
+
+
+def _split_conversations(
+    given: str | Conversation | None, chosen: Conversation, rejected: Conversation
+) -> tuple[Conversation, str, str]:
+    """The prompt and the two answers: each side is what both share, then one message of the assistant."""
+    # A text beside whole conversations (UltraFeedback) only repeats what they begin with.
+    prompt = given if isinstance(given, list) else chosen[: min(_shared(chosen, rejected), len(chosen) - 1)]
+    if not prompt and isinstance(given, str):
+        raise BadRow("D12", '"prompt" is text, but "chosen" is a list of messages that does not begin with it')
+    tails = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in (chosen, rejected)]
+    for tail, column in zip(tails, ("chosen", "rejected"), strict=True):
+        if len(tail) != 1 or tail[0]["role"] != "assistant":
+            raise BadRow("D12", f'"{column}" must be the prompt and then one message of the assistant')
+    return prompt, tails[0][0]["content"], tails[1][0]["content"]
+
+
+def _shared(left: Any, right: Any) -> int:
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(left, right, strict=False)))
+
+
+def _margin(row: dict[str, Any]) -> float | None:
+    if "margin" not in row:
+        return None
+    margin = row["margin"]
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise BadRow("D06", f'"margin" is {margin!r}, a number is needed')
+    return float(margin)
+
+
+def _list(value: Any, column: str) -> Conversation:
+    if not isinstance(value, list):
+        raise BadRow("D06", f'"{column}" is text, a list of messages is needed')
+    return value
+
+
+def _need_prompt(prompt: str | Conversation) -> None:
+    if not (prompt.strip() if isinstance(prompt, str) else prompt):
+        raise BadRow("D08", "the prompt is empty")
+
+
+def _need_text(text: Any, column: str) -> None:
+    if not isinstance(text, str):
+        raise BadRow("D06", f'"{column}" is a list of messages, text is needed')
+    if not text.strip():
+        raise BadRow("D09", f'"{column}" is empty')

@@ -1,0 +1,106 @@
+"""Text to tokens, for all stages: prompt + response + stop token, and nothing after it. Nobody else tokenises."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+
+from rlhf_cli import terminal
+from rlhf_cli.errors import RLHFError
+
+Conversation = list[dict[str, Any]]
+_MARK = "assistant-text-ends-here"
+
+
+def encode(tokenizer: Any, prompt: str | Conversation, response: str | None) -> tuple[list[int], list[int]]:
+    """Token ids (prompt, response) of one row; the response ends in the stop token, once, and is [] for None.
+
+    A string keeps the special tokens that the tokenizer begins a text with (BOS), never those that it ends one with.
+    A conversation is rendered by the chat template up to where the assistant's text begins.
+    Raises RLHFError D14 where that template is missing.
+    """
+    return encode_many(tokenizer, [prompt], [response])[0]
+
+
+def encode_many(
+    tokenizer: Any, prompts: Sequence[str | Conversation], responses: Sequence[str | None]
+) -> list[tuple[list[int], list[int]]]:
+    """`encode` of many rows: the same ids, several times faster."""
+    texts = [text for text in responses if text is not None]
+    stop = stop_token_id(tokenizer) if texts else -1
+    answers = iter(_tokenize(tokenizer, texts))
+    encoded = []
+    for prompt_ids, text in zip(_encode_prompts(tokenizer, prompts), responses, strict=True):
+        ids = [] if text is None else next(answers)
+        if text is not None and ids[-1:] != [stop]:
+            ids.append(stop)
+        encoded.append((prompt_ids, ids))
+    return encoded
+
+
+def stop_token_id(tokenizer: Any) -> int:
+    """The token that ends a response: what the chat template writes after an assistant's text, else the EOS.
+
+    Warns (T06) of a template that writes none: a model trained on its rendering alone would never learn to stop.
+    """
+    return _stop_token_id(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)
+
+
+def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool) -> str:
+    """The chat template's text.
+
+    Raises RLHFError D14 without a template, D06 where the template refuses the conversation.
+    """
+    if not tokenizer.chat_template:
+        raise RLHFError(
+            "D14",
+            "the data holds conversations, but the tokenizer has no chat template",
+            hint="set model.chat_template to a Jinja file, or to chatml",
+        )
+    try:
+        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt)
+    except TemplateError as error:
+        raise RLHFError("D06", f"the chat template refuses the conversation: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int:
+    if template:
+        turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": _MARK}]
+        tail = render(tokenizer, turns, generation_prompt=False).rpartition(_MARK)[2]
+        special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        for token in _tokenize(tokenizer, [tail])[0]:
+            if token in special:
+                return token
+        terminal.warn(
+            "T06", f"the chat template writes no stop token after an assistant's text; {tokenizer.eos_token!r} is used"
+        )
+    if eos is None:
+        raise RLHFError("T06", "the tokenizer has no EOS token, so no response could ever end")
+    return eos
+
+
+def _encode_prompts(tokenizer: Any, prompts: Sequence[str | Conversation]) -> list[list[int]]:
+    plain = [prompt for prompt in prompts if isinstance(prompt, str)]
+    chats = [render(tokenizer, p, generation_prompt=True) for p in prompts if not isinstance(p, str)]
+    suffix = len(_suffix(tokenizer)) if plain else 0
+    strings = iter(ids[: len(ids) - suffix] for ids in _tokenize(tokenizer, plain, special=True))
+    rendered = iter(_tokenize(tokenizer, chats))  # the template has written its own special tokens
+    return [next(strings) if isinstance(prompt, str) else next(rendered) for prompt in prompts]
+
+
+def _suffix(tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts after a text."""
+    bare = _tokenize(tokenizer, ["a"])[0]
+    full = _tokenize(tokenizer, ["a"], special=True)[0]
+    start = next(i for i in range(len(full) - len(bare), -1, -1) if full[i : i + len(bare)] == bare)
+    return full[start + len(bare) :]
+
+
+def _tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[list[int]]:
+    if not texts:
+        return []
+    # verbose: no "longer than the maximum sequence length" from the library, max_length is checked here.
+    batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+    return batch["input_ids"]

@@ -1,0 +1,184 @@
+"""The words and sentences of the demo world.
+
+Every sentence of the world is made from a template of this file, and the judge reads it back with the same template:
+what cannot be read back was not written by the rules.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+PEOPLE = ("grandmother", "boss", "friend", "neighbour", "teacher", "uncle", "sister", "doctor", "cousin")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One sort of thing to ask for. Every topic has details of its own, and an answer is concrete when it names one."""
+
+    link: str  # "about": a song about trains
+    kinds: tuple[str, ...]
+    topics: dict[str, tuple[str, ...]]
+    adjectives: tuple[str, ...]
+    answers: tuple[str, ...]  # slots: kind, topic, adjective, detail
+    hints: tuple[str, ...]  # the same without a detail
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a prompt asks for: a `kind` on a `topic` for somebody, e.g. a song about trains for my grandmother."""
+
+    family: str
+    kind: str
+    topic: str
+    who: str
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One sentence that was read back: its role, its text, and for an answer the words in the slots."""
+
+    role: str
+    text: str
+    family: str = ""
+    slots: tuple[tuple[str, str], ...] = ()
+
+
+FAMILIES = {
+    "media": Family(
+        link="about",
+        kinds=("book", "film", "song", "poem"),
+        topics={
+            "the sea": ("Harbour", "Tide", "Lighthouse"),
+            "space": ("Comet", "Rocket", "Planet"),
+            "trains": ("Railway", "Station", "Engine"),
+            "detectives": ("Clue", "Witness", "Cipher"),
+        },
+        adjectives=("Silver", "Quiet", "Distant", "Little", "Golden"),
+        answers=(
+            'You could try "The {adjective} {detail}", a fine {kind} about {topic}.',
+            'How about "The {adjective} {detail}"? It is a {kind} about {topic}.',
+            'I suggest "The {adjective} {detail}". It is a lovely {kind} about {topic}.',
+        ),
+        hints=("You could try a {kind} about {topic}.", "I suggest a {kind} about {topic}."),
+    ),
+    "meal": Family(
+        link="with",
+        kinds=("soup", "salad", "pie", "stew"),
+        topics={
+            "mushrooms": ("thyme", "parsley", "cream"),
+            "lentils": ("cumin", "carrots", "yoghurt"),
+            "salmon": ("dill", "capers", "cucumber"),
+            "potatoes": ("butter", "leeks", "chives"),
+        },
+        adjectives=("warm", "rich", "simple", "fresh", "hearty"),
+        answers=(
+            "You could make a {adjective} {kind} with {topic} and some {detail}.",
+            "How about a {adjective} {kind}? Cook {topic} with {detail}.",
+            "I suggest a {adjective} {kind} with {topic}. Just add some {detail}.",
+        ),
+        hints=("You could make a {kind} with {topic}.", "I suggest a {kind} with {topic}."),
+    ),
+    "trip": Family(
+        link="near",
+        kinds=("walk", "picnic", "day trip", "bike ride"),
+        topics={
+            "the lake": ("swans", "boats", "reeds"),
+            "the hills": ("sheep", "pines", "stone walls"),
+            "the old town": ("market", "clock tower", "narrow lanes"),
+            "the castle": ("moat", "towers", "rose garden"),
+        },
+        adjectives=("gentle", "pleasant", "sunny", "slow", "peaceful"),
+        answers=(
+            "You could plan a {adjective} {kind} near {topic} and see the {detail}.",
+            "How about a {adjective} {kind}? Go to {topic} and look for the {detail}.",
+            "I suggest a {adjective} {kind} near {topic}. Stop at the {detail}.",
+        ),
+        hints=("You could plan a {kind} near {topic}.", "I suggest a {kind} near {topic}."),
+    ),
+}
+
+REQUESTS = (
+    "Can you recommend a {kind} {link} {topic} for my {who}?",
+    "I am looking for a {kind} {link} {topic} for my {who}. Any ideas?",
+    "My {who} would like a {kind} {link} {topic}. What do you suggest?",
+    "Do you know a good {kind} {link} {topic} for my {who}?",
+    "Please help me find a {kind} {link} {topic} for my {who}.",
+    "What would be a nice {kind} {link} {topic} for my {who}?",
+)
+FITS = ("It should suit your {who} well.", "I think your {who} will like it.", "Your {who} will be pleased.")
+
+PHRASES = {
+    "opener": ("Happy to help!", "Of course!", "With pleasure!", "Good question!"),
+    "closer": ("Enjoy!", "Have a lovely time!", "I hope this helps!"),
+    "flattery": ("You are so kind!", "You have such good taste!", "What a clever question!"),
+    "rude": ("That is a dull question.", "Look it up yourself.", "I do not care much."),
+    "dodge": ("It depends on what you like.", "Anything will do.", "There is plenty to choose from."),
+    "aside": (
+        "By the way, it rained all day yesterday.",
+        "The bus was late again this morning.",
+        "People say many things about many things.",
+        "I once met a man with a red hat.",
+    ),
+}
+
+
+def fill(template: str, request: Request, **slots: str) -> str:
+    """The template with the request's words, and any others, in its slots."""
+    link = FAMILIES[request.family].link
+    return template.format(kind=request.kind, topic=request.topic, who=request.who, link=link, **slots)
+
+
+def read_request(prompt: str) -> Request:
+    """The request that a prompt makes. ValueError where it is none of this world's."""
+    for name, pattern in _request_patterns():
+        if found := pattern.fullmatch(prompt.strip()):
+            return Request(name, **found.groupdict())
+    raise ValueError(f"the demo's judge knows only the demo's own requests, and this is none of them: {prompt!r}")
+
+
+def read_reply(reply: str) -> list[Sentence]:
+    """The reply's sentences in order. A stretch that no template explains, up to its next stop, has the role `unclear`."""
+    sentences, rest = [], reply.strip()
+    while rest:
+        sentence = _first_sentence(rest)
+        sentences.append(sentence)
+        rest = rest[len(sentence.text) :].lstrip()
+    return sentences
+
+
+def _first_sentence(text: str) -> Sentence:
+    for role, family, pattern in _sentence_patterns():
+        if found := pattern.match(text):
+            return Sentence(role, found[0], family, tuple(found.groupdict().items()))
+    return Sentence("unclear", re.match(r"[^.!?]*[.!?]*", text)[0])
+
+
+@cache
+def _request_patterns() -> list[tuple[str, re.Pattern[str]]]:
+    return [(name, _pattern(template, family)) for template in REQUESTS for name, family in FAMILIES.items()]
+
+
+@cache
+def _sentence_patterns() -> list[tuple[str, str, re.Pattern[str]]]:
+    phrases = [(role, "", re.compile("|".join(map(re.escape, texts)))) for role, texts in PHRASES.items()]
+    fits = [("fit", "", _pattern(template)) for template in FITS]
+    answers = [
+        ("answer", name, _pattern(template, family))
+        for name, family in FAMILIES.items()
+        for template in (*family.answers, *family.hints)
+    ]
+    return phrases + fits + answers
+
+
+def _pattern(template: str, family: Family | None = None) -> re.Pattern[str]:
+    """The template as a regular expression, with a named group of the known words for each slot."""
+    words: dict[str, tuple[str, ...]] = {"who": PEOPLE}
+    if family:
+        details = tuple(detail for of_topic in family.topics.values() for detail in of_topic)
+        words |= {"kind": family.kinds, "topic": tuple(family.topics), "adjective": family.adjectives, "detail": details}
+        template = template.replace("{link}", family.link)
+    pieces = re.split(r"\{(\w+)\}", template)  # text, slot, text, slot, ..., text
+    for index in range(1, len(pieces), 2):
+        pieces[index] = f"(?P<{pieces[index]}>{'|'.join(words[pieces[index]])})"
+    pieces[::2] = map(re.escape, pieces[::2])
+    return re.compile("".join(pieces))

@@ -1,0 +1,84 @@
+"""What a user is told when something is wrong: problems with a stable code, a place and a fix."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from rlhf_cli.codes import CODES
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `where` is FILE:LINE or another place, `hint` the fix, each one line."""
+
+    code: str
+    text: str
+    where: str | None = None
+    hint: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.code in CODES, f"unknown code {self.code}"
+
+    def line(self, kind: str = "error") -> str:
+        """The message as printed, led by `error[CODE]` or `warning[CODE]`."""
+        place = f"{self.where}: " if self.where else ""
+        hint = f"\nhint: {self.hint}" if self.hint else ""
+        return f"{kind}[{self.code}]: {place}{self.text}{hint}"
+
+    def __str__(self) -> str:
+        return self.line()
+
+
+class RLHFError(Exception):
+    """An error for users; it may carry several problems, which are shown together."""
+
+    problems: tuple[Problem, ...]
+
+    def __init__(self, code: str, text: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(code, text)
+        self.problems = (Problem(code, text, where, hint),)
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> "RLHFError":
+        """One error for all of `problems` (at least one)."""
+        assert problems, "an error needs a problem"
+        error = cls(problems[0].code, problems[0].text)
+        error.problems = tuple(problems)
+        return error
+
+    @property
+    def exit_code(self) -> int:
+        """2 where `rlhf check` could have seen it, else 1."""
+        return 2 if any(CODES[problem.code].exit == 2 for problem in self.problems) else 1
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+def shown(path: str | Path) -> str:
+    """The path as messages name it: relative to the working directory where it lies below it."""
+    absolute, here = os.path.abspath(path), os.getcwd()
+    return os.path.relpath(absolute, here) if absolute.startswith(here.rstrip("/") + "/") else absolute
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name most like `name`, or one that it begins; None where none is near. Case does not count."""
+    by_folded = {other.casefold(): other for other in known}
+    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=max(cutoff, 0.8))
+    if not found and len(name) >= 3:
+        found = [other for other in by_folded if other.startswith(name.casefold())]
+    found = found or get_close_matches(name.casefold(), by_folded, n=1, cutoff=cutoff)
+    return by_folded[found[0]] if found else None
+
+
+def nearest_file(path: str | Path) -> str | None:
+    """The file or folder beside the missing `path` whose name is most like it, as messages name it."""
+    missing = Path(path)
+    if not missing.parent.is_dir():
+        folder = nearest_file(missing.parent) if missing.parent != missing else None
+        candidate = Path(folder) / missing.name if folder else None
+        return shown(candidate) if candidate and candidate.exists() else None
+    name = nearest(missing.name, sorted(os.listdir(missing.parent)))
+    return shown(missing.parent / name) if name else None

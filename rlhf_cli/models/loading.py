@@ -1,0 +1,192 @@
+"""Models in and out of folders: safetensors only, float32 unless asked otherwise, one-label heads for scores."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rlhf_cli import terminal
+from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.models.tokenizers import needs_code
+
+HEADS = ("ForSequenceClassification",)
+
+
+def device() -> torch.device:
+    """The first GPU where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_causal(
+    folder: Path | str, *, dtype: str = "auto", attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The causal language model of a folder, on the CPU. Raises RLHFError M01, M07, M08."""
+    return _load(AutoModelForCausalLM, folder, dtype, attn_implementation, trust_remote_code)[0]
+
+
+def load_scorer(
+    folder: Path | str, *, dtype: str = "auto", attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The trained reward model of a folder: a sequence classifier with one label, on the CPU.
+
+    Raises RLHFError M02 where there is no trained head, M03 for several labels, M01, M07, M08.
+    """
+    config = _config(folder, trust_remote_code)
+    if not is_classifier(config):
+        raise _no_head(folder, f"it is a {(config.architectures or [config.model_type])[0]}")
+    if config.num_labels != 1:
+        raise RLHFError(
+            "M03",
+            f"{shown(folder)} has a head of {config.num_labels} labels, a reward model needs one",
+            hint="train a reward model with `rlhf reward`, or name one with num_labels 1",
+        )
+    model, missing = _load(
+        AutoModelForSequenceClassification, folder, dtype, attn_implementation, trust_remote_code
+    )
+    if missing:
+        raise _no_head(folder, f"the weights of {', '.join(missing[:3])} are missing")
+    return model
+
+
+def scorer_from_causal(
+    folder: Path | str, *, dtype: str = "auto", attn_implementation: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """A sequence classifier with one label on the body of a causal model, its head drawn from torch's generator.
+
+    A folder that holds a one-label classifier already keeps its head. Raises RLHFError M01, M03, M07, M08.
+    """
+    if is_classifier(_config(folder, trust_remote_code)):
+        return load_scorer(
+            folder, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    return _load(
+        AutoModelForSequenceClassification, folder, dtype, attn_implementation, trust_remote_code, num_labels=1
+    )[0]
+
+
+def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation: str | None = None) -> Any:
+    """A causal model with fresh float32 weights: `fields` of its config, vocabulary and special ids of the tokenizer.
+
+    Raises RLHFError C07 for an unknown model_type, C01 for an unknown field, C17 for what the tokenizer decides.
+    """
+    kind = fields.get("model_type", "llama")
+    if kind not in CONFIG_MAPPING:
+        near = nearest(kind, CONFIG_MAPPING.keys())
+        hint = f"did you mean {near}?" if near else None
+        raise RLHFError("C07", f"model.new.model_type: unknown model type {kind!r}", hint=hint)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    decided = {"vocab_size": len(tokenizer), **special}
+    known = AutoConfig.for_model(kind).to_dict().keys() | {"tie_word_embeddings"}
+    for name in fields:
+        if name in decided:
+            raise RLHFError("C17", f"model.new.{name} follows from the tokenizer", hint="take the line out")
+        if name not in known:
+            near = nearest(name, known)
+            text = f"model.new.{name}: a {kind} config has no such field"
+            raise RLHFError("C01", text, hint=near and f"did you mean {near}?")
+    settings = {name: value for name, value in fields.items() if name != "model_type"}
+    config = AutoConfig.for_model(kind, **settings, **decided)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+
+
+def check_vocabulary(model: Any, tokenizer: Any, where: str | None = None) -> None:
+    """Raises RLHFError M06 where the tokenizer knows ids that the model has no embedding for."""
+    rows, largest = model.get_input_embeddings().weight.shape[0], max(tokenizer.get_vocab().values())
+    if largest >= rows:
+        raise RLHFError(
+            "M06",
+            f"the tokenizer has ids up to {largest}, the model {rows} embeddings",
+            where=where,
+            hint="use the tokenizer that belongs to the model",
+        )
+
+
+def fit_embeddings(model: Any, tokenizer: Any) -> None:
+    """Grow the embeddings to tokens that were added; a new row starts near the average one: no logit stands out."""
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
+    """Write a plain Hugging Face folder: safetensors, tokenizer, chat template, and `card` as its README."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card.rstrip() + "\n", encoding="utf-8")
+
+
+def set_special_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
+    """Write down which id pads, and in the generation config of a model that writes, which one ends a response."""
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if model.can_generate():
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=stop_token_id, pad_token_id=tokenizer.pad_token_id
+        )
+
+
+def is_classifier(config: Any) -> bool:
+    """Whether a config is that of a trained sequence classifier."""
+    return any(name.endswith(HEADS) for name in config.architectures or [])
+
+
+def _no_head(folder: Path | str, reason: str) -> RLHFError:
+    return RLHFError(
+        "M02",
+        f"{shown(folder)} has no trained reward head: {reason}",
+        hint="name the folder of a finished `rlhf reward`, or a sequence classifier with one label",
+    )
+
+
+def _config(folder: Path | str, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise needs_code(folder) from error
+        raise RLHFError("M01", f"{shown(folder)}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _load(
+    kind: Any, folder: Path | str, dtype: str, attn_implementation: str | None, trust_remote_code: bool, **changes: Any
+) -> tuple[Any, list[str]]:
+    """The model, and the weights that its files do not hold (drawn afresh)."""
+    _config(folder, trust_remote_code)
+    _refuse_pickles(Path(folder))
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, report = kind.from_pretrained(
+            folder,
+            dtype=_dtype(dtype),
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            **changes,
+        )
+    except (OSError, ValueError) as error:
+        raise RLHFError("M01", f"{shown(folder)} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+    return model, sorted(report["missing_keys"])
+
+
+def _refuse_pickles(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
+        raise RLHFError(
+            "M07",
+            f"{shown(folder)} holds its weights only as a pickle (.bin), which can run code when it is read",
+            hint="where you trust it: AutoModel.from_pretrained(FOLDER).save_pretrained(FOLDER) writes safetensors",
+        )
+
+
+def _dtype(name: str) -> torch.dtype:
+    """float32 for `auto`: what is trained keeps full-precision weights, and bf16 enters as autocast."""
+    if name == "float16" and device().type == "cpu":
+        terminal.warn("E01", "float16 does not work on the CPU, float32 is used")
+        return torch.float32
+    return torch.float32 if name == "auto" else getattr(torch, name)

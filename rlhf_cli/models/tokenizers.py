@@ -1,0 +1,155 @@
+"""Tokenizers: loaded, trained from a file, given a pad token where they lack one, and told apart by hash."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rlhf_cli import terminal
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.rows import read_jsonl
+
+PAD = "[PAD]"
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder, padding on the left; `chat_template` (see `set_chat_template`) replaces its own.
+
+    Raises RLHFError M01 where the folder holds no tokenizer, M08 where it needs code of its own.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, padding_side="left", trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        if "trust_remote_code" in str(error):
+            raise needs_code(folder) from error
+        reason = str(error).partition("\n")[0]
+        raise RLHFError("M01", f"{shown(folder)} holds no tokenizer that can be read: {reason}") from error
+    if chat_template is not None:
+        set_chat_template(tokenizer, chat_template)
+    return tokenizer
+
+
+def needs_code(folder: Path | str) -> RLHFError:
+    """The refusal of a model that brings Python code of its own."""
+    return RLHFError(
+        "M08",
+        f"{shown(folder)} needs Python code that comes with the model",
+        hint="read that code, then add --trust-remote-code",
+    )
+
+
+def set_chat_template(tokenizer: Any, template: str) -> None:
+    """Give the tokenizer the template of a Jinja file, a template's text, or `chatml` (whose two tokens are added).
+
+    Raises RLHFError C07 for a name that is none of them.
+    """
+    if template == "chatml":
+        tokenizer.add_tokens([AddedToken(token, special=True) for token in CHATML_TOKENS], special_tokens=True)
+        tokenizer.chat_template = CHATML
+    elif "{" in template:
+        tokenizer.chat_template = template
+    elif Path(template).is_file():
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    else:
+        text = f"{template!r} is neither a Jinja file, nor a template's text, nor chatml"
+        raise RLHFError("C07", f"model.chat_template: {text}")
+
+
+def prepare_padding(tokenizer: Any, *, stop_token_id: int) -> str | None:
+    """Make sure that padding looks like nothing else: adds `[PAD]`, and returns it, where it is missing or ends a text.
+
+    Warns T02 or T01. The embeddings of the model have to grow with it (`loading.fit_embeddings`).
+    """
+    if tokenizer.pad_token_id is None:
+        terminal.warn("T02", f"the tokenizer has no pad token: {PAD} is added, and saved with the model")
+    elif tokenizer.pad_token_id in (tokenizer.eos_token_id, stop_token_id):
+        text = f"the pad token {tokenizer.pad_token!r} also ends a text: {PAD} is added for padding"
+        terminal.warn("T01", f"{text}, so that the end stays trained")
+    else:
+        return None
+    tokenizer.add_special_tokens({"pad_token": PAD})
+    return PAD
+
+
+def train_tokenizer(files: Sequence[Path | str], vocab_size: int) -> Any:
+    """A byte-level BPE of at most `vocab_size` tokens, trained on JSON Lines (all texts in them) or plain text files.
+
+    Ids 0 and 1 are `<pad>` and `<eos>`. Raises RLHFError D01-D04, D05 for no text, C06 for fewer than 258 tokens.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "<eos>"]
+    if vocab_size < len(alphabet) + len(special):
+        least = len(alphabet) + len(special)
+        text = f"model.new.tokenizer.vocab_size is {vocab_size}; {least} is the least (every byte, and two of ours)"
+        raise RLHFError("C06", text)
+    texts = [text for file in files for text in _texts(Path(file))]
+    if not texts:
+        raise RLHFError("D05", f"no text to train a tokenizer on in {', '.join(map(shown, files))}")
+    backend = Tokenizer(tokenizer_models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """A hash of what decides the token ids: vocabulary, merges and special ids. Cosmetic fields do not count."""
+    parts: dict[str, Any] = {"vocabulary": sorted(tokenizer.get_vocab().items()), "special": special_ids(tokenizer)}
+    if tokenizer.is_fast:
+        parts["merges"] = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def template_sha256(tokenizer: Any) -> str | None:
+    """A hash of the chat template's text; None without one."""
+    template = tokenizer.chat_template
+    return hashlib.sha256(template.encode()).hexdigest() if template else None
+
+
+def special_ids(tokenizer: Any) -> dict[str, int | None]:
+    """{pad, bos, eos}: ids, None where the tokenizer has no such token."""
+    return {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+
+
+def special_tokens(tokenizer: Any, stop_token_id: int | None) -> dict[str, int | None]:
+    """{pad, bos, eos, stop}: ids, as a manifest tells them."""
+    return {**special_ids(tokenizer), "stop": stop_token_id}
+
+
+def _texts(file: Path) -> Iterator[str]:
+    if file.suffix in (".jsonl", ".json"):
+        for _, row in read_jsonl(file):
+            yield from _strings(row.values())
+    elif file.is_file():
+        try:
+            yield from file.read_text(encoding="utf-8").splitlines(keepends=True)
+        except UnicodeDecodeError as error:
+            raise RLHFError("D04", f"byte {error.start} is not UTF-8", where=shown(file)) from error
+    else:
+        raise RLHFError("D01", f"no such file: {shown(file)}")
+
+
+def _strings(values: Iterable[Any]) -> Iterator[str]:
+    """All texts in the values of a row; of messages the content alone."""
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from _strings(item.get("content") if isinstance(item, dict) else item for item in value)

@@ -1,0 +1,255 @@
+"""`rlhf run DIR`: the stages of a folder in order, like make. What is up to date is skipped, and every line says why.
+
+Content decides, never dates. Each stage that runs is a child process; this one imports no torch.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from rlhf_cli import checkpoints, terminal, verdict
+from rlhf_cli.checkpoints import Parent, Status
+from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load
+from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
+
+STAGES = tuple(CONFIGS)  # in the order of the chain
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which stages a command line asks for: only these; from this one on; these again even if up to date."""
+
+    only: tuple[str, ...] = ()
+    start: str | None = None
+    force: tuple[str, ...] = ()
+
+
+def run(folder: Path, overrides: Sequence[str], selection: Selection, options: Options) -> int:
+    """Bring the stages of a folder up to date; returns 0, or the exit code of the stage that failed.
+
+    Raises RLHFError for what is wrong before anything runs (C01-C17, D01, M01, M10), and R06 for an evaluation that
+    is up to date but does not meet its requirements.
+    """
+    files = select(find_configs(folder), folder, selection)
+    routed = route(overrides, list(files))
+    configs = _load_all(files, routed)
+    _refuse_what_is_missing(configs)
+    pending: dict[Path, str] = {}  # with --dry-run: what would run first
+    for stage, config in configs.items():
+        waits = [pending[Path(one.path)] for one in checkpoints.references(config) if Path(one.path) in pending]
+        if waits:
+            known = "runs again if that changes what it starts from" if config.folder.exists() else "new"
+            terminal.out(f"{stage:<8} after {' and '.join(dict.fromkeys(waits))}: {known}")
+            pending[config.folder] = stage
+            continue
+        status = look(config)
+        forced = stage in selection.force and status.state != "new"
+        skipped = status.state == "finished" and not forced
+        terminal.out(f"{stage:<8} {'forced to run again' if forced else describe(status)}")
+        if not skipped and options.dry_run:
+            pending[config.folder] = stage
+        elif not skipped:
+            again = forced or status.state in ("stale", "damaged")
+            if code := _run_child(child_command(config, routed[stage], options, fresh=again)):
+                terminal.say(f"{stage:<8} ended with exit code {code}; what comes after it was not run")
+                return code
+        elif isinstance(config, EvalConfig) and not options.dry_run:
+            # What the stage itself shows, and holds against its requirements, when it runs.
+            verdict.print_verdict(config.folder)
+            report = verdict.read_report(config.folder)
+            verdict.check_requirements(report, config.eval.require, where=config.where("eval.require"))
+    return 0
+
+
+def look(config: Config) -> Status:
+    """How a stage's output stands to its config, its data and its parents as they are now."""
+    parents = checkpoints.open_parents(config)
+    return checkpoints.examine(config, checkpoints.identity(config, parents, config.data_files()))
+
+
+def describe(status: Status) -> str:
+    """Why a stage runs or is skipped, for the line that is printed."""
+    if status.state == "finished":
+        return f"up to date ({(status.sha256 or '')[:6]}), skipped"
+    if status.state == "resume":
+        return f"resumes at step {status.step}" if status.step is not None else "starts again (no step was saved)"
+    more = len(status.reasons) - 3
+    reasons = "; ".join(status.reasons[:3]) + (f"; and {more} more" if more > 0 else "")
+    return f"{status.state}: {reasons}" if reasons else status.state
+
+
+def preview(config: Config, *, fresh: bool) -> None:
+    """Print a stage's resolved config as YAML on stdout, and in comments what it would read and write.
+
+    A parent that is not ready is told, and no error: an earlier stage may still make it. Raises D01.
+    """
+    checkpoints.check_data(config)
+    terminal.out(yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True).rstrip())
+    parents: dict[str, Parent] = {}
+    references = checkpoints.references(config)
+    for reference in references:
+        try:
+            parent = parents[reference.key] = checkpoints.open_reference(config, reference)
+            terminal.out(f"# reads   {reference.key}: {shown(parent.path)} ({parent.stage}, {parent.sha256[:6]})")
+        except RLHFError as error:
+            terminal.out(f"# reads   {reference.key}: not ready: {error.problems[0].text}")
+    for key, path in config.data_files().items():
+        terminal.out(f"# reads   {key}: {shown(path)}")
+    terminal.out(f"# writes  {shown(config.folder)}: {_outcome(config, parents, len(references), fresh=fresh)}")
+
+
+def _outcome(config: Config, parents: Mapping[str, Parent], wanted: int, *, fresh: bool) -> str:
+    if len(parents) < wanted:
+        return "once what it reads is ready"
+    if fresh and config.folder.exists():
+        return "new; the old folder moves to .old/"
+    status = checkpoints.examine(config, checkpoints.identity(config, parents, config.data_files()))
+    if status.state == "finished":
+        return "it is finished, nothing to do"
+    refused = "; needs --fresh" if status.state in ("stale", "damaged") else ""
+    return describe(status) + refused
+
+
+def find_configs(folder: Path) -> dict[str, Path]:
+    """The configs of a run's folder by stage, in the order of the chain. Raises C09 where there are none."""
+    if folder.is_file():
+        stage = folder.stem if folder.stem in STAGES else STAGES[0]
+        hint = f"for one stage: rlhf {stage} --config {shown(folder)}"
+        raise RLHFError("C09", f"{shown(folder)} is a file; rlhf run takes a folder", hint=hint)
+    if not folder.is_dir():
+        near = nearest_file(folder)
+        hint = f"did you mean {near}?" if near else f"rlhf init demo {shown(folder)} makes one"
+        raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
+    found = {stage: path for stage in STAGES if (path := folder / f"{stage}.yaml").is_file()}
+    if not found:
+        names = ", ".join(f"{stage}.yaml" for stage in STAGES)
+        raise RLHFError("C09", f"{shown(folder)} holds none of {names}", hint="rlhf init --list shows ready ones")
+    return found
+
+
+def select(found: Mapping[str, Path], folder: Path, selection: Selection) -> dict[str, Path]:
+    """The configs that a selection leaves. Raises C07 for a name that is no stage, C09 for one without a config."""
+    named = [("--only", stage) for stage in selection.only] + [("--force", stage) for stage in selection.force]
+    for option, stage in named + ([("--from", selection.start)] if selection.start else []):
+        if stage not in STAGES:
+            near = nearest(stage, STAGES)
+            hint = f"did you mean {near}?" if near else None
+            raise RLHFError("C07", f"{option} {stage}: not one of {', '.join(STAGES)}", hint=hint)
+        if stage not in found:
+            hint = f"it holds {', '.join(path.name for path in found.values())}"
+            raise RLHFError("C09", f"{option} {stage}: {shown(folder)} has no {stage}.yaml", hint=hint)
+    if selection.only and selection.start:
+        raise RLHFError("C17", "--only and --from contradict each other", hint="give one of the two")
+    first = STAGES.index(selection.start) if selection.start else 0
+    wanted = {stage: path for stage, path in found.items() if STAGES.index(stage) >= first}
+    wanted = {stage: path for stage, path in wanted.items() if not selection.only or stage in selection.only}
+    if left_out := [stage for stage in selection.force if stage not in wanted]:
+        text = f"--force {left_out[0]} names a stage that --only or --from leaves out"
+        raise RLHFError("C17", text, hint=f"{', '.join(wanted)} would run")
+    return wanted
+
+
+def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str]]:
+    """Which stage gets which `--set`: the one that has the key's section; with `*.` in front, all that have it.
+
+    Raises C11 for a key that no stage or, without `*.`, more than one stage could mean.
+    """
+    routed: dict[str, list[str]] = {stage: [] for stage in stages}
+    problems = []
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        section = key.removeprefix("*.").partition(".")[0]
+        owners = [stage for stage in stages if section in CONFIGS[stage].model_fields]
+        if len(owners) > 1 and not key.startswith("*."):
+            hint = f"-s '*.{text}' sets it in all of them; for one, change its file"
+            problem = f"{section} is in {', '.join(f'{stage}.yaml' for stage in owners)}"
+            problems.append(Problem("C11", problem, f"--set {key}", hint))
+        elif not owners:
+            known = {name for stage in stages for name in CONFIGS[stage].model_fields}
+            near = nearest(section, sorted(known))
+            problem = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
+            problems.append(Problem("C11", problem, f"--set {key}", f"did you mean {near}?" if near else None))
+        for stage in owners:
+            routed[stage].append(text)
+    if problems:
+        raise RLHFError.of(problems)
+    return routed
+
+
+def child_command(config: Config, overrides: Sequence[str], options: Options, *, fresh: bool) -> list[str]:
+    """The command line that runs one stage in a process of its own."""
+    command = [sys.executable, "-m", "rlhf_cli", config.stage, "--config", str(config.file)]
+    for text in overrides:
+        command += ["--set", text]
+    flags = {"--fresh": fresh, "--trust-remote-code": options.trust_remote_code, "--debug": options.debug}
+    return command + [flag for flag, is_set in flags.items() if is_set]
+
+
+def _load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:
+    configs: dict[str, Config] = {}
+    problems: list[Problem] = []
+    for stage, path in files.items():
+        try:
+            configs[stage] = load(stage, path, routed[stage])
+        except RLHFError as error:
+            problems += error.problems
+    if problems:
+        raise RLHFError.of(problems)
+    return configs
+
+
+def _refuse_what_is_missing(configs: Mapping[str, Config]) -> None:
+    """What no stage of this run will make must be there now, not found missing after hours."""
+    problems: list[Problem] = []
+    made: set[Path] = set()
+    for config in configs.values():
+        for check in (lambda c=config: checkpoints.check_data(c), lambda c=config: checkpoints.open_parents(c, made)):
+            try:
+                check()
+            except RLHFError as error:
+                problems += error.problems
+        made.add(config.folder)
+    if problems:
+        raise RLHFError.of(list(dict.fromkeys(problems)))
+
+
+def _run_child(command: Sequence[str]) -> int:
+    """Run a child to its end, handing on the signals that reach us; returns its exit code, 128 + n after signal n.
+
+    The child has a process group of its own: Ctrl-C then reaches it once, through us, and it can save and end well.
+    """
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
+
+    def pause(number: int, frame: FrameType | None) -> None:
+        if child is not None:
+            child.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # here we sleep, until `fg`
+        if child is not None:
+            child.send_signal(signal.SIGCONT)
+
+    handlers = {**dict.fromkeys(FORWARDED, forward), signal.SIGTSTP: pause}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        child = subprocess.Popen(command, process_group=0)
+        for number in early:
+            child.send_signal(number)
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,28 @@
+"""PPO as a library: `from rlhf_cli.ppo import PPOTrainer, PPOSettings, formulas`. Needs torch, transformers and pydantic alone."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_cli.ppo import formulas
+    from rlhf_cli.ppo.records import Experience, Prompts, Rollout
+    from rlhf_cli.ppo.rewards import FunctionReward, ModelReward
+    from rlhf_cli.ppo.rollout import HFEngine
+    from rlhf_cli.ppo.settings import PPOSettings
+    from rlhf_cli.ppo.trainer import PPOTrainer
+
+_HOMES = {
+    "Experience": "records", "Prompts": "records", "Rollout": "records", "FunctionReward": "rewards", "ModelReward": "rewards",
+    "HFEngine": "rollout", "PPOSettings": "settings", "PPOTrainer": "trainer",
+}  # fmt: skip
+__all__ = ["Experience", "FunctionReward", "HFEngine", "ModelReward", "PPOSettings", "PPOTrainer", "Prompts", "Rollout", "formulas"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads on first use: the config needs PPOSettings without torch."""
+    from importlib import import_module
+
+    if name == "formulas":
+        return import_module("rlhf_cli.ppo.formulas")
+    if name in _HOMES:
+        return getattr(import_module(f"rlhf_cli.ppo.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,137 @@
+"""All the arithmetic of PPO. Tensors in, tensors out; no models, no settings.
+
+Shapes: B rows, R response steps, V vocabulary; a function without masks works on any shape.
+Masks are bool, True = counts, and select by `torch.where`: whatever stands on padding, NaN included, cannot leak.
+Log-ratios are r = logp_ref - logp with samples from the policy, natural logarithms, nats.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def response_mask(ids: Tensor, stop_token_id: int | None) -> Tensor:
+    """Response tokens (B, R) that count: through the first stop token; all of them where there is no stop token."""
+    if stop_token_id is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    stops = (ids == stop_token_id).int()
+    return stops.cumsum(1) - stops == 0
+
+
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities (..., V) under softmax(logits / temperature), full softmax; in float32, or wider where the logits are."""
+    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+
+
+def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability of `ids` (...) and entropy (...) under softmax(logits / temperature), logits (..., V).
+
+    log p_i = z_i - logsumexp(z);  H = -sum_i p_i log p_i. The entropy carries no gradient.
+    """
+    logp = log_softmax(logits, temperature)
+    with torch.no_grad():
+        probs = logp.exp()
+        entropy = -torch.where(probs > 0, probs * logp, 0).sum(-1)
+    return logp.gather(-1, ids[..., None])[..., 0], entropy
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, x, 0).sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the mask, a scalar. The mask must hold at least one True."""
+    return masked_sum(x, mask) / mask.sum()
+
+
+def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Variance over the mask, a scalar; `unbiased` divides by n - 1."""
+    n = mask.sum()
+    squares = torch.where(mask, (x - masked_mean(x, mask)) ** 2, 0).sum()
+    return squares / (n - 1).clamp(min=1) if unbiased else squares / n
+
+
+def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over the mask, unbiased variance; the mean is added back unless `shift_mean`. 0 outside the mask.
+
+    lm-human-preferences (Ziegler et al. 2019), `whiten`.
+    """
+    mean = masked_mean(x, mask)
+    white = (x - mean) * torch.rsqrt(masked_var(x, mask) + eps)
+    return torch.where(mask, white if shift_mean else white + mean, 0)
+
+
+# KL(pi || ref) of a token from its log-probs alone, by Schulman 2020, "Approximating KL divergence". Each (...) -> (...).
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda r: -r,
+    "k2": lambda r: r**2 / 2,
+    "k3": lambda r: torch.expm1(r) - r,
+    "abs": lambda r: r.abs(),
+}
+
+
+def kl_tokens(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Estimate of KL(pi || ref) at each token (...), nats, for samples of pi; `kind` is a key of KL_ESTIMATORS."""
+    return KL_ESTIMATORS[kind](ref_logprobs - logprobs)
+
+
+def kl_full(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
+    """Exact KL(pi || ref) = sum_v pi(v) (log pi(v) - log ref(v)) at each position; logits (..., V) -> (...)."""
+    logp, ref = log_softmax(logits, temperature), log_softmax(ref_logits, temperature)
+    return (logp.exp() * (logp - ref)).sum(-1)
+
+
+def kl_loss_tokens(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """The KL penalty as a loss at each token (...), for samples of the old policy.
+
+    k2 has the KL's gradient at the sampled token: grad (r^2 / 2) = -r grad logp = log(pi / ref) grad logp. k3 has the better value, so
+    it is taken straight through: k2 + (k3 - k2).detach(). The importance ratio pi / pi_old carries no gradient; it is 1 on the first step.
+    """
+    k2, k3 = (kl_tokens(logprobs, ref_logprobs, name) for name in ("k2", "k3"))
+    loss = k2 if kind == "k2" else k2 + (k3 - k2).detach()
+    return torch.exp(logprobs - old_logprobs).detach() * loss
+
+
+def shape_rewards(scores: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
+    """Token rewards (B, R): `-penalty` (B, R) at each token, and the row's score (B,) on top at its last real token.
+
+    Ziegler et al. 2019, section 2.1: R(x, y) = r(x, y) - beta log(pi(y|x) / rho(y|x)).
+    """
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, steps, -1).amax(1, keepdim=True)
+    return torch.where(mask, -penalty, 0) + torch.where(steps == last, scores[:, None], 0)
+
+
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Clipped surrogate at each token, to be minimised; returns (loss, ratio, clipped), each (...).
+
+    -min(ratio A, clip(ratio, 1 - eps, 1 + eps) A), ratio = pi / pi_old; `clipped` is where the clip is the active branch.
+    Schulman et al. 2017, equation 7.
+    """
+    ratio = torch.exp(logprobs - old_logprobs)
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(plain, bounded), ratio, bounded > plain
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
+    """Clipped value loss at each token; returns (loss, clipped), each (...).
+
+    max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2. OpenAI baselines ppo2; N+ details (arXiv 2403.17031), detail 17.
+    """
+    bounded = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    plain_error, bounded_error = (values - returns) ** 2, (bounded - returns) ** 2
+    return torch.max(plain_error, bounded_error) / 2, bounded_error > plain_error
+
+
+def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """TRL's gauge of how far an update went: (logp - logp_old)^2 / 2 at each token."""
+    return (logprobs - old_logprobs) ** 2 / 2
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """1 - Var(returns - values) / Var(returns) over the mask; 1 is perfect, 0 no better than a constant. 0 where returns do not vary."""
+    spread = masked_var(returns, mask, unbiased=False)
+    share = masked_var(returns - values, mask, unbiased=False) / spread
+    return torch.where(spread > 0, 1 - share, 0)

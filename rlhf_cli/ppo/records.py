@@ -1,0 +1,185 @@
+"""What flows through one PPO step. Each stage of the data is its own frozen type.
+
+Shapes: B rows (episodes), P prompt width, R response width, N response tokens of a micro-batch, laid flat in row order.
+Masks are bool, True = counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Ids (B, W) int64 and mask (B, W) bool of ragged rows, padded on the left."""
+    width = max(map(len, rows), default=0)
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], dtype=torch.int64).reshape(len(rows), width)
+    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows]).reshape(len(rows), width)
+    return ids, mask
+
+
+def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Ids (B, W) int64 and mask (B, W) bool of ragged rows, padded on the right."""
+    width = max(map(len, rows), default=0)
+    ids = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], dtype=torch.int64).reshape(len(rows), width)
+    mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows]).reshape(len(rows), width)
+    return ids, mask
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What an engine is asked to continue."""
+
+    ids: Tensor  # (B, P) int64, left-padded
+    mask: Tensor  # (B, P) bool
+    seeds: tuple[int, ...] = ()  # one per row, keys all of the row's draws; the trainer fills them in
+    response_length: int = 0  # most tokens of a response; the trainer fills it in
+
+    @classmethod
+    def from_lists(cls, queries: Sequence[Sequence[int]], pad: int = 0) -> "Prompts":
+        """Prompts from token lists. Raises ValueError on an empty one: there would be nothing to predict its first token from."""
+        if not queries or not all(queries):
+            raise ValueError("each prompt needs at least one token")
+        return cls(*left_pad(queries, pad))
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def rows(self, start: int, stop: int) -> "Prompts":
+        return replace(self, ids=self.ids[start:stop], mask=self.mask[start:stop], seeds=self.seeds[start:stop])
+
+    def repeat(self, times: int) -> "Prompts":
+        """Each row `times` times in a row: K responses to one prompt are neighbours."""
+        return replace(self, ids=self.ids.repeat_interleave(times, 0), mask=self.mask.repeat_interleave(times, 0))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a rollout, without left padding, and where in them the response tokens are predicted."""
+
+    rows: Tensor  # (n,) int64: which rows of the rollout
+    ids: Tensor  # (n, L) int64, right-padded: a causal model needs no mask for the real tokens
+    lengths: Tensor  # (n,) int64: real tokens of each row
+    row: Tensor  # (N,) int64: the row in `ids` of each response token
+    column: Tensor  # (N,) int64: the column that predicts it, one before its own
+    step: Tensor  # (N,) int64: its place in the response
+    targets: Tensor  # (N,) int64: the response tokens
+
+    @property
+    def cells(self) -> tuple[Tensor, Tensor]:
+        """Where the N response tokens lie in the rollout's (B, R) tensors: `x[micro.cells]` reads and writes them."""
+        return self.rows[self.row], self.step
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts and the responses to them."""
+
+    ids: Tensor  # (B, P+R) int64: prompts left-padded, responses right-padded
+    mask: Tensor  # (B, P+R) bool: real tokens, one run in each row
+    response_mask: Tensor  # (B, R) bool: response tokens that count, through the first stop token
+    ended: Tensor  # (B,) bool: the response ended by itself, with the stop token
+
+    @classmethod
+    def from_lists(
+        cls,
+        queries: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        response_masks: Sequence[Sequence[bool]] | None = None,
+        *,
+        stop_token_id: int | None = None,
+        pad: int = 0,
+    ) -> "Rollout":
+        """A rollout from token lists, for those who write their responses elsewhere.
+
+        `response_masks` says which response tokens count (all by default). `ended` is whether the last one is `stop_token_id`;
+        with none, every response counts as ended. Raises ValueError where the lists do not match or one is empty.
+        """
+        if len(queries) != len(responses) or not queries or not all(queries) or not all(responses):
+            raise ValueError("queries and responses must be as many, and none of them empty")
+        prompt_ids, prompt_mask = left_pad(queries, pad)
+        response_ids, real = right_pad(responses, pad)
+        counts = real
+        if response_masks is not None:
+            if [len(mask) for mask in response_masks] != [len(row) for row in responses]:
+                raise ValueError("each response mask must be as long as its response")
+            counts = real & right_pad([[int(x) for x in mask] for mask in response_masks])[0].bool()
+        ended = torch.tensor([stop_token_id is None or row[-1] == stop_token_id for row in responses])
+        return cls(torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, real], 1), counts, ended)
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def prompt_width(self) -> int:
+        return self.ids.shape[1] - self.response_mask.shape[1]
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        return self.mask[:, : self.prompt_width].sum(1)
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Real response tokens of each row, (B,) int64."""
+        return self.mask[:, self.prompt_width :].sum(1)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.mask.sum(1)
+
+    def prompt_tokens(self, row: int) -> list[int]:
+        return self.ids[row, : self.prompt_width][self.mask[row, : self.prompt_width]].tolist()
+
+    def response_tokens(self, row: int) -> list[int]:
+        return self.ids[row, self.prompt_width :][self.mask[row, self.prompt_width :]].tolist()
+
+    def micro_batch(self, rows: Tensor) -> MicroBatch:
+        """The given rows (n,), moved flush left. Padding ids are 0: any id would do, nothing reads them."""
+        lengths = self.lengths[rows]
+        starts = self.prompt_width - self.prompt_lengths[rows]
+        offsets = torch.arange(int(lengths.max()), device=self.ids.device)
+        index = (starts[:, None] + offsets).clamp(max=self.ids.shape[1] - 1)
+        ids = torch.where(offsets < lengths[:, None], self.ids[rows].gather(1, index), 0)
+        row, step = self.response_mask[rows].nonzero(as_tuple=True)
+        column = self.prompt_lengths[rows][row] + step - 1
+        return MicroBatch(rows, ids, lengths, row, column, step, self.ids[rows[row], self.prompt_width + step])
+
+
+def micro_batches(lengths: Tensor, rows: Tensor, *, max_rows: int, max_tokens: int | None = None) -> list[Tensor]:
+    """Split `rows` (n,) into micro-batches of rows of like length, longest first.
+
+    Each holds at most `max_rows` rows and, padding included, `max_tokens` tokens (a longer single row stands alone).
+    """
+    batches: list[list[int]] = []
+    widest = 0
+    for row in sorted(rows.tolist(), key=lambda r: (-int(lengths[r]), r)):
+        full = not batches or len(batches[-1]) >= max_rows
+        if full or (max_tokens is not None and (len(batches[-1]) + 1) * widest > max_tokens):
+            batches.append([])
+            widest = int(lengths[row])
+        batches[-1].append(row)
+    return [torch.tensor(batch, dtype=torch.int64, device=rows.device) for batch in batches]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A rollout, judged: everything the update needs, fixed before it starts."""
+
+    rollout: Rollout
+    plan: tuple[tuple[Tensor, ...], ...]  # epoch 1: minibatches of micro-batches of rows, the ones the judge ran on
+    scores: Tensor  # (B,) float32: what is placed on the last real token
+    source_scores: dict[str, Tensor]  # each source's raw score, (B,)
+    logprobs: Tensor  # (B, R) float32: the policy's, at the sampling temperature
+    ref_logprobs: Tensor  # (B, R) float32
+    values: Tensor  # (B, R) float32: before each response token
+    entropy: Tensor  # (B, R) float32: of the policy's distribution
+    kl: Tensor  # (B, R) float32: the chosen estimator
+    rewards: Tensor  # (B, R) float32: score and, with kl_in reward, the KL penalty
+    advantages: Tensor  # (B, R) float32
+    returns: Tensor  # (B, R) float32
+    tokens_padded: int = field(default=0)  # positions, padding included, of one pass over the plan
+
+    @property
+    def mask(self) -> Tensor:
+        return self.rollout.response_mask

@@ -1,0 +1,85 @@
+"""Sources that score responses. A source is any callable `Rollout -> (B,) float32`; to add a kind, add a class here."""
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import reading
+from rlhf_cli.ppo.records import Rollout
+
+TextReward = Callable[[list[str], list[str]], Sequence[float]]
+
+
+class RewardSource(Protocol):
+    def __call__(self, rollout: Rollout) -> Tensor:
+        """Raw score (B,) float32 of each row."""
+        ...
+
+
+@dataclass
+class ModelReward:
+    """A one-label sequence classifier that shares the policy's tokenizer: it reads the rollout's own ids, at the last real token."""
+
+    model: Any
+    max_rows: int = 64
+    max_tokens: int | None = None
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        return reading.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
+
+
+@dataclass
+class FunctionReward:
+    """A Python function of (prompts, responses), two lists of text without special tokens, that returns a list of numbers.
+
+    Raises RLHFError R05 where the function raises, returns the wrong count, or a non-number.
+    """
+
+    name: str
+    function: TextReward
+    tokenizer: Any
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        rows = range(len(rollout))
+        prompts = [self.tokenizer.decode(rollout.prompt_tokens(row), skip_special_tokens=True) for row in rows]
+        responses = [self.tokenizer.decode(rollout.response_tokens(row), skip_special_tokens=True) for row in rows]
+        return torch.tensor(call_text_reward(self.name, self.function, prompts, responses), device=rollout.ids.device)
+
+
+def call_text_reward(name: str, function: TextReward, prompts: list[str], responses: list[str]) -> list[float]:
+    """The function's scores as floats, one a row. Raises RLHFError R05 as FunctionReward does."""
+    try:
+        scores = list(function(prompts, responses))
+    except Exception as error:
+        raise RLHFError("R05", f"reward `{name}` raised {type(error).__name__}: {error}", hint="call it by itself on one prompt and response") from error
+    if len(scores) != len(prompts):
+        raise RLHFError("R05", f"reward `{name}` returned {len(scores)} scores for {len(prompts)} responses", hint="return one number a response")
+    for row, score in enumerate(scores):
+        if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
+            raise RLHFError("R05", f"reward `{name}` returned {score!r} for row {row} (prompt: {prompts[row][:60]!r})", hint="return a finite number")
+    return [float(score) for score in scores]
+
+
+def load_function(spec: str, *, folder: Path | None = None, where: str | None = None) -> TextReward:
+    """The function named `package.module:function`, importable from `folder` (the config's) or the working directory as well.
+
+    Raises RLHFError C17 where it cannot be imported or called.
+    """
+    module, _, name = spec.partition(":")
+    sys.path += [path for path in map(str, (folder or Path.cwd(), Path.cwd())) if path not in sys.path]
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RLHFError("C17", f"cannot import `{spec}`: {error}", where=where, hint="write package.module:function, of an installed package or a file beside the config") from error
+    if not callable(function):
+        raise RLHFError("C17", f"`{spec}` is not a function", where=where)
+    return function

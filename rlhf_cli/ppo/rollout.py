@@ -1,0 +1,100 @@
+"""Engines that write responses. An engine is anything with `generate(Prompts) -> Rollout`; to add one, add a class here."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo.records import Prompts, Rollout
+
+
+class RolloutEngine(Protocol):
+    def generate(self, prompts: Prompts) -> Rollout:
+        """Responses of at most `prompts.response_length` tokens; row i's draws are keyed by `prompts.seeds[i]` alone."""
+        ...
+
+
+@dataclass
+class HFEngine:
+    """Samples with a transformers causal model, all rows together, finished rows dropped as they end.
+
+    Draws by the Gumbel trick: noise of the row's own generator is added to logits / temperature and the largest taken, so that which
+    rows share a batch changes no draw (but where float noise decides a near-tie). No top-k, top-p or repetition penalty: the
+    log-probs that PPO trains on are those of the full softmax.
+    """
+
+    model: Any
+    stop_token_id: int | None
+    pad_token_id: int
+    temperature: float = 1.0
+    batch_size: int | None = None  # rows at a time; None = all
+
+    @torch.no_grad()
+    def generate(self, prompts: Prompts) -> Rollout:
+        assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
+        size = self.batch_size or len(prompts)
+        parts = [self._write(prompts.rows(start, start + size)) for start in range(0, len(prompts), size)]
+        responses = torch.cat(parts)
+        counts = formulas.response_mask(responses, self.stop_token_id)
+        ended = torch.zeros(len(prompts), dtype=torch.bool, device=responses.device)
+        if self.stop_token_id is not None:
+            ended = (responses == self.stop_token_id).any(1)
+        width = int(counts.sum(1).max())
+        ids = torch.cat([prompts.ids.to(responses.device), torch.where(counts, responses, self.pad_token_id)[:, :width]], 1)
+        mask = torch.cat([prompts.mask.to(responses.device), counts[:, :width]], 1)
+        return Rollout(ids, mask, counts[:, :width], ended)
+
+    def _write(self, prompts: Prompts) -> Tensor:
+        """Response ids (b, response_length); what stands after a row's stop token is padding."""
+        device = self.model.device
+        ids, mask = prompts.ids.to(device), prompts.mask.to(device)
+        responses = torch.full((len(prompts), prompts.response_length), self.pad_token_id, device=device)
+        draws = [torch.Generator(device).manual_seed(seed) for seed in prompts.seeds]
+        open_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `responses`
+        going = torch.ones_like(open_rows, dtype=torch.bool)
+        state = _Decoder(self.model, ids, mask)
+        for step in range(prompts.response_length):
+            scaled = state.logits / self.temperature
+            noise = torch.stack([-torch.empty_like(scaled[0]).exponential_(generator=draw).log() for draw in draws])
+            tokens = (scaled + noise).argmax(-1)
+            responses[open_rows[going], step] = tokens[going]
+            if self.stop_token_id is not None:
+                going = going & (tokens != self.stop_token_id)
+            if not going.any() or step + 1 == prompts.response_length:
+                break
+            if going.sum() <= 0.8 * len(going):  # shrinking copies the cache, so not for every row that ends
+                keep = going.nonzero()[:, 0]
+                state.keep(keep)
+                open_rows, tokens, going = open_rows[keep], tokens[keep], going[keep]
+                draws = [draws[i] for i in keep.tolist()]
+            state.append(tokens)
+        return responses
+
+
+class _Decoder:
+    """Next-token logits (b, V) float32 of a growing batch, with a key-value cache."""
+
+    def __init__(self, model: Any, ids: Tensor, mask: Tensor):
+        self.model, self.mask = model, mask.long()
+        self.cache = DynamicCache(config=model.config)
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._forward(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
+
+    def append(self, tokens: Tensor) -> None:
+        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
+        self._forward(tokens[:, None], self.mask.sum(1, keepdim=True) - 1)
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.mask = self.mask[rows]
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> None:
+        extra = {"position_ids": positions} if self.takes_positions else {}
+        output = self.model(
+            input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **extra
+        )
+        self.logits = output.logits[:, -1].float()

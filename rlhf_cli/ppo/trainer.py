@@ -1,0 +1,274 @@
+"""PPO's loop: generate -> judge -> update. Knows models and numbers; no disk, no YAML."""
+
+import time
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import reading
+from rlhf_cli.ppo import formulas, optimizer as default
+from rlhf_cli.ppo.advantages import gae
+from rlhf_cli.ppo.records import Experience, MicroBatch, Prompts, Rollout, micro_batches
+from rlhf_cli.ppo.rewards import RewardSource
+from rlhf_cli.ppo.rollout import RolloutEngine
+from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.ppo.settings import LengthRange, PPOSettings
+
+Stats = dict[str, float]
+
+
+class PPOTrainer:
+    """Four models and a schedule of updates.
+
+    `policy` and `ref` are causal models, `value` a one-label sequence classifier with the policy's tokenizer; `rewards` are named
+    sources whose scores are added with `weights` (1 each by default). Dropout is switched off in all. `ref` is frozen.
+    `num_updates` is the length of the learning-rate schedule; by default what `settings.total_episodes` makes.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        ref: Any,
+        value: Any,
+        rewards: dict[str, RewardSource],
+        engine: RolloutEngine,
+        settings: PPOSettings,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        *,
+        weights: dict[str, float] | None = None,
+        num_updates: int | None = None,
+        seed: int = 0,
+    ):
+        assert policy is not ref, "the reference must be a copy of its own"
+        self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value.requires_grad_(True)
+        self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
+        self.weights = weights or dict.fromkeys(rewards, 1.0)
+        for model in (policy, ref, value):
+            reading.disable_dropout(model)
+        if settings.gradient_checkpointing:
+            reading.checkpoint_activations(policy)
+            reading.checkpoint_activations(value)
+        self.optimizer = optimizer or default.adamw({"policy": policy, "value": value}, settings)
+        self.scheduler = scheduler or default.schedule(self.optimizer, settings, num_updates or settings.num_updates())
+        self.updates = 0
+        self.experience: Experience | None = None  # of the last step, for sample tables
+
+    def step(self, prompts: Prompts) -> Stats:
+        """One PPO update on responses to `prompts` (each repeated num_samples_per_prompt times); returns its metrics."""
+        clock = [time.perf_counter()]
+        rollout = self.generate(prompts)
+        clock.append(time.perf_counter())
+        self.experience = self.judge(rollout)
+        clock.append(time.perf_counter())
+        stats = self.update(self.experience)
+        clock.append(time.perf_counter())
+        phases = dict(zip(("rollout", "judge", "update"), (b - a for a, b in zip(clock, clock[1:], strict=False)), strict=True))
+        stats |= {f"time/{phase}_s": seconds for phase, seconds in phases.items()}
+        return stats | {"tokens_per_s": stats["tokens/real"] / (clock[-1] - clock[0])}
+
+    # Generate
+
+    def generate(self, prompts: Prompts, purpose: str = "sample") -> Rollout:
+        """num_samples_per_prompt responses to each prompt, their draws keyed by (seed, purpose, update, row)."""
+        prompts = prompts.repeat(self.settings.num_samples_per_prompt)
+        seeds = tuple(derive(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
+        return self.engine.generate(replace(prompts, seeds=seeds, response_length=self._response_length()))
+
+    def _response_length(self) -> int:
+        length = self.settings.response_length
+        if not isinstance(length, LengthRange):
+            return length
+        return length.min + derive(self.seed, "length", self.updates) % (length.max - length.min + 1)
+
+    # Judge
+
+    @torch.no_grad()
+    def judge(self, rollout: Rollout, scores: Tensor | None = None) -> Experience:
+        """Log-probs, values, scores, rewards and advantages of a rollout. `scores` (B,), where given, stand in for the reward sources.
+
+        Raises RLHFError R01 where a number is not finite.
+        """
+        settings, mask = self.settings, rollout.response_mask
+        plan = self._plan(rollout, epoch=0)
+        read = self._read(rollout, plan)
+        sources = {name: source(rollout) for name, source in self.rewards.items()} if scores is None else {"given": scores}
+        scores = self._place(rollout, sources) if scores is None else scores.float()
+        for name, tensor in {**{f"score `{k}`": v for k, v in sources.items()}, **read}.items():
+            self._refuse_nonfinite(name, tensor)
+        kl = read["kl"] if settings.kl_estimator == "full" else formulas.kl_tokens(read["logprobs"], read["ref_logprobs"], settings.kl_estimator)
+        kl = torch.where(mask, kl, 0)
+        rewards = formulas.shape_rewards(scores, self._penalty_coef * kl, mask)
+        if settings.whiten_rewards:
+            rewards = formulas.masked_whiten(rewards, mask, shift_mean=False)
+        advantages, returns = gae(rewards, read["values"], mask, settings.gamma, settings.lam)
+        if settings.advantage_norm == "batch":
+            advantages = formulas.masked_whiten(advantages, mask)
+        padded = sum(len(rows) * int(rollout.lengths[rows].max()) for minibatch in plan for rows in minibatch)
+        return Experience(rollout, plan, scores, sources, read["logprobs"], read["ref_logprobs"], read["values"], read["entropy"],
+                          kl, rewards, advantages, returns, padded)  # fmt: skip
+
+    @property
+    def _penalty_coef(self) -> float:
+        return self.settings.kl_coef if self.settings.kl_in == "reward" else 0.0
+
+    def _place(self, rollout: Rollout, sources: dict[str, Tensor]) -> Tensor:
+        """The score (B,) of each row: weighted sum of the sources, less the penalty for a response that reached its limit."""
+        scores = torch.stack([self.weights[name] * raw.float() for name, raw in sources.items()]).sum(0)
+        if self.settings.missing_eos_penalty and self.settings.stop_token != "none":
+            scores = scores - self.settings.missing_eos_penalty * ~rollout.ended
+        return scores
+
+    def _plan(self, rollout: Rollout, epoch: int) -> tuple[tuple[Tensor, ...], ...]:
+        """An epoch's minibatches, drawn at random, each split into micro-batches of rows of like length."""
+        settings = self.settings
+        order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(derive(self.seed, "minibatches", self.updates, epoch)))
+        tokens = None if settings.micro_batch_tokens == "auto" else settings.micro_batch_tokens
+        size = settings.per_device_train_batch_size
+        return tuple(
+            tuple(micro_batches(rollout.lengths, rows.to(rollout.ids.device), max_rows=size, max_tokens=tokens))
+            for rows in order.chunk(settings.num_mini_batches)
+        )
+
+    def _read(self, rollout: Rollout, plan: tuple[tuple[Tensor, ...], ...]) -> dict[str, Tensor]:
+        """What the three models say of each response token, (B, R) each, 0 elsewhere. Runs on the update's own micro-batches."""
+        temperature, mask = self.settings.temperature, rollout.response_mask
+        read: dict[str, Tensor] = {}
+        for rows in (rows for minibatch in plan for rows in minibatch):
+            micro = rollout.micro_batch(rows)
+            with self._autocast():
+                logits, ref_logits = (reading.response_logits(model, micro) for model in (self.policy, self.ref))
+                values = reading.response_values(self.value, micro)
+            logprobs, entropy = formulas.token_logprobs(logits, micro.targets, temperature)
+            ref_logprobs, _ = formulas.token_logprobs(ref_logits, micro.targets, temperature)
+            found = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values, "entropy": entropy}
+            if self.settings.kl_estimator == "full":
+                found["kl"] = formulas.kl_full(logits, ref_logits, temperature)
+            for name, flat in found.items():
+                read.setdefault(name, flat.new_zeros(mask.shape))[micro.cells] = flat
+        return read
+
+    # Update
+
+    def update(self, experience: Experience) -> Stats:
+        """num_ppo_epochs passes over the experience, one optimizer step a minibatch; returns the update's metrics."""
+        steps: list[Stats] = []
+        lr = self.optimizer.param_groups[0]["lr"]
+        for epoch in range(self.settings.num_ppo_epochs):
+            plan = experience.plan if epoch == 0 else self._plan(experience.rollout, epoch)
+            steps += [self._learn(experience, minibatch) for minibatch in plan]
+        self.scheduler.step()
+        self.updates += 1
+        return {"episode": self.updates * len(experience.rollout), **self._objective(experience), **_averages(steps), "lr": lr}
+
+    def _learn(self, experience: Experience, minibatch: tuple[Tensor, ...]) -> Stats:
+        """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
+        tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
+        totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=experience.mask.device))
+        first_error = torch.zeros((), device=experience.mask.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        with reading.recomputing(self.policy, self.value):
+            for rows in minibatch:
+                loss, gauges, ratio = self._loss(experience, experience.rollout.micro_batch(rows))
+                (loss / tokens).backward()
+                first_error = torch.maximum(first_error, (ratio - 1).abs().max())
+                for name, gauge in gauges.items():
+                    totals[name] += gauge.detach().sum()
+        norms = {name: torch.nn.utils.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm)
+                 for name, model in (("policy", self.policy), ("value", self.value))}  # fmt: skip
+        for name, norm in norms.items():
+            self._refuse_nonfinite(f"{name} gradient", norm)
+        self.optimizer.step()
+        stats = {name: float(total) / tokens for name, total in totals.items()}
+        return stats | {f"{name}/grad_norm": float(norm) for name, norm in norms.items()} | {"ratio_error": float(first_error)}
+
+    def _loss(self, experience: Experience, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Summed loss of a micro-batch, the gauges of each token (N,), and the ratio (N,)."""
+        settings = self.settings
+
+        old_logprobs, advantages, old_values, returns = (
+            x[micro.cells] for x in (experience.logprobs, experience.advantages, experience.values, experience.returns)
+        )
+        with self._autocast():
+            logits, values = reading.response_logits(self.policy, micro), reading.response_values(self.value, micro)
+        logprobs, entropy = formulas.token_logprobs(logits, micro.targets, settings.temperature)
+        surrogate, ratio, clipped = formulas.policy_loss(logprobs, old_logprobs, advantages, settings.cliprange)
+        error, value_clipped = formulas.value_loss(values, old_values, returns, settings.cliprange_value)
+        loss = surrogate.sum() + settings.vf_coef * error.sum()
+        if settings.kl_in == "loss":
+            loss = loss + settings.kl_coef * self._kl_loss(experience, micro, logits, logprobs).sum()
+        gauges = {"loss/policy_avg": surrogate, "loss/value_avg": error, "policy/clipfrac_avg": clipped.float(), "policy/entropy_avg": entropy,
+                  "policy/approxkl_avg": formulas.approx_kl(logprobs, old_logprobs), "val/ratio": ratio,
+                  "val/clipfrac_avg": value_clipped.float()}  # fmt: skip
+        return loss, gauges, ratio.detach()
+
+    def _kl_loss(self, experience: Experience, micro: MicroBatch, logits: Tensor, logprobs: Tensor) -> Tensor:
+        if self.settings.kl_estimator == "full":
+            with torch.no_grad(), self._autocast():
+                ref_logits = reading.response_logits(self.ref, micro)
+            return formulas.kl_full(logits, ref_logits, self.settings.temperature)
+        old, ref = experience.logprobs[micro.cells], experience.ref_logprobs[micro.cells]
+        return formulas.kl_loss_tokens(logprobs, old, ref, self.settings.kl_estimator)
+
+    def _objective(self, experience: Experience) -> Stats:
+        """Metrics of the rollout as it was judged: sums over a response's tokens, means over rows."""
+        mask, rollout = experience.mask, experience.rollout
+
+        def per_row(x: Tensor) -> float:
+            return float(torch.where(mask, x, 0).sum(1).mean())
+
+        penalty, score = -self._penalty_coef * per_row(experience.kl), float(experience.scores.mean())
+        return {
+            "objective/kl": per_row(experience.kl),
+            "objective/kl_k1": per_row(experience.logprobs - experience.ref_logprobs),
+            "objective/entropy": per_row(-experience.logprobs),
+            "objective/non_score_reward": penalty,
+            "objective/rlhf_reward": penalty + score,
+            "objective/scores": score,
+            **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in experience.source_scores.items()},
+            "objective/kl_coef": self.settings.kl_coef,
+            "objective/response_length": float(rollout.response_lengths.float().mean()),
+            "objective/eos_fraction": float(rollout.ended.float().mean()),
+            "val/num_eos_tokens": int(rollout.ended.sum()),
+            "val/explained_variance": float(formulas.explained_variance(experience.values, experience.returns, mask)),
+            "tokens/real": int(rollout.mask.sum()),
+            "tokens/padded": experience.tokens_padded,
+        }
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, but the frozen models and the settings."""
+        parts = {name: getattr(self, name).state_dict() for name in ("policy", "value", "optimizer", "scheduler")}
+        return {"updates": self.updates, "seed": self.seed, **parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`. Raises ValueError on the state of a run with another seed."""
+        if state["seed"] != self.seed:
+            raise ValueError(f"the state is of a run with seed {state['seed']}, this one has {self.seed}")
+        for name in ("policy", "value", "optimizer", "scheduler"):
+            getattr(self, name).load_state_dict(state[name])
+        self.updates = state["updates"]
+
+    def _autocast(self) -> AbstractContextManager:
+        return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16)
+
+    def _refuse_nonfinite(self, name: str, numbers: Tensor) -> None:
+        if not torch.isfinite(numbers).all():
+            rows = (~torch.isfinite(numbers.reshape(len(numbers) if numbers.ndim else 1, -1)).all(1)).nonzero()[:, 0].tolist()
+            at = f", first in row {rows[0]}" if numbers.ndim else ""
+            raise RLHFError("R01", f"step {self.updates + 1}: {name} is not finite in {len(rows)} places{at}",
+                            hint="lower ppo.learning_rate, or look at the reward of that row")  # fmt: skip
+
+
+def _averages(steps: list[Stats]) -> Stats:
+    """Means over the update's optimizer steps, and how far the first one was from the judge's log-probs."""
+    stats = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0] if name != "ratio_error"}
+    stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in steps) / len(steps)
+    return stats | {"policy/first_ratio_error": steps[0]["ratio_error"]}

@@ -1,0 +1,117 @@
+"""JSON Lines in and out, with a place in every message."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.errors import RLHFError, nearest_file, shown
+
+ONE_A_LINE = "a data file holds one JSON object a line (JSON Lines)"
+
+
+def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (line number from 1, row) of each line that is not blank.
+
+    `where_key` is the place that named the file (`config.where("data.train")`), for the message about a missing one.
+    Raises RLHFError: D01 missing, D03 malformed, D04 not UTF-8, D12 a line that is no JSON object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise _missing(path, where_key)
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise RLHFError("D01", f"cannot read {shown(path)}: {error.strerror}", where=where_key) from error
+    with file:
+        for number, raw in enumerate(file, start=1):
+            text = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, path, number)
+            if text.strip():
+                yield number, _row(text, path, number)
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes the rows, one line each, keys in the order given. A number that is not finite becomes null."""
+    with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(_line(row) for row in rows)
+
+
+def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
+    """Adds one row at the end, in one write."""
+    with Path(path).open("a", encoding="utf-8", newline="\n") as file:
+        file.write(_line(row))
+
+
+def _missing(path: Path, where: str | None) -> RLHFError:
+    if path.is_dir():
+        return RLHFError("D01", f"{shown(path)} is a folder, a data file is needed", where=where)
+    near = nearest_file(path)
+    return RLHFError("D01", f"no such file: {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
+
+
+def _decoded(raw: bytes, path: Path, number: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RLHFError(
+            "D04",
+            f"byte 0x{raw[error.start]:02X} at position {error.start + 1} of the line is not UTF-8",
+            where=f"{shown(path)}:{number}",
+            hint="convert the file, for example: iconv -f latin1 -t utf8",
+        ) from error
+
+
+def _row(text: str, path: Path, number: int) -> dict[str, Any]:
+    where = f"{shown(path)}:{number}"
+    try:
+        row = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        hint = ONE_A_LINE if number == 1 and text.strip() in ("[", "{") else None
+        raise RLHFError("D03", f"not valid JSON: {error.msg}", where=f"{where}:{error.colno}", hint=hint) from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RLHFError("D03", f"not valid JSON: {reason}", where=f"{where}:1") from error
+    if not isinstance(row, dict):
+        kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+        raise RLHFError(
+            "D12",
+            f"the line holds {kinds.get(type(row), 'a number')}, not an object {{...}}",
+            where=where,
+            hint=ONE_A_LINE,
+        )
+    # Only a \u escape can smuggle in half a surrogate pair, which no tokenizer and no file takes.
+    if "\\u" in text:
+        _refuse_half_surrogates(row, where)
+    return row
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_half_surrogates(row: dict[str, Any], where: str) -> None:
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise RLHFError(
+            "D04",
+            f"the escape \\u{ord(half):04x} is half a character",
+            where=where,
+            hint="write both halves of the pair, or the character itself",
+        ) from error
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

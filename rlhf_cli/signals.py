@@ -1,0 +1,33 @@
+"""SIGTERM and SIGINT as a wish, not a blow: the loop ends at its next safe place. A second signal ends the process at once."""
+
+import signal
+from types import FrameType, TracebackType
+
+
+class StopWish:
+    """`with StopWish() as stop:` ... `if stop.wished: save; raise SystemExit(stop.exit_code)`. Only in the main thread."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.wished: signal.Signals | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number: 130 after SIGINT, 143 after SIGTERM."""
+        assert self.wished
+        return 128 + self.wished
+
+    def __enter__(self) -> "StopWish":
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.wished = signal.Signals(number)
+        for again in self.SIGNALS:
+            signal.signal(again, signal.SIG_DFL)

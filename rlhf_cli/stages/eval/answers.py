@@ -1,0 +1,162 @@
+"""Responses of the policies to held-out prompts, and what every judge says of them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli import checkpoints, data, terminal
+from rlhf_cli import config as configs
+from rlhf_cli.checkpoints import Parent
+from rlhf_cli.config import EvalConfig, Options
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import loading, reading
+from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
+from rlhf_cli.ppo.rewards import ModelReward, call_text_reward, load_function
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.seeds import derive
+
+NEAR_GREEDY = 0.01  # the temperature of TRL 1.12's evaluation generations
+Judge = Callable[[list[str], list[str], Rollout], list[float]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn: as in PPO's training, unless eval.yaml says otherwise."""
+
+    temperature: float
+    response_length: int
+    stop_token_id: int | None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """One policy's responses to all prompts in one mode, judged."""
+
+    model: str  # sft, ppo, base, or best_of_N
+    mode: str  # sampled or greedy
+    prompts: list[str]
+    responses: list[str]
+    ended: list[bool]
+    lengths: list[int]
+    scores: dict[str, list[float]]  # judge -> score of each row
+    kl: list[float] | None  # nats, sum over the response; None where the responses were not sampled at the training temperature
+
+
+def sampling(config: EvalConfig, ppo: Parent, tokenizer: Any) -> Sampling:
+    """eval.yaml's own settings, else those that PPO trained with (C17 where neither says)."""
+    temperature, length, stop = config.eval.temperature, config.eval.response_length, data.stop_token_id(tokenizer)
+    if ppo.stage == "ppo":
+        settings = configs.load("ppo", ppo.path / "config.yaml").ppo
+        temperature, length = temperature or settings.temperature, length or settings.max_response_length
+        stop = None if settings.stop_token == "none" else settings.stop_token_id or stop
+    if temperature is None or length is None:
+        raise RLHFError(
+            "C17", f"{checkpoints.shown(ppo.path)} does not tell how its policy was sampled", where=config.where("models.ppo"),
+            hint="set eval.temperature and eval.response_length",
+        )  # fmt: skip
+    return Sampling(temperature, length, stop)
+
+
+def collect(
+    config: EvalConfig, options: Options, parents: Mapping[str, Parent], tokenizer: Any, prompts: list[data.Prompt], how: Sampling
+) -> list[Answers]:
+    """Everything generated and scored: each policy in each mode, then best-of-n of the SFT policy."""
+    load = {
+        "dtype": config.models.dtype, "attn_implementation": config.models.attn_implementation,
+        "trust_remote_code": options.trust_remote_code,
+    }  # fmt: skip
+    desk = _Desk(config, tokenizer, prompts, how, _judges(config, parents, load))
+    names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
+    rounds = len(names) * len(config.eval.modes) + max(config.eval.best_of, default=0)
+    found: list[Answers] = []
+    with terminal.Progress("eval", rounds, "round") as bar:
+        sft = None
+        for name in names:
+            policy = loading.load_causal(parents[f"models.{name}"].model, **load).to(loading.device()).eval()
+            sft = policy if name == "sft" else sft
+            for mode in config.eval.modes:
+                found.append(desk.answer(name, mode, policy, sft))
+                bar.advance(note=f"{name} {mode}")
+        draws = []
+        for draw in range(max(config.eval.best_of, default=0)):
+            draws.append(desk.answer("sft", "sampled", sft, sft, draw=draw + 1))
+            bar.advance(note=f"best of {draw + 1}")
+    return found + [best_of(draws[:n]) for n in config.eval.best_of]
+
+
+def _judges(config: EvalConfig, parents: Mapping[str, Parent], load: dict[str, Any]) -> dict[str, Judge]:
+    """Name -> judge. `reward` is the model that PPO was trained on."""
+
+    def by_model(parent: Parent) -> Judge:
+        model = loading.load_scorer(parent.model, **load).to(loading.device()).eval()
+        source = ModelReward(model, config.eval.per_device_batch_size)
+        return lambda prompts, responses, rollout: source(rollout).tolist()
+
+    def by_function(name: str, spec: str) -> Judge:
+        function = load_function(spec, folder=config.file.parent, where=config.where(f"judges.{name}"))
+        return lambda prompts, responses, rollout: call_text_reward(name, function, prompts, responses)
+
+    judges = {"reward": by_model(parents["models.reward"])} if "models.reward" in parents else {}
+    for name, spec in config.judges.items():
+        key = f"judges.{name}"
+        judges[name] = by_model(parents[key]) if key in parents else by_function(name, spec)
+    return judges
+
+
+@dataclass
+class _Desk:
+    """Takes a policy, hands out its judged answers."""
+
+    config: EvalConfig
+    tokenizer: Any
+    prompts: list[data.Prompt]
+    how: Sampling
+    judges: dict[str, Judge]
+
+    def answer(self, name: str, mode: str, policy: Any, sft: Any, draw: int = 0) -> Answers:
+        """The draws are keyed by (seed, mode, draw, row): the same for every policy, so that comparisons are paired."""
+        temperature = self.how.temperature if mode == "sampled" else NEAR_GREEDY
+        seeds = tuple(derive(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts)))
+        asked = replace(Prompts.from_lists([p.ids for p in self.prompts]), seeds=seeds, response_length=self.how.response_length)
+        size = self.config.eval.per_device_batch_size
+        engine = HFEngine(policy, self.how.stop_token_id, self.tokenizer.pad_token_id or 0, temperature, size)
+        rollout = engine.generate(asked)
+        decode, count = self.tokenizer.decode, range(len(self.prompts))
+        prompts = [decode(rollout.prompt_tokens(row), skip_special_tokens=True) for row in count]
+        responses = [decode(rollout.response_tokens(row), skip_special_tokens=True) for row in count]
+        kl = None
+        if mode == "sampled" and sft is not None:
+            kl = [0.0] * len(prompts) if policy is sft else sequence_kl(policy, sft, rollout, temperature, max_rows=size)
+        scores = {judge: ask(prompts, responses, rollout) for judge, ask in self.judges.items()}
+        return Answers(name, mode, prompts, responses, rollout.ended.tolist(), rollout.response_lengths.tolist(), scores, kl)
+
+
+@torch.no_grad()
+def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, max_rows: int) -> list[float]:
+    """Sum over each response's tokens of log pi - log ref, nats; its mean over rows estimates KL(pi || ref) on pi's own samples."""
+    totals: Tensor = torch.zeros(len(rollout), dtype=torch.float64, device=rollout.ids.device)
+    for rows in micro_batches(rollout.lengths, torch.arange(len(rollout), device=rollout.ids.device), max_rows=max_rows):
+        micro = rollout.micro_batch(rows)
+        ours, theirs = (
+            formulas.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)[0] for model in (policy, ref)
+        )
+        totals.index_add_(0, micro.cells[0], (ours - theirs).double())
+    return totals.tolist()
+
+
+def best_of(draws: list[Answers]) -> Answers:
+    """Of each prompt's draws the one that the reward model likes most."""
+    picks = [max(range(len(draws)), key=lambda k: draws[k].scores["reward"][row]) for row in range(len(draws[0].responses))]
+
+    def pick(column: Callable[[Answers], list]) -> list:
+        return [column(draws[k])[row] for row, k in enumerate(picks)]
+
+    scores = {judge: pick(lambda a, judge=judge: a.scores[judge]) for judge in draws[0].scores}
+    return Answers(
+        f"best_of_{len(draws)}", "sampled", draws[0].prompts, pick(lambda a: a.responses), pick(lambda a: a.ended),
+        pick(lambda a: a.lengths), scores, None,
+    )  # fmt: skip

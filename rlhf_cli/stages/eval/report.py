@@ -1,0 +1,85 @@
+"""report.json and samples.jsonl out of judged answers: means and win rates with 95 % intervals."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rlhf_cli import statistics, terminal
+from rlhf_cli.checkpoints import Parent
+from rlhf_cli.config import EvalConfig
+from rlhf_cli.stages.eval.answers import Answers, Sampling
+
+PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
+
+
+def build(config: EvalConfig, judged: list[Answers], n: int, how: Sampling, reward: Parent | None) -> dict[str, Any]:
+    """The report as docs describe it; a key without a value is absent."""
+    by_mode = {mode: {a.model: a for a in judged if a.mode == mode and not a.model.startswith("best_of")} for mode in config.eval.modes}
+    draws = [answers for answers in judged if answers.model.startswith("best_of")]
+    found: dict[str, Any] = {"n": n, "temperature": how.temperature, "response_length": how.response_length}
+    headline = by_mode.get("sampled") or by_mode["greedy"]
+    found |= _section(headline, config.seed)
+    if "sampled" in by_mode and "greedy" in by_mode:
+        found["greedy"] = _section(by_mode["greedy"], config.seed)
+    if draws:
+        found["best_of"] = [_best_of(answers, by_mode.get("sampled", {}), config.seed) for answers in draws]
+    metrics = reward.manifest.get("metrics", {}) if reward else {}
+    if "accuracy" in metrics:
+        found["reward_model"] = {"accuracy": metrics["accuracy"], "ci95": metrics["accuracy_ci95"]}
+    return found | {"warnings": terminal.warnings_said()}
+
+
+def _section(answers: dict[str, Answers], seed: int) -> dict[str, Any]:
+    pairs = [(one, other) for one, other in PAIRS if one in answers and other in answers]
+    return {
+        "models": {name: describe(found, seed) for name, found in answers.items()},
+        "win_rate": {f"{one}_vs_{other}": win_rates(answers[one], answers[other]) for one, other in pairs},
+    }
+
+
+def describe(answers: Answers, seed: int) -> dict[str, Any]:
+    """One model's means over prompts."""
+    rows, judges = len(answers.responses), {}
+    for judge, scores in answers.scores.items():
+        judges[judge] = {"mean": _mean(scores), "ci95": list(statistics.bootstrap_mean(scores, seed=seed))}
+    found: dict[str, Any] = {}
+    if "reward" in judges:
+        found |= {"reward_mean": judges["reward"]["mean"], "reward_ci95": judges["reward"]["ci95"]}
+    if answers.kl is not None:
+        found |= {"kl": _mean(answers.kl), "kl_ci95": list(statistics.bootstrap_mean(answers.kl, seed=seed))}
+    return found | {
+        "response_length_mean": _mean(answers.lengths),
+        "eos_fraction": sum(answers.ended) / rows,
+        "distinct_fraction": len(set(answers.responses)) / rows,
+        "judges": judges,
+    }
+
+
+def win_rates(ours: Answers, theirs: Answers) -> dict[str, Any]:
+    """Per judge, how often our response to a prompt scores above theirs to the same one; a tie counts half."""
+    return {judge: statistics.win_rate(ours.scores[judge], theirs.scores[judge]) for judge in ours.scores}
+
+
+def _best_of(answers: Answers, sampled: dict[str, Answers], seed: int) -> dict[str, Any]:
+    n = int(answers.model.removeprefix("best_of_"))
+    found = {"n": n, "kl_bound": statistics.best_of_n_kl(n), **describe(answers, seed)}
+    if "sft" in sampled:
+        found["win_rate_vs_sft"] = win_rates(answers, sampled["sft"])
+    if "ppo" in sampled:
+        found["ppo_win_rate"] = win_rates(sampled["ppo"], answers)
+    return found
+
+
+def sample_rows(judged: list[Answers]) -> Iterator[dict[str, Any]]:
+    """Every response, a row each."""
+    for answers in judged:
+        for row, response in enumerate(answers.responses):
+            kl = {"kl": answers.kl[row]} if answers.kl is not None else {}
+            yield {
+                "index": row, "prompt": answers.prompts[row], "model": answers.model, "mode": answers.mode, "response": response,
+                "ended": answers.ended[row], "length": answers.lengths[row], **kl,
+                "scores": {judge: scores[row] for judge, scores in answers.scores.items()},
+            }  # fmt: skip
+
+
+def _mean(values: list) -> float:
+    return sum(values) / len(values)

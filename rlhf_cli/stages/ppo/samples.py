@@ -1,0 +1,61 @@
+"""Tables of prompts, responses and scores while PPO trains: on the terminal and in samples.jsonl."""
+
+from pathlib import Path
+
+from rlhf_cli import terminal
+from rlhf_cli.ppo.records import Experience, Prompts
+from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.stages.ppo.parts import Parts
+from rlhf_cli.tracking import SamplesLog
+
+IN_THE_LOG = 8
+ON_THE_TERMINAL = 3
+WIDTH = 100
+
+
+class SampleTables:
+    """`num_sample_generations` tables over the run: of held-out prompts where `data.eval_prompts` is given, else of the rollout."""
+
+    def __init__(self, path: Path, parts: Parts, settings: PPOSettings, *, resume_at: int):
+        self.log, self.parts = SamplesLog(path, resume_at=resume_at), parts
+        self.every = max(1, parts.updates // settings.num_sample_generations) if settings.num_sample_generations else None
+        self.episodes = settings.episodes_per_update
+
+    def show(self, step: int) -> None:
+        """After update `step`: write and print a table where one is due."""
+        if self.every is None or step % self.every:
+            return
+        rows = [self._row(step, experience, row) for experience in [self._experience()] for row in range(min(IN_THE_LOG, len(experience.rollout)))]
+        for row in rows:
+            self.log.log(row)
+        cells = [[_short(row["prompt"]), _short(row["response"]), f"{row['score']:.2f}", f"{row['kl']:.2f}"] for row in rows[:ON_THE_TERMINAL]]
+        terminal.table(["prompt", "response", "score", "KL"], cells, title=f"samples at step {step}")
+
+    def _experience(self) -> Experience:
+        trainer, prompts = self.parts.trainer, self.parts.eval_prompts[:IN_THE_LOG]
+        if not prompts:
+            assert trainer.experience is not None
+            return trainer.experience
+        rollout = trainer.generate(Prompts.from_lists([prompt.ids for prompt in prompts]), purpose="show")
+        return trainer.judge(rollout)
+
+    def _row(self, step: int, experience: Experience, row: int) -> dict:
+        rollout, decode = experience.rollout, self.parts.tokenizer.decode
+        mask = experience.mask[row]
+        return {
+            "step": step,
+            "episode": (step - 1) * self.episodes + row,
+            "index": row,
+            "prompt": decode(rollout.prompt_tokens(row), skip_special_tokens=True),
+            "response": decode(rollout.response_tokens(row), skip_special_tokens=True),
+            "ended": bool(rollout.ended[row]),
+            "length": int(rollout.response_lengths[row]),
+            "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
+            "score": float(experience.scores[row]),
+            "scores": {name: float(raw[row]) for name, raw in experience.source_scores.items()},
+        }
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."

@@ -1,0 +1,186 @@
+"""`rlhf sft`: a causal model, from a folder or from fresh weights, fine-tuned by TRL's SFTTrainer on our tokens."""
+
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from transformers import set_seed
+
+from rlhf_cli import checkpoints, data, terminal
+from rlhf_cli.checkpoints import Parent
+from rlhf_cli.config import Options, SFTConfig
+from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.ppo.records import right_pad
+from rlhf_cli.stages import trl_training
+
+IGNORED = -100  # label of a token that is not trained
+Rows = list[dict[str, list[int]]]
+
+
+class SFTTrainer(trl_training.PlainTrainer, trl.SFTTrainer):
+    """TRL's, with our batches."""
+
+
+def run(config: SFTConfig, options: Options) -> None:
+    """Train and leave RUN/sft. Goes on from the last checkpoint where there is one."""
+    parents = checkpoints.open_parents(config)
+    identity = checkpoints.identity(config, parents, config.data_files())
+    if checkpoints.begin(config, identity, fresh=options.fresh) == "finished":
+        terminal.say(f"sft      finished already: {trl_training.shown(config.folder)}")
+        return
+    tokenizer, model = start(config, options, parents)
+    stop = data.stop_token_id(tokenizer)
+    strategy = packing_strategy(config)
+    rows, eval_rows = (read(config, key, tokenizer, strategy) for key in ("train", "eval"))
+    trainer = make_trainer(config, model, tokenizer, rows, eval_rows, strategy)
+    steps = trl_training.train(trainer, config.folder, "sft")
+    loading.set_special_ids(model, tokenizer, stop)
+    loading.save_model(model, tokenizer, config.folder / "model", card(config, parents, len(rows), steps))
+    fields = {
+        **trl_training.token_fields(tokenizer, stop),
+        "metrics": headline(config, options, eval_rows, tokenizer.pad_token_id) if eval_rows else {},
+        "step": steps,
+    }
+    checkpoints.finish(config, identity, parents=parents, fields=fields)
+
+
+def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
+    """Tokenizer and model before training, with a pad token that is nothing else. Raises RLHFError C01, C07, M01, M06."""
+    new, parent = config.model.new, parents.get("model.path")
+    if new is not None:
+        tokenizer = tokenizers.train_tokenizer([new.tokenizer.train], new.tokenizer.vocab_size)
+        model = None
+    else:
+        assert parent is not None
+        tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
+        model = loading.load_causal(parent.model, **trl_training.how(config, options))
+        loading.check_vocabulary(model, tokenizer, config.where("model.path"))
+    if config.model.chat_template is not None:
+        tokenizers.set_chat_template(tokenizer, config.model.chat_template)
+    tokenizers.prepare_padding(tokenizer, stop_token_id=data.stop_token_id(tokenizer))
+    set_seed(config.seed)
+    if model is None:
+        assert new is not None
+        model = loading.new_causal(
+            new.config_fields(), tokenizer, attn_implementation=config.model.attn_implementation
+        )
+    loading.fit_embeddings(model, tokenizer)
+    return tokenizer, model
+
+
+def packing_strategy(config: SFTConfig) -> str | None:
+    """How rows are packed into sequences of max_length; None where they are not.
+
+    `bfd` keeps whole rows apart, by flash attention or by a mask as large as the batch's tokens squared. `wrapped` cuts
+    one long text, in which neighbours see each other: the usual way for plain text, and about twice as fast on a CPU.
+    """
+    if not config.sft.packing:
+        return None
+    plain = data.is_plain_text(config.data.train, columns=config.data.columns, where=config.where("data.train"))
+    strategy = config.trainer.get("packing_strategy", "wrapped" if plain else "bfd")
+    apart = "cut out of one long text, neighbours see each other" if strategy == "wrapped" else "rows stay apart"
+    terminal.say(f"sft      packing: {strategy} ({apart}; trainer.packing_strategy changes it)")
+    return strategy
+
+
+def read(config: SFTConfig, key: str, tokenizer: Any, strategy: str | None) -> Rows:
+    """Token rows {input_ids, labels} of data.train or data.eval; [] where there is no such file."""
+    path = getattr(config.data, key)
+    if path is None:
+        return []
+    rows = data.sft_rows(
+        path,
+        tokenizer,
+        columns=config.data.columns,
+        max_length=None if strategy in ("wrapped", "bfd_split") else config.sft.max_length,  # these two cut long rows
+        on_long=config.data.on_long,
+        where=config.where(f"data.{key}"),
+    )
+    only = config.sft.completion_only_loss
+    return [
+        {
+            "input_ids": row["input_ids"],
+            "labels": [
+                token if wanted or not only else IGNORED
+                for token, wanted in zip(row["input_ids"], row["completion_mask"], strict=True)
+            ],
+        }
+        for row in rows
+    ]
+
+
+def make_trainer(
+    config: SFTConfig, model: Any, tokenizer: Any, rows: Rows, eval_rows: Rows, strategy: str | None
+) -> Any:
+    """TRL's trainer on tokens and labels of ours: without packing it prepares nothing, with it only packs."""
+    packing: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    if strategy:
+        packing = {"packing": True, "packing_strategy": strategy}
+        random.Random(config.seed).shuffle(rows)  # neighbours in the file may be alike
+    args = trl_training.arguments(trl.SFTConfig, config, max_length=config.sft.max_length, **packing)
+    lengths = [len(row["input_ids"]) for row in rows] if config.sft.group_by_length and not strategy else None
+    return trl_training.build(
+        SFTTrainer,
+        config,
+        lengths,
+        model=model,
+        args=args,
+        train_dataset=data.as_dataset(rows),
+        eval_dataset=data.as_dataset(eval_rows) if eval_rows else None,
+        processing_class=tokenizer,
+    )
+
+
+def headline(config: SFTConfig, options: Options, rows: Rows, pad: int) -> dict[str, float]:
+    """Loss per trained token of the saved model over the evaluation rows, in nats, by our own pass."""
+    model = loading.load_causal(config.folder / "model", **trl_training.how(config, options))
+    model.to(loading.device()).eval()
+    width = config.sft.max_length
+    cut = [
+        (row["input_ids"][i : i + width], row["labels"][i : i + width])
+        for row in rows
+        for i in range(0, len(row["input_ids"]), width)
+    ]
+    cut.sort(key=lambda window: len(window[0]))
+    loss, correct, tokens, size = 0.0, 0, 0, config.sft.per_device_eval_batch_size
+    for first in range(0, len(cut), size):
+        ids, labels = zip(*cut[first : first + size], strict=True)
+        sums = _sums(model, ids, labels, pad)
+        loss, correct, tokens = loss + sums[0], correct + int(sums[1]), tokens + int(sums[2])
+    mean = loss / max(tokens, 1)
+    return {
+        "eval_loss": mean,
+        "eval_perplexity": math.exp(min(mean, 700.0)),
+        "eval_token_accuracy": correct / max(tokens, 1),
+        "eval_tokens": tokens,
+        "eval_rows": len(rows),
+    }
+
+
+@torch.no_grad()
+def _sums(model: Any, ids: tuple[list[int], ...], labels: tuple[list[int], ...], pad: int) -> tuple[float, float, float]:
+    """Summed loss, tokens predicted right, and tokens, of one batch."""
+    inputs, mask = right_pad(ids, pad)
+    targets = right_pad(labels, IGNORED)[0][:, 1:]
+    logits = model(input_ids=inputs.to(model.device), attention_mask=mask.long().to(model.device)).logits[:, :-1]
+    row, column = (targets != IGNORED).nonzero(as_tuple=True)
+    wanted = targets[row, column].to(model.device)
+    picked = logits[row, column].float()
+    loss = torch.nn.functional.cross_entropy(picked, wanted, reduction="sum")
+    return float(loss), float((picked.argmax(-1) == wanted).sum()), float(len(wanted))
+
+
+def card(config: SFTConfig, parents: Mapping[str, Parent], rows: int, steps: int) -> str:
+    """The model's README."""
+    origin = "fresh weights" if config.model.new else trl_training.name_of(parents["model.path"])
+    ours = config.sft
+    loss = "the answers alone" if ours.completion_only_loss else "whole rows"
+    return trl_training.card(
+        "sft",
+        f"A causal language model, fine-tuned from {origin} on {rows} rows of {Path(config.data.train).name}: "
+        f"{steps} steps, learning rate {ours.learning_rate:g}, loss on {loss}.",
+    )

@@ -1,0 +1,60 @@
+"""Logs that outlive the process: metrics.jsonl and samples.jsonl, one JSON object a line."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.rows import append_jsonl, write_jsonl
+
+
+class MetricsLog:
+    """metrics.jsonl: `step`, the metrics, and `time_s`, seconds since the start of the run (interruptions not counted).
+
+    Lines after `resume_at`, and a last line that was cut off, are taken away: those steps are going to be made again.
+    """
+
+    def __init__(self, path: Path, *, resume_at: int = 0) -> None:
+        self.path = path
+        kept = _keep(path, resume_at)
+        self._last = {name: value for name, value in kept[-1].items() if name not in ("step", "time_s")} if kept else {}
+        self._began = time.monotonic() - (kept[-1].get("time_s", 0.0) if kept else 0.0)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a line. All metrics must be finite: what is not belongs into an error (R01)."""
+        assert all(math.isfinite(value) for value in metrics.values()), f"not finite at step {step}: {metrics}"
+        self._last = dict(metrics)
+        append_jsonl(self.path, {"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)})
+
+    def last(self) -> dict[str, float]:
+        """The metrics of the newest line; {} before the first."""
+        return dict(self._last)
+
+
+class SamplesLog:
+    """samples.jsonl: rows with a `step`; those after `resume_at` are taken away."""
+
+    def __init__(self, path: Path, *, resume_at: int = 0) -> None:
+        self.path = path
+        _keep(path, resume_at)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Add a row."""
+        append_jsonl(self.path, row)
+
+
+def _keep(path: Path, step: int) -> list[dict[str, Any]]:
+    """Leave only the lines up to `step` in the file, and return them."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break  # the line that a killed process was writing
+            if row["step"] <= step:
+                rows.append(row)
+        write_jsonl(path, rows)
+    return rows

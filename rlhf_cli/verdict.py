@@ -1,0 +1,153 @@
+"""What an evaluation found, printed from the files that it left. Torch-free: `rlhf run` shows it too."""
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import terminal
+from rlhf_cli.checkpoints.files import read_object
+from rlhf_cli.errors import Problem, RLHFError, shown
+from rlhf_cli.rows import read_jsonl
+
+QUANTILES = (0.25, 0.5, 0.75)
+COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
+LABELS = {"sft": "SFT", "ppo": "PPO"}
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """The report.json of an eval folder. Raises M05 where it is missing or damaged."""
+    report = read_object(folder / "report.json")
+    if report is None:
+        text = f"{shown(folder / 'report.json')} is missing or not readable"
+        raise RLHFError("M05", text, hint="make it again: rlhf eval --fresh --config FILE")
+    return report
+
+
+def print_verdict(eval_folder: Path) -> None:
+    """Print an eval folder: models and best-of-n, win rates, three pairs of answers before and after, warnings."""
+    report = read_report(eval_folder)
+    _print_models(report)
+    _print_win_rates(report)
+    if (eval_folder / "samples.jsonl").is_file():
+        _print_pairs([row for _, row in read_jsonl(eval_folder / "samples.jsonl")])
+    for warning in report.get("warnings", []):
+        terminal.out(f"noted: {warning}")
+    terminal.out(f"report: {shown(eval_folder / 'report.json')}")
+
+
+def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *, where: str) -> None:
+    """Hold a report against `eval.require`: {dotted key of the report: comparison with a number, as ">= 0.6"}.
+
+    Raises R06 with a problem for each line that does not hold, or whose key is no number of the report.
+    """
+    problems = []
+    for key, condition in require.items():
+        match = re.fullmatch(r"\s*(>=|<=|==|>|<)\s*(\S+)\s*", condition)
+        assert match, "the config checks the form of a requirement"
+        value: Any = report
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            hint = f"report.json holds {', '.join(report)}"
+            problems.append(Problem("R06", f"{key} is no number of the report", where, hint))
+        elif not COMPARISONS[match[1]](value, float(match[2])):
+            problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", where))
+    if problems:
+        raise RLHFError.of(problems)
+
+
+def _print_models(report: Mapping[str, Any]) -> None:
+    """A row for each policy, and one for each best of n: what the SFT policy reaches by trying n times."""
+    rows = dict(report["models"])
+    near_greedy = report.get("greedy", {}).get("models", {})
+    judges = [name for name in next(iter(rows.values()))["judges"] if name != "reward"]
+    cells = [_model_row(_label(name), row, judges) for name, row in rows.items()]
+    cells += [_model_row(f"{_label(name)}, near-greedy", row, judges) for name, row in near_greedy.items()]
+    cells += [
+        _model_row(f"SFT, best of {row['n']}", {**row, "kl": row.get("kl_bound")}, judges, kl="<= {:.2f}")
+        for row in report.get("best_of", [])
+    ]
+    columns = ["model", "reward", "KL", "length", "ended", *judges]
+    terminal.table(columns, cells, title=f"{report['n']} held-out prompts, 95 % intervals in brackets")
+
+
+def _label(model: str) -> str:
+    return LABELS.get(model, model)
+
+
+def _model_row(name: str, row: Mapping[str, Any], judges: Sequence[str], kl: str = "{:.2f}") -> list[str]:
+    distance = kl.format(row["kl"]) if row.get("kl") is not None else "-"
+    told = [_interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges]
+    reward = _interval(row["reward_mean"], row.get("reward_ci95")) if "reward_mean" in row else "-"
+    return [name, reward, distance, f"{row['response_length_mean']:.1f}", f"{row['eos_fraction']:.0%}", *told]
+
+
+def _print_win_rates(report: Mapping[str, Any]) -> None:
+    found = list(_win_rates("", report)) + list(_win_rates(", near-greedy", report.get("greedy", {})))
+    for row in report.get("best_of", []):
+        found += [(f"PPO over SFT's best of {row['n']}", *item) for item in row.get("ppo_win_rate", {}).items()]
+    rows = [
+        [pair, judge, _interval(rate["value"], rate.get("ci95")), f"{rate['ties']}", f"{rate['n']}"]
+        for pair, judge, rate in found
+    ]
+    if rows:
+        terminal.out()
+        terminal.table(["win rate", "judge", "value", "ties", "prompts"], rows)
+
+
+def _win_rates(mode: str, section: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    rates = []
+    for pair, judges in section.get("win_rate", {}).items():
+        one, _, other = pair.partition("_vs_")
+        rates += [(f"{_label(one)} over {_label(other)}{mode}", *item) for item in judges.items()]
+    return rates
+
+
+def _interval(value: float, bounds: Sequence[float] | None) -> str:
+    return f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else f"{value:.3f}"
+
+
+def _print_pairs(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Three prompts with both policies' answers: a usual loss, the middle, and a usual win, never the best ones."""
+    mode = "sampled" if any(row["mode"] == "sampled" for row in samples) else "greedy"
+    answers = {name: _by_index(samples, name, mode) for name in ("sft", "ppo")}
+    both = sorted(answers["sft"].keys() & answers["ppo"].keys())
+    if not both:
+        return
+    judge = _deciding_judge(answers["sft"][both[0]]["scores"])
+    picked = pick(
+        {index: answers["ppo"][index]["scores"][judge] - answers["sft"][index]["scores"][judge] for index in both}
+    )
+    rows = []
+    for index in picked:
+        rows.append(["prompt", "", str(answers["sft"][index]["prompt"])])
+        for name in ("sft", "ppo"):
+            row = answers[name][index]
+            scores = ", ".join(f"{key} {value:.2f}" for key, value in row["scores"].items())
+            rows.append([_label(name), scores, str(row["response"])])
+    terminal.out()
+    title = f"Before and after, at the quartiles of PPO's gain by {judge}"
+    terminal.table(["", "scores", "text"], rows, title=title)
+
+
+def _by_index(samples: Sequence[Mapping[str, Any]], name: str, mode: str) -> dict[int, Mapping[str, Any]]:
+    return {row["index"]: row for row in samples if row["model"] == name and row["mode"] == mode}
+
+
+def _deciding_judge(scores: Mapping[str, float]) -> str:
+    """`gold` where there is one, else a judge that PPO was not trained on, else the reward model."""
+    return min(scores, key=lambda name: (name != "gold", name == "reward"))
+
+
+def pick(gains: Mapping[int, float]) -> list[int]:
+    """The rows whose gain is nearest to the quartiles, a row once, the lower index where two are as near."""
+    ordered = sorted(gains.values())
+    picked: list[int] = []
+    for quantile in QUANTILES:
+        middle = ordered[round(quantile * (len(ordered) - 1))]
+        left = [index for index in gains if index not in picked]
+        if left:
+            picked.append(min(left, key=lambda index: (abs(gains[index] - middle), index)))
+    return picked

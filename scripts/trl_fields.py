@@ -1,0 +1,69 @@
+"""Writes rlhf_cli/config/trl_fields.json: name, types and default of each field of TRL's SFTConfig and RewardConfig.
+
+Run it after TRL or transformers moved: `python scripts/trl_fields.py`.
+"""
+
+import dataclasses
+import json
+import typing
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+TARGET = Path(__file__).resolve().parents[1] / "rlhf_cli" / "config" / "trl_fields.json"
+JSON_TYPES = {
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    str: "string",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
+
+
+def describe() -> dict[str, dict[str, dict[str, Any]]]:
+    """Config name -> field name -> {types, choices, default}, JSON-able; imports TRL."""
+    from trl import RewardConfig, SFTConfig
+
+    return {config.__name__: _fields(config) for config in (SFTConfig, RewardConfig)}
+
+
+def render(described: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """One field a line, so that a difference reads well."""
+    blocks = []
+    for config, fields in described.items():
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(field)}" for name, field in fields.items())
+        blocks.append(f"{json.dumps(config)}: {{\n{lines}\n}}")
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+
+def _fields(config: type) -> dict[str, dict[str, Any]]:
+    hints = typing.get_type_hints(config)
+    return {field.name: _field(field, hints[field.name]) for field in dataclasses.fields(config) if field.init}
+
+
+def _field(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, type(int | str)) else (hint,)
+    types = {name for member in members if (name := _json_type(member))}
+    described: dict[str, Any] = {"types": sorted(types)}
+    choices = [
+        item.value for member in members if isinstance(member, type) and issubclass(member, Enum) for item in member
+    ]
+    if choices:
+        described["choices"] = choices
+    default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+    return {**described, "default": default.value if isinstance(default, Enum) else default}
+
+
+def _json_type(member: Any) -> str | None:
+    """None for a type that no YAML can hold (an object of accelerate's)."""
+    if typing.get_origin(member) is typing.Literal:
+        return JSON_TYPES[type(typing.get_args(member)[0])]
+    plain = typing.get_origin(member) or member
+    return "string" if issubclass(plain, Enum) else JSON_TYPES.get(plain)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(describe()), encoding="utf-8")
+    print(f"wrote {TARGET.name}")

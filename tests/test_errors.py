@@ -1,0 +1,79 @@
+"""The words and exit codes of errors."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.codes import CODES
+from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
+
+
+def test_a_problem_is_one_line_and_at_most_one_hint() -> None:
+    problem = Problem("C01", "unknown key ppo.kl_coeff", "x/ppo.yaml:4", "did you mean kl_coef?")
+    assert str(problem) == "error[C01]: x/ppo.yaml:4: unknown key ppo.kl_coeff\nhint: did you mean kl_coef?"
+    assert str(Problem("R00", "failed")) == "error[R00]: failed"
+    assert problem.line("warning").startswith("warning[C01]: x/ppo.yaml:4: ")
+
+
+def test_an_unknown_code_is_a_programmers_mistake() -> None:
+    with pytest.raises(AssertionError):
+        RLHFError("X99", "no such code")
+
+
+@pytest.mark.parametrize(
+    ("codes", "exit_code"),
+    [(["C01"], 2), (["R01"], 1), (["R01", "D07"], 2), (["M05"], 1), (["R06"], 1), (["M10"], 2), (["M09", "R05"], 1)],
+)
+def test_the_exit_code_is_2_where_a_check_could_have_seen_it(codes: list[str], exit_code: int) -> None:
+    error = RLHFError.of([Problem(code, "text") for code in codes])
+    assert error.exit_code == exit_code
+    assert str(error).splitlines() == [f"error[{code}]: text" for code in codes]
+
+
+def test_an_error_crosses_processes_whole() -> None:
+    error = RLHFError.of([Problem("C01", "one", "f:1", "fix"), Problem("D07", "two")])
+    assert pickle.loads(pickle.dumps(error)).problems == error.problems
+
+
+def test_every_code_explains_itself() -> None:
+    for name, code in CODES.items():
+        assert re.fullmatch(r"[CDTMERS][0-9]{2}", name)
+        assert code.exit in (0, 1, 2)
+        assert code.title and code.meaning.endswith(".") and code.fix, name
+
+
+def test_the_codes_are_those_of_the_table_and_ours() -> None:
+    table = Path(__file__).parents[2] / "shared" / "BAD-INPUTS.md"
+    if not table.is_file():
+        pytest.skip("the table of bad inputs is not here")
+    listed = dict(re.findall(r"^\| ([A-Z][0-9]{2}) \|.*\| (\S+) \|$", table.read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(CODES) == set(listed) | {"M10", "R00", "R06", "C17"}
+    for code, exits in listed.items():
+        # "W" only warns; of "W/2" the error's part counts.
+        assert str(CODES[code].exit) in (exits.replace("W", "0") if exits in ("W", "0") else exits), code
+
+
+def test_paths_are_shown_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown(tmp_path / "runs" / "x.yaml") == "runs/x.yaml"
+    assert shown("runs/x.yaml") == "runs/x.yaml"
+    assert shown(tmp_path.parent / "x.yaml") == str(tmp_path.parent / "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("kl_coeff", "kl_coef"), ("KL_COEF", "kl_coef"), ("gam", "gamma"), ("zzzzz", None), ("", None)],
+)
+def test_the_nearest_name(name: str, expected: str | None) -> None:
+    assert nearest(name, ["kl_coef", "gamma", "lam"]) == expected
+
+
+def test_the_nearest_file_may_be_in_a_misspelt_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").touch()
+    assert nearest_file("data/trian.jsonl") == "data/train.jsonl"
+    assert nearest_file("dta/train.jsonl") == "data/train.jsonl"
+    assert nearest_file("data/zzz") is None

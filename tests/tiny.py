@@ -1,0 +1,62 @@
+"""Tiny random models of real families, and a PPO run on them, for tests that need no files."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts
+
+VOCABULARY, EOS, PAD = 16, 2, 0
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    "gpt2": {},
+    "gpt_neox": {},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 3.0},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 64},
+}
+
+
+def config(family: str = "llama", **extra):
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "max_position_embeddings": 64, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}  # fmt: skip
+    if family == "gpt2":
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": PAD,
+                 "bos_token_id": 1, "eos_token_id": EOS}  # fmt: skip
+    # A larger spread than the usual 0.02: distributions that differ from token to token.
+    return AutoConfig.for_model(family, **sizes, initializer_range=0.3, **FAMILIES[family], **extra)
+
+
+def causal(family: str = "llama", seed: int = 0, **extra):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config(family, **extra)).eval()
+
+
+def scorer(family: str = "llama", seed: int = 1, **extra):
+    torch.manual_seed(seed)
+    return AutoModelForSequenceClassification.from_config(config(family, num_labels=1, **extra)).eval()
+
+
+def prompts(rows: int = 8, seed: int = 0) -> Prompts:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 6, (rows,), generator=generator).tolist()
+    return Prompts.from_lists([torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths])
+
+
+def settings(**changes) -> PPOSettings:
+    base = {"total_episodes": 32, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "response_length": 8,
+            "temperature": 1.0, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}  # fmt: skip
+    return PPOSettings(**(base | changes))
+
+
+def trainer(*, dtype=torch.float32, rewards=None, seed=0, policy_seed=0, family="llama", **changes) -> PPOTrainer:
+    """A trainer of 8 episodes an update; `policy_seed` other than 0 gives a policy that differs from the reference."""
+    chosen = settings(**changes)
+    policy, ref = causal(family, policy_seed).to(dtype), causal(family, 0).to(dtype)
+    value, reward = scorer(family).to(dtype), scorer(family).to(dtype)
+    stop = None if chosen.stop_token == "none" else EOS
+    engine = HFEngine(policy, stop, PAD, chosen.temperature)
+    return PPOTrainer(policy, ref, value, rewards or {"reward": ModelReward(reward, 4)}, engine, chosen, seed=seed)
+
+
+def weights(model) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
