@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from rlhf_cli import __version__, terminal
-from rlhf_cli.errors import RLHFError, nearest, nearest_file, shown
+from rlhf_cli.errors import RLHFError, nearest, shown
 
 STAGES = {
     "sft": "Supervised fine-tuning: train a language model on examples.",
@@ -33,14 +33,22 @@ class Terminated(BaseException):
 class Commands(TyperGroup):
     """All commands, inside the one error boundary."""
 
-    def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **more: Any) -> Any:
-        """Run a command line and exit: 0 done, 2 what is wrong beforehand, 1 failed on the way, 130, 143 by a signal."""
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line and exit: 0 done, 2 wrong beforehand, 1 failed on the way, 130 and 143 by a signal."""
         arguments = list(sys.argv[1:] if args is None else args)
         code = 0
         terminal.forget_warnings()
         before = _on_sigterm(_raise_terminated)
         try:
-            code = super().main(arguments, *rest, standalone_mode=False, **more) or 0
+            code = super().main(arguments, prog_name, standalone_mode=False, **extra) or 0
         except Terminated:
             code = 143
         except Exception as error:

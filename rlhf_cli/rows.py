@@ -27,7 +27,7 @@ def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[in
         for number, raw in enumerate(file, start=1):
             text = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, path, number)
             if text.strip():
-                yield number, _row(text, path, number)
+                yield number, _row(text.rstrip("\r\n"), path, number)
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

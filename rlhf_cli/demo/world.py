@@ -16,6 +16,8 @@ from rlhf_cli.rows import write_jsonl
 
 HELD_OUT = 0.2  # of the requests
 TWINS = 0.5  # of the pairs: two replies that differ in one part alone, from which the raters' taste is learned fastest
+B1 = 0.45
+B2=0.65
 FLIPS = 0.05  # of the pairs: the rater slips
 CHARM = 0.06  # what a rater adds for each courtesy: the bias that PPO can exploit
 
@@ -84,9 +86,9 @@ def texts(requests: list[Request], count: int, draw: random.Random) -> Iterator[
     for _ in range(count):
         chosen = draw.choices(requests, k=4)
         form = draw.random()
-        if form < 0.45:
-            lines = [line for request in chosen[: draw.randint(2, 4)] for line in _notice(request, draw)]
-        elif form < 0.65:
+        if form < B1:
+            lines = [line for request in chosen[:2] for line in _notice(request, draw)]
+        elif form < B2:
             lines = [line for request in chosen[:2] for line in (_ask(request, draw), str(draw_reply(request, draw)))]
         else:
             lines = [line for request in chosen[:2] for line in _tale(request, draw)]
@@ -187,7 +189,8 @@ def _ask(request: Request, draw: random.Random) -> str:
 
 def _notice(request: Request, draw: random.Random) -> list[str]:
     stray = [draw.choice(PHRASES["aside"])] if draw.random() < 0.3 else []
-    return [_ask(request, draw), *stray]
+    request_text = _ask(request, draw)
+    return [request_text, *stray, "Once more:", request_text]
 
 
 def _tale(request: Request, draw: random.Random) -> list[str]:

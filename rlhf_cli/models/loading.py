@@ -36,7 +36,7 @@ def load_scorer(
 
     Raises RLHFError M02 where there is no trained head, M03 for several labels, M01, M07, M08.
     """
-    config = _config(folder, trust_remote_code)
+    config = read_config(folder, trust_remote_code)
     if not is_classifier(config):
         raise _no_head(folder, f"it is a {(config.architectures or [config.model_type])[0]}")
     if config.num_labels != 1:
@@ -45,9 +45,7 @@ def load_scorer(
             f"{shown(folder)} has a head of {config.num_labels} labels, a reward model needs one",
             hint="train a reward model with `rlhf reward`, or name one with num_labels 1",
         )
-    model, missing = _load(
-        AutoModelForSequenceClassification, folder, dtype, attn_implementation, trust_remote_code
-    )
+    model, missing = _load(AutoModelForSequenceClassification, folder, dtype, attn_implementation, trust_remote_code)
     if missing:
         raise _no_head(folder, f"the weights of {', '.join(missing[:3])} are missing")
     return model
@@ -60,7 +58,7 @@ def scorer_from_causal(
 
     A folder that holds a one-label classifier already keeps its head. Raises RLHFError M01, M03, M07, M08.
     """
-    if is_classifier(_config(folder, trust_remote_code)):
+    if is_classifier(read_config(folder, trust_remote_code)):
         return load_scorer(
             folder, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
         )
@@ -143,7 +141,8 @@ def _no_head(folder: Path | str, reason: str) -> RLHFError:
     )
 
 
-def _config(folder: Path | str, trust_remote_code: bool) -> Any:
+def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
+    """The config of a folder's model. Raises RLHFError M01, M08."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -156,7 +155,7 @@ def _load(
     kind: Any, folder: Path | str, dtype: str, attn_implementation: str | None, trust_remote_code: bool, **changes: Any
 ) -> tuple[Any, list[str]]:
     """The model, and the weights that its files do not hold (drawn afresh)."""
-    _config(folder, trust_remote_code)
+    read_config(folder, trust_remote_code)
     _refuse_pickles(Path(folder))
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -58,8 +58,8 @@ def final_scores(model: nn.Module, micro: MicroBatch) -> Tensor:
 def rollout_scores(model: nn.Module, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None) -> Tensor:
     """Score (B,) float32 of each row of a rollout, in micro-batches of rows of like length."""
     scores = torch.empty(len(rollout), device=rollout.ids.device)
-    for rows in micro_batches(rollout.lengths, torch.arange(len(rollout)), max_rows=max_rows, max_tokens=max_tokens):
-        scores[rows] = final_scores(model, rollout.micro_batch(rows.to(rollout.ids.device)))
+    for rows in micro_batches(rollout.lengths, torch.arange(len(rollout), device=rollout.ids.device), max_rows=max_rows, max_tokens=max_tokens):
+        scores[rows] = final_scores(model, rollout.micro_batch(rows))
     return scores
 
 

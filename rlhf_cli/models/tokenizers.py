@@ -104,9 +104,7 @@ def train_tokenizer(files: Sequence[Path | str], vocab_size: int) -> Any:
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", padding_side="left")
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:

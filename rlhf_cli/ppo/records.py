@@ -111,6 +111,9 @@ class Rollout:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    def to(self, device: torch.device) -> "Rollout":
+        return Rollout(self.ids.to(device), self.mask.to(device), self.response_mask.to(device), self.ended.to(device))
+
     @property
     def prompt_width(self) -> int:
         return self.ids.shape[1] - self.response_mask.shape[1]

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import set_seed
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, SFTConfig
+from rlhf_cli.errors import shown
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.records import right_pad
 from rlhf_cli.stages import trl_training
@@ -30,14 +31,13 @@ def run(config: SFTConfig, options: Options) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.data_files())
     if checkpoints.begin(config, identity, fresh=options.fresh) == "finished":
-        terminal.say(f"sft      finished already: {trl_training.shown(config.folder)}")
+        terminal.say(f"sft      finished already: {shown(config.folder)}")
         return
     tokenizer, model = start(config, options, parents)
     stop = data.stop_token_id(tokenizer)
     strategy = packing_strategy(config)
     rows, eval_rows = (read(config, key, tokenizer, strategy) for key in ("train", "eval"))
-    trainer = make_trainer(config, model, tokenizer, rows, eval_rows, strategy)
-    steps = trl_training.train(trainer, config.folder, "sft")
+    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy), config.folder, "sft")
     loading.set_special_ids(model, tokenizer, stop)
     loading.save_model(model, tokenizer, config.folder / "model", card(config, parents, len(rows), steps))
     fields = {
@@ -49,7 +49,10 @@ def run(config: SFTConfig, options: Options) -> None:
 
 
 def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
-    """Tokenizer and model before training, with a pad token that is nothing else. Raises RLHFError C01, C07, M01, M06."""
+    """Tokenizer and model before training, with a pad token that is nothing else.
+
+    Raises RLHFError C01, C06, C07 and C17 for model.new, M01 and M06-M08 for model.path.
+    """
     new, parent = config.model.new, parents.get("model.path")
     if new is not None:
         tokenizer = tokenizers.train_tokenizer([new.tokenizer.train], new.tokenizer.vocab_size)
@@ -65,9 +68,7 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
     set_seed(config.seed)
     if model is None:
         assert new is not None
-        model = loading.new_causal(
-            new.config_fields(), tokenizer, attn_implementation=config.model.attn_implementation
-        )
+        model = loading.new_causal(new.config_fields(), tokenizer, attn_implementation=config.model.attn_implementation)
     loading.fit_embeddings(model, tokenizer)
     return tokenizer, model
 
@@ -150,7 +151,7 @@ def headline(config: SFTConfig, options: Options, rows: Rows, pad: int) -> dict[
     for first in range(0, len(cut), size):
         ids, labels = zip(*cut[first : first + size], strict=True)
         sums = _sums(model, ids, labels, pad)
-        loss, correct, tokens = loss + sums[0], correct + int(sums[1]), tokens + int(sums[2])
+        loss, correct, tokens = loss + sums[0], correct + sums[1], tokens + sums[2]
     mean = loss / max(tokens, 1)
     return {
         "eval_loss": mean,
@@ -162,7 +163,7 @@ def headline(config: SFTConfig, options: Options, rows: Rows, pad: int) -> dict[
 
 
 @torch.no_grad()
-def _sums(model: Any, ids: tuple[list[int], ...], labels: tuple[list[int], ...], pad: int) -> tuple[float, float, float]:
+def _sums(model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad: int) -> tuple[float, int, int]:
     """Summed loss, tokens predicted right, and tokens, of one batch."""
     inputs, mask = right_pad(ids, pad)
     targets = right_pad(labels, IGNORED)[0][:, 1:]
@@ -171,7 +172,7 @@ def _sums(model: Any, ids: tuple[list[int], ...], labels: tuple[list[int], ...],
     wanted = targets[row, column].to(model.device)
     picked = logits[row, column].float()
     loss = torch.nn.functional.cross_entropy(picked, wanted, reduction="sum")
-    return float(loss), float((picked.argmax(-1) == wanted).sum()), float(len(wanted))
+    return float(loss), int((picked.argmax(-1) == wanted).sum()), len(wanted)
 
 
 def card(config: SFTConfig, parents: Mapping[str, Parent], rows: int, steps: int) -> str:

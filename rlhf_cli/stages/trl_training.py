@@ -23,8 +23,8 @@ from rlhf_cli.signals import StopWish
 from rlhf_cli.tracking import MetricsLog
 
 NAMES = {"learning_rate": "lr"}
-NOT_LOGGED = ("runtime", "per_second", "total_flos", "train_loss")  # times differ from run to run; the rest is a summary
-WHOLE = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "model.safetensors")  # the first is written last
+NOT_LOGGED = ("runtime", "per_second")  # times, which differ from run to run
+STATE = "trainer_state.json"  # what transformers writes last into a checkpoint
 
 
 class PlainTrainer:
@@ -101,7 +101,7 @@ def train(trainer: Any, folder: Path, label: str) -> int:
     Raises RLHFError R01 for a loss that is not finite.
     """
     checkpoint = newest_checkpoint(folder / "state")
-    state = json.loads((checkpoint / WHOLE[0]).read_text(encoding="utf-8")) if checkpoint else {}
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8")) if checkpoint else {}
     log = MetricsLog(folder / "metrics.jsonl", resume_at=state.get("global_step", 0))
     if checkpoint:
         terminal.say(f"{label:<8} resumes at step {state['global_step']} of {state['max_steps']}")
@@ -119,7 +119,7 @@ def train(trainer: Any, folder: Path, label: str) -> int:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole `checkpoint-N` of the folder; what a killed process left half written is said (M05) and removed."""
+    """The newest whole `checkpoint-N` of the folder. One that a killed process left half written is removed (M05)."""
     found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
     for path in found:
         if _is_whole(path):
@@ -131,10 +131,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def _is_whole(checkpoint: Path) -> bool:
     try:
-        json.loads((checkpoint / WHOLE[0]).read_text(encoding="utf-8"))
+        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return all((checkpoint / name).is_file() for name in WHOLE)
+    return all((checkpoint / name).is_file() for name in ("optimizer.pt", "scheduler.pt"))
 
 
 class Follower(TrainerCallback, ExportableState):
@@ -186,11 +186,9 @@ class Follower(TrainerCallback, ExportableState):
         kept = {name: value for name, value in logs.items() if not name.endswith(NOT_LOGGED)}
         bad = [name for name, value in kept.items() if not math.isfinite(value)]
         if bad:
-            raise RLHFError(
-                "R01",
-                f"{bad[0]} is {kept[bad[0]]} at step {state.global_step}; the last good checkpoint is in {shown(args.output_dir)}",
-                hint="lower the learning rate, and look for odd rows in the data",
-            )
+            text = f"{bad[0]} is {kept[bad[0]]} at step {state.global_step}"
+            hint = f"lower the learning rate, or look for odd rows; older checkpoints are in {shown(args.output_dir)}"
+            raise RLHFError("R01", text, hint=hint)
         if "loss" in kept:
             self.note = f"loss {kept['loss']:.4f}"
         if {"loss", "eval_loss"} & kept.keys():

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,41 +34,63 @@ class Parts:
 
 
 def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> Parts:
-    """Load all that the run needs, checks first. Raises RLHFError: T04, T05, M01-M03, M09, D01-D05."""
+    """Load all that the run needs, checks first. Raises RLHFError: C13, D01-D14, T04, T05, M01-M09."""
     settings, sft = config.ppo, parents["models.sft"]
-    tokenizer = tokenizers.load_tokenizer(sft.model, trust_remote_code=options.trust_remote_code)
     check_tokenizers(parents, config, trust_remote_code=options.trust_remote_code)
+    tokenizer = tokenizers.load_tokenizer(sft.model, trust_remote_code=options.trust_remote_code)
     stop_token_id = settings.stop_token_id
     if stop_token_id is None and settings.stop_token != "none":
         stop_token_id = data.stop_token_id(tokenizer)
-    prompts, eval_prompts = (_prompts(config, key, tokenizer) for key in ("prompts", "eval_prompts"))
-
-    def scorer(key: str) -> Any:
-        return loading.load_scorer(parents[key].model, **_how(config, options)).to(loading.device())
-
     policy = loading.load_causal(sft.model, **_how(config, options)).to(loading.device())
-    _check_context(config, policy, prompts + eval_prompts)
-    reward = scorer("models.reward").eval().requires_grad_(False) if "models.reward" in parents else None
-    value = copy.deepcopy(reward) if config.models.value == "reward" else scorer("models.value")
-    if reward is not None:
-        check_probes(reward, parents["models.reward"], where=config.where("models.reward"))
-    sources: dict[str, RewardSource] = {}
-    for name, spec in (config.rewards or {"reward": None}).items():
-        if spec is not None and spec.function:
-            where = config.where(f"rewards.{name}.function")
-            sources[name] = FunctionReward(name, load_function(spec.function, folder=config.file.parent, where=where), tokenizer)
-        else:
-            model = scorer(f"rewards.{name}.model").eval().requires_grad_(False) if spec is not None and spec.model else reward
-            sources[name] = ModelReward(model, settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size)
-    engine = HFEngine(
-        policy, stop_token_id, tokenizer.pad_token_id or 0, settings.temperature, settings.local_rollout_forward_batch_size
-    )
+    prompts, eval_prompts = (_prompts(config, key, tokenizer, policy) for key in ("prompts", "eval_prompts"))
+    scorers = _Scorers(config, options, parents)
+    for key in ("models.reward", "rewards.reward.model"):
+        if key in parents:
+            check_probes(scorers.frozen(key), parents[key], where=config.where(key))
+            break
+    value = copy.deepcopy(scorers.frozen("models.reward")) if config.models.value == "reward" else scorers.load("models.value")
+    batch = settings.local_rollout_forward_batch_size
+    engine = HFEngine(policy, stop_token_id, tokenizer.pad_token_id or 0, settings.temperature, batch)
     updates = settings.num_updates(len(prompts))
     trainer = PPOTrainer(
-        policy, copy.deepcopy(policy), value, sources, engine, settings, num_updates=updates, seed=config.seed,
-        weights={name: config.rewards[name].weight for name in config.rewards} or None,
+        policy, copy.deepcopy(policy), value, _sources(config, tokenizer, scorers), engine, settings,
+        weights={name: source.weight for name, source in config.rewards.items()}, num_updates=updates, seed=config.seed,
     )  # fmt: skip
     return Parts(tokenizer, stop_token_id, prompts, eval_prompts, trainer, updates)
+
+
+@dataclass
+class _Scorers:
+    """The run's reward models: each folder is loaded once, however many keys name it."""
+
+    config: PPOConfig
+    options: Options
+    parents: Mapping[str, Parent]
+    loaded: dict[Path, Any] = field(default_factory=dict)
+
+    def load(self, key: str) -> Any:
+        """A model of one's own."""
+        return loading.load_scorer(self.parents[key].model, **_how(self.config, self.options)).to(loading.device())
+
+    def frozen(self, key: str) -> Any:
+        """A model that is only read."""
+        folder = self.parents[key].model
+        if folder not in self.loaded:
+            self.loaded[folder] = self.load(key).eval().requires_grad_(False)
+        return self.loaded[folder]
+
+
+def _sources(config: PPOConfig, tokenizer: Any, scorers: _Scorers) -> dict[str, RewardSource]:
+    rows = config.ppo.local_rollout_forward_batch_size or config.ppo.per_device_train_batch_size
+    sources: dict[str, RewardSource] = {}
+    for name, source in config.rewards.items():
+        key = f"rewards.{name}"
+        if source.function:
+            function = load_function(source.function, folder=config.file.parent, where=config.where(f"{key}.function"))
+            sources[name] = FunctionReward(name, function, tokenizer)
+        else:
+            sources[name] = ModelReward(scorers.frozen(f"{key}.model"), rows)
+    return sources
 
 
 def _how(config: PPOConfig, options: Options) -> dict[str, Any]:
@@ -76,11 +98,24 @@ def _how(config: PPOConfig, options: Options) -> dict[str, Any]:
     return {"dtype": models.dtype, "attn_implementation": models.attn_implementation, "trust_remote_code": options.trust_remote_code}
 
 
-def _prompts(config: PPOConfig, key: str, tokenizer: Any) -> list[data.Prompt]:
+def _prompts(config: PPOConfig, key: str, tokenizer: Any, policy: Any) -> list[data.Prompt]:
+    """The prompts of a file that leave room for a response in the model's context (C13 where none could)."""
     path = getattr(config.data, key)
     if path is None:
         return []
-    return data.prompt_rows(Path(path), tokenizer, columns=config.data.columns, max_length=None, where=config.where(f"data.{key}"))
+    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    response = config.ppo.max_response_length
+    if context is not None and response >= context:
+        raise RLHFError(
+            "C13",
+            f"ppo.response_length ({response}) leaves no room for a prompt in the model's context of {context} tokens",
+            where=config.where("ppo.response_length"),
+            hint=f"lower it by at least {response - context + 1}",
+        )
+    return data.prompt_rows(
+        Path(path), tokenizer, columns=config.data.columns, max_length=context and context - response,
+        on_long=config.data.on_long, where=config.where(f"data.{key}"),
+    )  # fmt: skip
 
 
 def check_tokenizers(parents: Mapping[str, Parent], config: Any, *, trust_remote_code: bool) -> None:
@@ -98,29 +133,14 @@ def check_tokenizers(parents: Mapping[str, Parent], config: Any, *, trust_remote
             checkpoints.check_same_tokenizer(first, parent, where=config.where(key), foreign=foreign)
 
 
-def _check_context(config: PPOConfig, policy: Any, prompts: list[data.Prompt]) -> None:
-    """The longest prompt and the longest response must fit the model's context together (C13)."""
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-    longest, response = max(len(prompt.ids) for prompt in prompts), config.ppo.max_response_length
-    if context is not None and longest + response > context:
-        raise RLHFError(
-            "C13",
-            f"longest prompt ({longest}) + response_length ({response}) = {longest + response} tokens > the model's context of {context}",
-            where=config.where("ppo.response_length"),
-            hint=f"lower ppo.response_length by {longest + response - context}, or shorten the prompts",
-        )
-
-
 def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     """The reward model must give the scores that its stage stored with it, read in PPO's own way (M09)."""
     probes = parent.manifest.get("probes", [])
     if not probes:
         return
     rollout = Rollout.from_lists([probe["prompt_ids"] for probe in probes], [probe["response_ids"] for probe in probes])
-    device = next(model.parameters()).device
-    rollout = Rollout(*(tensor.to(device) for tensor in (rollout.ids, rollout.mask, rollout.response_mask, rollout.ended)))
-    scores = reading.rollout_scores(model, rollout, max_rows=len(probes))
-    stored = torch.tensor([probe["score"] for probe in probes], device=device)
+    scores = reading.rollout_scores(model, rollout.to(model.device), max_rows=len(probes)).cpu()
+    stored = torch.tensor([probe["score"] for probe in probes])
     off = ((scores - stored).abs() > PROBE_TOLERANCE).nonzero()[:, 0].tolist()
     if off:
         rows = ", ".join(f"row {row}: {scores[row]:.4f}, stored {stored[row]:.4f}" for row in off[:3])

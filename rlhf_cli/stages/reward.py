@@ -1,0 +1,208 @@
+"""`rlhf reward`: a one-label head on the SFT model, trained on pairs by TRL's RewardTrainer on our tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from transformers import set_seed
+
+from rlhf_cli import checkpoints, data, terminal
+from rlhf_cli.checkpoints import Parent
+from rlhf_cli.config import Options, RewardConfig
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.ppo.records import Prompts, right_pad
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.stages import trl_training
+from rlhf_cli.statistics import wilson
+
+PROBES = 8
+SAMPLED_AT_ONCE = 64
+Rows = list[dict[str, Any]]
+
+
+class RewardTrainer(trl_training.PlainTrainer, trl.RewardTrainer):
+    """TRL's, with our batches."""
+
+
+def run(config: RewardConfig, options: Options) -> None:
+    """Train and leave RUN/reward. Goes on from the last checkpoint where there is one."""
+    parents = checkpoints.open_parents(config)
+    parent = parents["model.path"]
+    identity = checkpoints.identity(config, parents, config.data_files())
+    if checkpoints.begin(config, identity, fresh=options.fresh) == "finished":
+        terminal.say(f"reward   finished already: {shown(config.folder)}")
+        return
+    tokenizer, model = start(config, options, parent)
+    stop = data.stop_token_id(tokenizer)
+    rows, eval_rows = (read(config, key, tokenizer) for key in ("train", "eval"))
+    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows), config.folder, "reward")
+    scorer = saved_scorer(config, options, model, tokenizer, card(config, parent, len(rows), steps))
+    scale = {}
+    if config.reward.normalize == "sft":
+        scale = normalise(config, scorer, sampled(config, options, parent, tokenizer, rows))
+        scorer.config.save_pretrained(config.folder / "model")
+    fields = {
+        **trl_training.token_fields(tokenizer, stop),
+        "metrics": headline(config, scorer, eval_rows) if eval_rows else {},
+        "probes": probes(scorer, eval_rows or rows),
+        **scale,
+        "step": steps,
+    }
+    checkpoints.finish(config, identity, parents=parents, fields=fields)
+
+
+def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
+    """Tokenizer and scorer before training. Raises RLHFError C17, M01-M03, M06-M08, T05."""
+    tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
+    template = tokenizers.template_sha256(tokenizer)
+    set_seed(config.seed)  # the fresh head is drawn here
+    model = loading.scorer_from_causal(parent.model, **trl_training.how(config, options))
+    loading.check_vocabulary(model, tokenizer, config.where("model.path"))
+    if config.model.chat_template is not None:
+        tokenizers.set_chat_template(tokenizer, config.model.chat_template)
+        if parent.stage == "sft" and tokenizers.template_sha256(tokenizer) != template:
+            text = f"model.chat_template is not that of the SFT stage ({(template or 'none')[:12]} there)"
+            hint = "take it out: the template comes with the SFT model"
+            raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
+    if config.reward.normalize == "sft" and loading.is_classifier(loading.read_config(parent.model)):
+        text = "reward.normalize: sft samples from model.path, which is no causal model"
+        raise RLHFError("C17", text, where=config.where("reward.normalize"), hint="set reward.normalize: none")
+    tokenizers.prepare_padding(tokenizer, stop_token_id=data.stop_token_id(tokenizer))
+    loading.fit_embeddings(model, tokenizer)
+    return tokenizer, model
+
+
+def read(config: RewardConfig, key: str, tokenizer: Any) -> Rows:
+    """Pairs of data.train or data.eval; [] where there is no such file."""
+    path = getattr(config.data, key)
+    if path is None:
+        return []
+    return data.preference_rows(
+        path,
+        tokenizer,
+        columns=config.data.columns,
+        max_length=config.reward.max_length,
+        on_long=config.data.on_long,
+        on_identical=config.data.on_identical,
+        where=config.where(f"data.{key}"),
+    )
+
+
+def make_trainer(config: RewardConfig, model: Any, tokenizer: Any, rows: Rows, eval_rows: Rows) -> Any:
+    """TRL's trainer on {chosen_ids, rejected_ids[, margin]}, which it takes for tokens already; none is too long."""
+    coefficient = config.reward.center_rewards_coefficient or None
+    args = trl_training.arguments(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
+    lengths = [max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
+    train, evaluation = (
+        data.as_dataset([{name: value for name, value in row.items() if name != "prompt_ids"} for row in part])
+        if part
+        else None
+        for part in (rows, eval_rows)
+    )
+    return trl_training.build(
+        RewardTrainer,
+        config,
+        lengths if config.reward.group_by_length else None,
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        processing_class=tokenizer,
+    )
+
+
+def saved_scorer(config: RewardConfig, options: Options, model: Any, tokenizer: Any, text: str) -> Any:
+    """Write model/ and read it again: what is measured from here on is what a reader of the folder gets."""
+    loading.set_special_ids(model, tokenizer, data.stop_token_id(tokenizer))
+    loading.save_model(model, tokenizer, config.folder / "model", text)
+    scorer = loading.load_scorer(config.folder / "model", **trl_training.how(config, options))
+    return scorer.to(loading.device()).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def raw_scores(scorer: Any, rows: Sequence[list[int]], size: int) -> list[float]:
+    """The scorer's own pooled logit of each row of tokens, in batches of `size` rows of like length."""
+    scores = [0.0] * len(rows)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    for first in range(0, len(rows), size):
+        picked = order[first : first + size]
+        ids, mask = right_pad([rows[i] for i in picked], scorer.config.pad_token_id)
+        logits = scorer(input_ids=ids.to(scorer.device), attention_mask=mask.long().to(scorer.device)).logits
+        for i, score in zip(picked, logits[:, 0].float().tolist(), strict=True):
+            scores[i] = score
+    return scores
+
+
+def sampled(config: RewardConfig, options: Options, parent: Parent, tokenizer: Any, rows: Rows) -> list[list[int]]:
+    """Prompt and response tokens: answers of the model that training started from, to prompts of the training pairs."""
+    model = loading.load_causal(parent.model, **trl_training.how(config, options))
+    loading.fit_embeddings(model, tokenizer)
+    model.to(loading.device()).eval()
+    prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
+    picked = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
+    length = max(len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in rows)
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None:
+        length = max(1, min(length, context - max(map(len, picked))))
+    stop, pad = data.stop_token_id(tokenizer), tokenizer.pad_token_id
+    engine = HFEngine(model, stop, pad, temperature=1.0, batch_size=SAMPLED_AT_ONCE)
+    seeds = tuple(derive(config.seed, "normalize", number) for number in range(len(picked)))
+    asked = Prompts.from_lists(picked, pad)
+    rollout = engine.generate(Prompts(asked.ids, asked.mask, seeds, length))
+    return [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
+
+
+def normalise(config: RewardConfig, scorer: Any, rows: list[list[int]]) -> dict[str, float]:
+    """Put mean and deviation of the raw scores of `rows` into the scorer's config, where every reader finds them."""
+    raw = torch.tensor(raw_scores(scorer, rows, config.reward.per_device_eval_batch_size), dtype=torch.float64)
+    mean, deviation = float(raw.mean()), float(raw.std(correction=0))
+    if deviation < 1e-6:
+        terminal.warn("R02", f"all {len(rows)} answers of the SFT model get the same score ({mean:.4g})")
+        deviation = 1.0
+    scorer.config.reward_mean, scorer.config.reward_std = mean, deviation
+    return {"reward_mean": mean, "reward_std": deviation}
+
+
+def headline(config: RewardConfig, scorer: Any, rows: Rows) -> dict[str, Any]:
+    """Accuracy on the evaluation pairs with its interval, and the mean margin in raw scores; a tie is half right."""
+    size = config.reward.per_device_eval_batch_size
+    chosen = raw_scores(scorer, [row["chosen_ids"] for row in rows], size)
+    rejected = raw_scores(scorer, [row["rejected_ids"] for row in rows], size)
+    both = list(zip(chosen, rejected, strict=True))
+    wins = sum(good > bad for good, bad in both) + 0.5 * sum(good == bad for good, bad in both)
+    return {
+        "accuracy": wins / len(both),
+        "accuracy_ci95": list(wilson(wins, len(both))),
+        "n": len(both),
+        "margin": sum(good - bad for good, bad in both) / len(both),
+    }
+
+
+def probes(scorer: Any, rows: Rows) -> list[dict[str, Any]]:
+    """Some rows, chosen and rejected in turn, with the scores that readers see: PPO must find the same by its own way."""
+    mean, deviation = getattr(scorer.config, "reward_mean", 0.0), getattr(scorer.config, "reward_std", 1.0)
+    found = []
+    for number, row in enumerate(rows[:PROBES]):
+        ids, start = row["rejected_ids" if number % 2 else "chosen_ids"], len(row["prompt_ids"])
+        score = (raw_scores(scorer, [ids], 1)[0] - mean) / deviation
+        found.append({"prompt_ids": ids[:start], "response_ids": ids[start:], "score": score})
+    return found
+
+
+def card(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
+    """The model's README."""
+    ours = config.reward
+    text = (
+        f"A reward model, trained from {trl_training.name_of(parent)} on {rows} pairs of {Path(config.data.train).name}: "
+        f"{steps} steps, learning rate {ours.learning_rate:g}. It scores a prompt with its answer at the last token."
+    )
+    if ours.normalize == "sft":
+        text += (
+            "\n\nThe raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the SFT "
+            "model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`."
+        )
+    return trl_training.card("reward-model", text)
