@@ -48,7 +48,7 @@ class Commands(TyperGroup):
         terminal.forget_warnings()
         before = _on_sigterm(_raise_terminated)
         try:
-            code = super().main(arguments, prog_name, standalone_mode=False, **extra) or 0
+            code = super().main(arguments, prog_name, complete_var, False, windows_expand_args, **extra) or 0
         except Terminated:
             code = 143
         except Exception as error:
@@ -97,7 +97,6 @@ app = typer.Typer(
     name="rlhf",
     cls=Commands,
     help="RLHF from the shell: sft, reward, ppo, eval. One YAML each, chained by what they leave on disk.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -109,7 +108,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a key by its full path; may be given again."),
 ]
-Trailing = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="The same as --set.")]
+Trailing = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="The same as --set.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let models run Python code from their own folders.")
 ]
@@ -212,7 +211,7 @@ def init(
 
 @app.command()
 def schema(
-    stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help="sft, reward, ppo or eval.")] = None,
+    stage: Annotated[str | None, typer.Argument(metavar="STAGE", help="sft, reward, ppo or eval.")] = None,
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of a stage's config, or of all of them."""
@@ -258,9 +257,13 @@ def env(
 
 
 @app.callback(invoke_without_command=True)
-def _version(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+def _no_command(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
         terminal.out(f"rlhf {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        terminal.say(context.get_help())
+        raise typer.Exit(2)

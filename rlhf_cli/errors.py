@@ -80,5 +80,9 @@ def nearest_file(path: str | Path) -> str | None:
         folder = nearest_file(missing.parent) if missing.parent != missing else None
         candidate = Path(folder) / missing.name if folder else None
         return shown(candidate) if candidate and candidate.exists() else None
-    name = nearest(missing.name, sorted(os.listdir(missing.parent)))
+    names = sorted(os.listdir(missing.parent))
+    # The ending, which all of them share, must not make every name look near.
+    stems = {Path(name).stem: name for name in names if Path(name).suffix == missing.suffix}
+    stem = nearest(missing.stem, stems)
+    name = stems[stem] if stem else nearest(missing.name, names, cutoff=0.8)
     return shown(missing.parent / name) if name else None

@@ -1,11 +1,17 @@
-"""SIGTERM and SIGINT as a wish, not a blow: the loop ends at its next safe place. A second signal ends the process at once."""
+"""SIGTERM and SIGINT as a wish, not a blow:
+
+the loop ends at its next safe place. A second signal ends the process at once.
+"""
 
 import signal
 from types import FrameType, TracebackType
 
 
 class StopWish:
-    """`with StopWish() as stop:` ... `if stop.wished: save; raise SystemExit(stop.exit_code)`. Only in the main thread."""
+    """`with StopWish() as stop:` ...
+
+    `if stop.wished: save; raise SystemExit(stop.exit_code)`. Only in the main thread.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -7,7 +7,7 @@ Z95 = 1.959963984540054  # standard normal quantile at 0.975
 
 
 def wilson(wins: float, n: int) -> tuple[float, float]:
-    """95 % Wilson score interval of a proportion `wins / n`. A tie may count as half a win (the interval is then slightly wide).
+    """95 % Wilson score interval of a proportion `wins / n`; a tie may count as half a win, the interval is then wide.
 
     Wilson 1927; Brown, Cai and DasGupta 2001, section 3.1.1.
     """
@@ -19,7 +19,10 @@ def wilson(wins: float, n: int) -> tuple[float, float]:
 
 
 def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean (BCa; Efron 1987), the same for the same seed. A constant sample has an interval of width 0."""
+    """95 % bootstrap interval of the mean (BCa, Efron 1987), the same for the same seed.
+
+    A constant sample has an interval of width 0.
+    """
     import numpy as np
     from scipy.stats import bootstrap
 
@@ -27,7 +30,9 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = 2
     assert sample.ndim == 1 and sample.size > 0
     if sample.size == 1 or np.ptp(sample) == 0:
         return float(sample[0]), float(sample[0])
-    result = bootstrap((sample,), np.mean, n_resamples=resamples, batch=200, rng=np.random.default_rng(seed), method="BCa")
+    result = bootstrap(
+        (sample,), np.mean, n_resamples=resamples, batch=200, rng=np.random.default_rng(seed), method="BCa"
+    )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
@@ -41,5 +46,8 @@ def win_rate(ours: Sequence[float], theirs: Sequence[float]) -> dict:
 
 
 def best_of_n_kl(n: int) -> float:
-    """Upper bound in nats on KL(best-of-n policy || policy): log n - (n - 1) / n (Stiennon et al. 2020, appendix G.3; Beirami et al. 2024)."""
+    """Upper bound in nats on KL(best-of-n policy || policy).
+
+    log n - (n - 1) / n (Stiennon et al. 2020, appendix G.3; Beirami et al. 2024).
+    """
     return math.log(n) - (n - 1) / n

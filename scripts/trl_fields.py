@@ -7,6 +7,7 @@ import dataclasses
 import json
 import typing
 from enum import Enum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ JSON_TYPES = {
 }
 
 
-def describe() -> dict[str, dict[str, dict[str, Any]]]:
-    """Config name -> field name -> {types, choices, default}, JSON-able; imports TRL."""
+def describe() -> dict[str, dict[str, Any]]:
+    """Config name -> field name -> {types, choices, default}, and the versions it was made from. Imports TRL."""
     from trl import RewardConfig, SFTConfig
 
-    return {config.__name__: _fields(config) for config in (SFTConfig, RewardConfig)}
+    made_from = {name: version(name) for name in ("trl", "transformers")}
+    return {"made_from": made_from, **{config.__name__: _fields(config) for config in (SFTConfig, RewardConfig)}}
 
 
-def render(described: dict[str, dict[str, dict[str, Any]]]) -> str:
+def render(described: dict[str, dict[str, Any]]) -> str:
     """One field a line, so that a difference reads well."""
     blocks = []
     for config, fields in described.items():

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rlhf_cli import config
 from rlhf_cli.config import CONFIGS, Config, load
@@ -17,30 +16,11 @@ SFT = "model: {path: base}\ndata: {train: train.jsonl}\n"
 REWARD = "data: {train: pairs.jsonl}\n"
 PPO = "data: {prompts: prompts.jsonl}\nppo: {total_episodes: 640}\n"
 EVAL = "data: {prompts: held-out.jsonl}\n"
+NEW = """\
+model: {new: {hidden_size: 32, tokenizer: {train: data/text.jsonl, vocab_size: 400}}}
+data: {train: t.jsonl}
+"""
 MINIMAL = {"sft": SFT, "reward": REWARD, "ppo": PPO, "eval": EVAL}
-FULL = {
-    "sft": """\
-seed: 7
-model:
-  new: {model_type: llama, hidden_size: 32, tokenizer: {train: data/text.jsonl, vocab_size: 400}}
-  chat_template: chat.jinja
-data: {train: data/train.jsonl, eval: ../shared/eval.jsonl, columns: {prompt: question}}
-sft: {learning_rate: 1e-3, warmup_steps: 5}
-trainer: {neftune_noise_alpha: 5, optim: sgd}
-""",
-    "reward": "model: {path: ./sft}\ndata: {train: pairs.jsonl, on_identical: drop}\nreward: {normalize: none}\n",
-    "ppo": """\
-models: {reward: org/reward-model, value: ./value-start}
-data: {prompts: prompts.jsonl}
-rewards: {reward: , short: {function: rewards.short:score, weight: 0.5}, other: {model: ../other}}
-ppo: {num_train_epochs: 2, response_length: {min: 8, max: 16}}
-""",
-    "eval": """\
-judges: {gold: "judges.gold:judge", second: ./second-reward}
-data: {prompts: held-out.jsonl}
-eval: {n: 8, modes: [greedy], best_of: [], require: {win_rate.ppo_vs_sft.gold.value: ">= 0.6"}}
-""",
-}
 
 
 def written(folder: Path, stage: str, text: str) -> Path:
@@ -81,8 +61,12 @@ def test_paths_are_relative_to_the_file_and_models_may_be_hub_ids(here: Path) ->
     assert sft.model.path == str(here / "run" / "base")
     assert sft.data.train == str(here / "run" / "train.jsonl")
     assert load("sft", written(here / "run", "sft", SFT.replace("base", "org/base"))).model.path == "org/base"
-    assert load("sft", written(here / "run", "sft", SFT.replace("base", "./org/base"))).model.path.endswith("run/org/base")
-    assert load("sft", written(here / "run", "sft", SFT.replace("base", "~/base"))).model.path == os.path.expanduser("~/base")
+    assert load("sft", written(here / "run", "sft", SFT.replace("base", "./org/base"))).model.path.endswith(
+        "run/org/base"
+    )
+    assert load("sft", written(here / "run", "sft", SFT.replace("base", "~/base"))).model.path == os.path.expanduser(
+        "~/base"
+    )
     assert load("sft", written(here / "run", "sft", SFT.replace("base", "/models/base"))).model.path == "/models/base"
 
 
@@ -97,7 +81,9 @@ def test_models_default_to_the_runs_own_stages(here: Path) -> None:
 
 def test_rewards_default_to_the_reward_model(here: Path) -> None:
     ppo = load("ppo", written(here, "ppo", PPO))
-    assert {name: (each.model, each.weight) for name, each in ppo.rewards.items()} == {"reward": (ppo.models.reward, 1.0)}
+    assert {name: (each.model, each.weight) for name, each in ppo.rewards.items()} == {
+        "reward": (ppo.models.reward, 1.0)
+    }
     weighted = load("ppo", written(here, "ppo", PPO), ["rewards.reward.weight=2", "rewards.long.function=a.b:c"])
     assert (weighted.rewards["reward"].model, weighted.rewards["reward"].weight) == (ppo.models.reward, 2.0)
     assert (weighted.rewards["long"].model, weighted.rewards["long"].function) == (None, "a.b:c")
@@ -117,7 +103,7 @@ def test_a_chat_template_is_a_file_a_text_or_chatml(here: Path) -> None:
 
 
 def test_new_weights_keep_every_field_of_the_transformers_config(here: Path) -> None:
-    sft = load("sft", written(here, "sft", FULL["sft"].replace("chat.jinja", "chatml")))
+    sft = load("sft", written(here, "sft", NEW))
     assert sft.model.new.config_fields() == {"model_type": "llama", "hidden_size": 32}
     assert sft.model.new.tokenizer.train == str(here / "data" / "text.jsonl")
 
@@ -165,93 +151,6 @@ def test_yaml_1_1_texts_stay_texts(here: Path) -> None:
         assert sft.model.revision == text
 
 
-@pytest.mark.parametrize("stage", CONFIGS)
-def test_the_dump_loads_again_as_the_same_config_from_another_folder(stage: str, here: Path) -> None:
-    (here / "run").mkdir()
-    (here / "run" / "chat.jinja").write_text("{{ messages }}")
-    first = load(stage, written(here / "run", stage, FULL[stage]))
-    resolved = written(first.folder, "config", yaml.safe_dump(first.dump(relative_to=first.folder)))
-    again = load(stage, resolved)
-    assert again.dump() == first.dump()
-    assert again.identity() == first.identity()
-    assert again.folder == first.folder
-    json.dumps(first.dump(), allow_nan=False)
-
-
-@pytest.mark.parametrize("stage", CONFIGS)
-def test_a_dumped_config_holds_no_absolute_path(stage: str, here: Path) -> None:
-    loaded = load(stage, written(here / "run", stage, FULL[stage].replace("chat.jinja", "chatml")))
-    assert str(here) not in json.dumps(loaded.dump(relative_to=loaded.folder))
-
-
-def identity(stage: str, path: Path, *overrides: str) -> dict:
-    return load(stage, path, overrides).identity()
-
-
-@pytest.mark.parametrize("stage", CONFIGS)
-def test_the_identity_does_not_see_the_place(stage: str, here: Path) -> None:
-    for folder in ("a", "b"):
-        written(here / folder, stage, FULL[stage])
-        (here / folder / "chat.jinja").write_text("{{ messages }}")
-    one, other = (identity(stage, here / folder / f"{stage}.yaml") for folder in ("a", "b"))
-    assert one == other
-    assert str(here) not in json.dumps(one)
-
-
-@pytest.mark.parametrize(
-    ("stage", "override"),
-    [
-        ("sft", "output.save_steps=5"), ("sft", "output.run_name=x"), ("sft", "sft.logging_steps=3"), ("sft", "run=x"),
-        ("sft", "sft.eval_steps=3"), ("reward", "reward.per_device_eval_batch_size=2"), ("sft", "data.train=x.jsonl"),
-        ("ppo", "ppo.num_sample_generations=0"), ("ppo", "models.sft=./x"), ("ppo", "models.value=./x"),
-        ("eval", "eval.require.a=> 1"), ("eval", "output.keep=3"),
-    ],
-)  # fmt: skip
-def test_what_cannot_change_the_result_is_not_in_the_identity(stage: str, override: str, here: Path) -> None:
-    path = written(here, stage, MINIMAL[stage])
-    base = identity(stage, path)
-    if override.startswith("models.value"):  # a path instead of the word is another choice; the path itself is none
-        base = identity(stage, path, "models.value=./y")
-    assert identity(stage, path, override) == base
-
-
-@pytest.mark.parametrize(
-    ("stage", "override"),
-    [
-        ("sft", "sft.learning_rate=1e-3"), ("sft", "seed=1"), ("sft", "output.snapshots=1"), ("sft", "trainer.optim=sgd"),
-        ("sft", "data.columns.prompt=q"), ("reward", "reward.normalize=none"), ("ppo", "ppo.kl_coef=0.1"),
-        ("ppo", "rewards.reward.weight=2"), ("ppo", "rewards.f.function=a:b"), ("ppo", "models.value=./x"),
-        ("eval", "eval.n=4"), ("eval", "judges.gold=a:b"),
-    ],
-)  # fmt: skip
-def test_what_changes_the_result_is_in_the_identity(stage: str, override: str, here: Path) -> None:
-    path = written(here, stage, MINIMAL[stage])
-    assert identity(stage, path, override) != identity(stage, path)
-
-
-def test_a_chat_templates_file_counts_by_its_text(here: Path) -> None:
-    path = written(here, "sft", SFT.replace("base", "base, chat_template: chat.jinja"))
-    (here / "chat.jinja").write_text("{{ one }}")
-    one = identity("sft", path)
-    (here / "chat.jinja").write_text("{{ two }}")
-    assert identity("sft", path) != one
-
-
-def test_the_data_files_of_each_stage(here: Path) -> None:
-    (here / "chat.jinja").write_text("{{ messages }}")
-    files = {stage: load(stage, written(here, stage, text)).data_files() for stage, text in FULL.items()}
-    assert {stage: {key: os.path.relpath(path, here) for key, path in found.items()} for stage, found in files.items()} == {
-        "sft": {
-            "model.new.tokenizer.train": "data/text.jsonl",
-            "data.train": "data/train.jsonl",
-            "data.eval": "../shared/eval.jsonl",
-        },
-        "reward": {"data.train": "pairs.jsonl"},
-        "ppo": {"data.prompts": "prompts.jsonl"},
-        "eval": {"data.prompts": "held-out.jsonl"},
-    }
-
-
 def test_a_config_cannot_be_changed(here: Path) -> None:
     sft = load("sft", written(here, "sft", SFT))
     with pytest.raises(ValueError, match="frozen"):
@@ -262,7 +161,8 @@ def test_a_config_cannot_be_changed(here: Path) -> None:
 
 def test_who_takes_an_override() -> None:
     expected = {
-        "ppo.kl_coef": ["ppo"], "sft.packing": ["sft"], "rewards.short.weight": ["ppo"], "data.prompts": ["ppo", "eval"],
+        "ppo.kl_coef": ["ppo"], "sft.packing": ["sft"], "rewards.short.weight": ["ppo"],
+        "data.prompts": ["ppo", "eval"],
         "data.columns.prompt": ["sft", "reward", "ppo", "eval"], "*.seed": ["sft", "reward", "ppo", "eval"],
         "trainer.packing_strategy": ["sft"], "trainer.optim": ["sft", "reward"], "eval.require.a.b": ["eval"],
         "ppo.kl_coeff": [], "nothing": [],
@@ -275,15 +175,15 @@ def test_every_key_says_what_it_means(stage: str) -> None:
     keys = config.keys(stage)
     assert {"seed", "output.keep", "data.columns"} <= keys.keys()
     for key, field in keys.items():
-        assert field.description and field.description.rstrip("]").endswith((".", "[none", "[ours")) or "[" in field.description, key
-    assert CONFIGS[stage].__doc__
+        assert field.description and field.description.endswith((".", "]")), key
 
 
 @pytest.mark.parametrize("stage", CONFIGS)
 def test_defaults_tell_where_they_come_from(stage: str) -> None:
-    told = {"stage", "output", "model", "models", "sft", "reward", "eval", "ppo", "data"}
     for key, field in config.keys(stage).items():
-        if not field.is_required() and key not in told and not key.startswith("ppo."):
+        is_section = any(other.startswith(f"{key}.") for other in config.keys(stage))
+        if not field.is_required() and not is_section and key != "stage":
+            # "Give this or ..." has no default: one of the two must be written.
             assert field.description.endswith("]") or "Give this or" in field.description, key
 
 
@@ -304,14 +204,15 @@ def test_the_schema_is_pure_json_and_complete(stage: str | None) -> None:
 
 def test_importing_the_configs_is_light() -> None:
     heavy = "{'torch', 'transformers', 'trl', 'datasets', 'numpy', 'rich', 'typer'} & sys.modules.keys()"
-    code = f"import time, sys; start = time.process_time(); import rlhf_cli.config; print({heavy}, time.process_time() - start)"
+    timed = "start = time.process_time(); import rlhf_cli.config; seconds = time.process_time() - start"
+    code = f"import time, sys; {timed}; print({heavy}, seconds)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("set() ")
     assert float(result.stdout.split()[1]) < 0.6  # 0.13 s on a quiet machine; pydantic and yaml are most of it
 
 
 def test_a_missing_chat_template_is_no_template(here: Path) -> None:
-    with pytest.raises(RLHFError, match="chat.jinja is no file"):
+    with pytest.raises(RLHFError, match=r"chat\.jinja is no file"):
         load("sft", written(here, "sft", SFT.replace("base", "base, chat_template: chat.jinja")))
 
 

@@ -48,7 +48,9 @@ def test_the_codes_are_those_of_the_table_and_ours() -> None:
     table = Path(__file__).parents[2] / "shared" / "BAD-INPUTS.md"
     if not table.is_file():
         pytest.skip("the table of bad inputs is not here")
-    listed = dict(re.findall(r"^\| ([A-Z][0-9]{2}) \|.*\| ([^|]+) \|$", table.read_text(encoding="utf-8"), re.MULTILINE))
+    listed = dict(
+        re.findall(r"^\| ([A-Z][0-9]{2}) \|.*\| ([^|]+) \|$", table.read_text(encoding="utf-8"), re.MULTILINE)
+    )
     assert set(CODES) == set(listed) | {"M10", "R00", "R06", "C17"}
     for code, exits in listed.items():
         # "W" only warns; of "W/2" the error's part counts.

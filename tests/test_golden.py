@@ -27,7 +27,9 @@ def update(request):
 def test_advantages_and_returns(update):
     tensors, settings = update
     mask = ~tensors["padding_mask_p1"].bool()
-    advantages, returns = gae(tensors["rewards"], tensors["values"], mask, float(settings["gamma"]), float(settings["lam"]))
+    advantages, returns = gae(
+        tensors["rewards"], tensors["values"], mask, float(settings["gamma"]), float(settings["lam"])
+    )
     torch.testing.assert_close(returns[mask], tensors["returns"][mask], **close)
     white = formulas.masked_whiten(advantages, ~tensors["padding_mask"].bool())
     torch.testing.assert_close(white, tensors["advantages"], **close)
@@ -41,7 +43,9 @@ def test_kl_and_penalty(update):
     assert torch.where(mask, kl, 0).sum(1).mean().item() == pytest.approx(float(settings["objective/kl"]), abs=1e-5)
     shaped = formulas.shape_rewards(torch.zeros(len(kl)), float(settings["kl_coef"]) * kl, mask)
     assert shaped.sum(1).mean().item() == pytest.approx(float(settings["objective/non_score_reward"]), abs=1e-5)
-    assert torch.where(mask, -tensors["logprobs"], 0).sum(1).mean().item() == pytest.approx(float(settings["objective/entropy"]), abs=1e-4)
+    assert torch.where(mask, -tensors["logprobs"], 0).sum(1).mean().item() == pytest.approx(
+        float(settings["objective/entropy"]), abs=1e-4
+    )
 
 
 def test_rewards_but_for_the_place_of_the_score(update):
@@ -61,7 +65,11 @@ def test_rewards_but_for_the_place_of_the_score(update):
 def test_losses_of_each_micro_batch(epoch, micro):
     """From epoch 1 on over half of the tokens are clipped, so both branches of both losses are held."""
     tensors, settings = recording("steps")
-    step = {name.rpartition(".")[2]: value for name, value in tensors.items() if name.startswith(f"epoch{epoch}.micro{micro}.")}
+    step = {
+        name.rpartition(".")[2]: value
+        for name, value in tensors.items()
+        if name.startswith(f"epoch{epoch}.micro{micro}.")
+    }
     rows = step["rows"]
     mask, mask_p1 = (~tensors[name].bool()[rows] for name in ("padding_mask", "padding_mask_p1"))
     loss, ratio, clipped = formulas.policy_loss(
@@ -74,7 +82,9 @@ def test_losses_of_each_micro_batch(epoch, micro):
         step["vpred"], tensors["values"][rows], tensors["returns"][rows], float(settings["cliprange_value"])
     )
     assert formulas.masked_mean(error, mask_p1).item() == pytest.approx(step["vf_loss"].item(), abs=1e-5)
-    assert formulas.masked_mean(value_clipped.float(), mask_p1).item() == pytest.approx(step["vf_clipfrac"].item(), abs=1e-5)
+    assert formulas.masked_mean(value_clipped.float(), mask_p1).item() == pytest.approx(
+        step["vf_clipfrac"].item(), abs=1e-5
+    )
     total = formulas.masked_mean(loss, mask) + float(settings["vf_coef"]) * formulas.masked_mean(error, mask_p1)
     assert total.item() == pytest.approx(step["loss"].item(), abs=1e-5)
     if epoch:

@@ -128,9 +128,7 @@ def test_other_data_is_content_and_not_dates(run: Callable, folder: Path) -> Non
     assert ran(lines) == ["ppo", "eval"]
 
 
-def test_another_package_version_runs_nothing(
-    run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_package_version_runs_nothing(run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run()
     manifest = json.loads((folder / "sft/manifest.json").read_text())
     manifest["versions"] = {"rlhf": "9.9", "torch": "9.9"}

@@ -14,7 +14,11 @@ NAN = float("nan")
 
 def test_response_mask_table():
     ids = torch.tensor([[5, 2, 7, 2], [2, 5, 5, 5], [5, 6, 7, 8]])
-    assert formulas.response_mask(ids, 2).tolist() == [[True, True, False, False], [True, False, False, False], [True] * 4]
+    assert formulas.response_mask(ids, 2).tolist() == [
+        [True, True, False, False],
+        [True, False, False, False],
+        [True] * 4,
+    ]
     assert formulas.response_mask(ids, None).all()
 
 
@@ -26,10 +30,15 @@ def test_score_lands_on_the_last_real_token():
 
 
 def test_whitening_by_hand():
-    x, mask = torch.tensor([[1.0, 3.0, NAN], [5.0, NAN, NAN]]), torch.tensor([[True, True, False], [True, False, False]])
+    x, mask = (
+        torch.tensor([[1.0, 3.0, NAN], [5.0, NAN, NAN]]),
+        torch.tensor([[True, True, False], [True, False, False]]),
+    )
     # mean 3, unbiased variance 4
     torch.testing.assert_close(formulas.masked_whiten(x, mask), torch.tensor([[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]))
-    torch.testing.assert_close(formulas.masked_whiten(x, mask, shift_mean=False), torch.tensor([[2.0, 3.0, 0.0], [4.0, 0.0, 0.0]]))
+    torch.testing.assert_close(
+        formulas.masked_whiten(x, mask, shift_mean=False), torch.tensor([[2.0, 3.0, 0.0], [4.0, 0.0, 0.0]])
+    )
 
 
 def brute_gae(rewards, values, gamma, lam):
@@ -60,7 +69,9 @@ def test_gae_with_a_hole_skips_the_token():
     mask = torch.tensor([[True, False, True]])
     rewards, values = torch.tensor([[1.0, NAN, 2.0]]), torch.tensor([[0.5, NAN, 0.25]])
     advantages, _ = gae(rewards, values, mask, 1.0, 0.5)
-    dense, _ = gae(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]]), torch.ones(1, 2, dtype=torch.bool), 1.0, 0.5)
+    dense, _ = gae(
+        torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]]), torch.ones(1, 2, dtype=torch.bool), 1.0, 0.5
+    )
     assert advantages[0, [0, 2]].tolist() == dense[0].tolist() and advantages[0, 1] == 0
 
 
@@ -154,13 +165,19 @@ def test_only_k1_in_the_reward_has_the_kl_gradient():
     torch.testing.assert_close(policy_gradient("k1"), exact_gradient())
     for kind in ("k2", "k3", "abs"):
         assert (policy_gradient(kind) - exact_gradient()).abs().max() > 0.1
-    assert policy_gradient("k3")[1].sign() != exact_gradient()[1].sign() or policy_gradient("k3")[2].sign() != exact_gradient()[2].sign()
+    assert (
+        policy_gradient("k3")[1].sign() != exact_gradient()[1].sign()
+        or policy_gradient("k3")[2].sign() != exact_gradient()[2].sign()
+    )
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
 @pytest.mark.parametrize("old", [PI, torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)])
 def test_kl_loss_has_the_kl_gradient_on_and_off_policy(kind, old):
-    """Samples come from `old`; the importance ratio makes the expected gradient that of KL(pi || ref), and k3 also its value."""
+    """Samples come from `old`.
+
+    The importance ratio makes the expected gradient that of KL(pi || ref), and k3 also its value.
+    """
     logits = PI.log().clone().requires_grad_(True)
     logp = torch.log_softmax(logits, -1)
     loss = (old * formulas.kl_loss_tokens(logp, old.log(), REF.log(), kind)).sum()

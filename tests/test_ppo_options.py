@@ -75,7 +75,9 @@ def test_num_samples_per_prompt_gives_neighbours_of_their_own():
 
 def test_micro_batch_tokens_bounds_the_forward_passes(monkeypatch):
     seen, plain = [], reading.response_logits
-    monkeypatch.setattr(reading, "response_logits", lambda model, micro: (seen.append(micro.ids.shape), plain(model, micro))[1])
+    monkeypatch.setattr(
+        reading, "response_logits", lambda model, micro: (seen.append(micro.ids.shape), plain(model, micro))[1]
+    )
     for tokens in ("auto", 12):
         seen.clear()
         trainer = tiny.trainer(micro_batch_tokens=tokens)
@@ -90,8 +92,14 @@ def test_local_rollout_forward_batch_size_bounds_generation():
     engine._write = lambda prompts: (rows.append(len(prompts)), plain(prompts))[1]
     engine.generate(replace(tiny.prompts(8), seeds=tuple(range(8)), response_length=4))
     assert rows == [3, 3, 2]
-    assert [len(batch) for batch in micro_batches(torch.ones(8, dtype=torch.int64), torch.arange(8), max_rows=3)] == [3, 3, 2]
-    assert PPOSettings(total_episodes=1, local_rollout_forward_batch_size=3).local_rollout_forward_batch_size == 3  # stages.ppo hands it on
+    assert [len(batch) for batch in micro_batches(torch.ones(8, dtype=torch.int64), torch.arange(8), max_rows=3)] == [
+        3,
+        3,
+        2,
+    ]
+    assert (
+        PPOSettings(total_episodes=1, local_rollout_forward_batch_size=3).local_rollout_forward_batch_size == 3
+    )  # stages.ppo hands it on
 
 
 def test_num_sample_generations_is_held_by_the_stage_test():
@@ -143,7 +151,12 @@ def test_kl_coef_by_value():
     _, free = judged(kl_coef=0.0)
     _, charged = judged(kl_coef=0.5)
     mask = free.mask
-    torch.testing.assert_close(free.rewards[mask] - charged.rewards[mask], 0.5 * (free.logprobs - free.ref_logprobs)[mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        free.rewards[mask] - charged.rewards[mask],
+        0.5 * (free.logprobs - free.ref_logprobs)[mask],
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "full"])
@@ -152,7 +165,9 @@ def test_kl_estimator_in_the_reward(kind):
     mask = experience.mask
     if kind == "full":
         micro = experience.rollout.micro_batch(torch.arange(4))
-        logp, ref = (torch.log_softmax(reading.response_logits(m, micro).detach(), -1) for m in (trainer.policy, trainer.ref))
+        logp, ref = (
+            torch.log_softmax(reading.response_logits(m, micro).detach(), -1) for m in (trainer.policy, trainer.ref)
+        )
         wanted = torch.zeros(mask.shape)
         wanted[micro.cells] = (logp.exp() * (logp - ref)).sum(-1)
     else:
@@ -169,7 +184,9 @@ def test_kl_in_the_loss_leaves_the_rewards_alone_and_pulls_back(kind):
     assert experience.rewards.sum(1).tolist() == pytest.approx([1.0, -1.0, 0.5, 2.0])
     distance = {}
     for coef in (0.0, 5.0):
-        trainer, experience = judged(kl_in="loss", kl_estimator=kind, kl_coef=coef, learning_rate=3e-3, num_ppo_epochs=8)
+        trainer, experience = judged(
+            kl_in="loss", kl_estimator=kind, kl_coef=coef, learning_rate=3e-3, num_ppo_epochs=8
+        )
         trainer.update(experience)
         after = trainer.judge(rollout(), scores=torch.zeros(4))
         distance[coef] = formulas.masked_mean((after.logprobs - after.ref_logprobs) ** 2, after.mask).item()
@@ -181,7 +198,9 @@ def test_whiten_rewards_gives_unit_variance_and_keeps_the_mean():
     (_, plain), (_, white) = judged(), judged(whiten_rewards=True)
     mask = plain.mask
     assert formulas.masked_var(white.rewards, mask).item() == pytest.approx(1.0, abs=1e-4)
-    assert formulas.masked_mean(white.rewards, mask).item() == pytest.approx(formulas.masked_mean(plain.rewards, mask).item(), abs=1e-5)
+    assert formulas.masked_mean(white.rewards, mask).item() == pytest.approx(
+        formulas.masked_mean(plain.rewards, mask).item(), abs=1e-5
+    )
 
 
 def test_advantage_norm_none_leaves_advantages_raw():
@@ -244,7 +263,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing():
 
 
 def test_bf16_changes_the_numbers_a_little_and_keeps_the_weights_float32():
-    (plain, a), (half, b) = one_step(), one_step(bf16=True)
+    (_, a), (half, b) = one_step(), one_step(bf16=True)
     assert all(p.dtype == torch.float32 for p in half.policy.parameters())
     assert a["objective/entropy"] != b["objective/entropy"]
     assert b["objective/entropy"] == pytest.approx(a["objective/entropy"], rel=0.05)
@@ -258,9 +277,15 @@ def test_learning_rate_scheduler_and_warmup():
 
     assert rates(lr_scheduler_type="constant") == [1e-3] * 10
     assert rates(lr_scheduler_type="linear") == pytest.approx([1e-3 * (1 - k / 10) for k in range(10)])
-    assert rates(lr_scheduler_type="cosine") == pytest.approx([5e-4 * (1 + math.cos(math.pi * k / 10)) for k in range(10)])
-    assert rates(lr_scheduler_type="constant_with_warmup", warmup_steps=4)[:5] == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3])
-    assert rates(lr_scheduler_type="constant_with_warmup", warmup_ratio=0.4)[:5] == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    assert rates(lr_scheduler_type="cosine") == pytest.approx(
+        [5e-4 * (1 + math.cos(math.pi * k / 10)) for k in range(10)]
+    )
+    assert rates(lr_scheduler_type="constant_with_warmup", warmup_steps=4)[:5] == pytest.approx(
+        [0, 2.5e-4, 5e-4, 7.5e-4, 1e-3]
+    )
+    assert rates(lr_scheduler_type="constant_with_warmup", warmup_ratio=0.4)[:5] == pytest.approx(
+        [0, 2.5e-4, 5e-4, 7.5e-4, 1e-3]
+    )
     assert rates(lr_scheduler_type="cosine_with_min_lr")[-1] > 1e-4
 
 
@@ -297,7 +322,19 @@ def test_contradictions_are_refused(changes, code, says):
     assert says in error["msg"] and error["ctx"]["hint"]
 
 
-@pytest.mark.parametrize("changes", [{"kl_coef": -1}, {"gamma": 1.5}, {"temperature": 0}, {"cliprange": 1.0}, {"kl_coef": float("nan")}, {"kl_coef": True}, {"num_ppo_epochs": "4"}, {"top_k": 5}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kl_coef": -1},
+        {"gamma": 1.5},
+        {"temperature": 0},
+        {"cliprange": 1.0},
+        {"kl_coef": float("nan")},
+        {"kl_coef": True},
+        {"num_ppo_epochs": "4"},
+        {"top_k": 5},
+    ],
+)
 def test_bounds_and_types(changes):
     with pytest.raises(ValidationError):
         PPOSettings(total_episodes=64, **changes)

@@ -48,7 +48,10 @@ def test_values_end_where_the_score_begins():
     micro = longer.micro_batch(torch.arange(3))
     last = torch.cat([micro.row[1:] != micro.row[:-1], torch.tensor([True])])
     torch.testing.assert_close(
-        reading.response_values(model, micro)[last], reading.rollout_scores(model, rollout, max_rows=3), atol=1e-5, rtol=1e-5
+        reading.response_values(model, micro)[last],
+        reading.rollout_scores(model, rollout, max_rows=3),
+        atol=1e-5,
+        rtol=1e-5,
     )
 
 
@@ -57,7 +60,9 @@ def test_every_reader_shifts_and_scales():
     micro = rollout.micro_batch(torch.arange(3))
     raw = reading.final_scores(model, micro), reading.response_values(model, micro)
     model.config.reward_mean, model.config.reward_std = 2.0, 0.5
-    for before, after in zip(raw, (reading.final_scores(model, micro), reading.response_values(model, micro)), strict=True):
+    for before, after in zip(
+        raw, (reading.final_scores(model, micro), reading.response_values(model, micro)), strict=True
+    ):
         torch.testing.assert_close(after, (before - 2.0) / 0.5)
 
 
@@ -77,5 +82,7 @@ def test_recomputing_is_on_only_within():
     model = tiny.causal()
     reading.checkpoint_activations(model)
     with reading.recomputing(model):
-        assert [layer.training for layer in model.model.layers] == [True, True] and not model.model.layers[0].mlp.training
+        assert [layer.training for layer in model.model.layers] == [True, True] and not model.model.layers[
+            0
+        ].mlp.training
     assert not any(module.training for module in model.modules())

@@ -47,11 +47,21 @@ def test_micro_batches_keep_the_budget_and_lose_no_row():
     assert [batch.tolist() for batch in batches] == [[3], [0, 2], [5, 4, 1], [6]]
     for batch in batches:
         assert len(batch) == 1 or len(batch) * int(lengths[batch].max()) <= 20
-    assert [batch.tolist() for batch in micro_batches(lengths, torch.arange(7), max_rows=4)] == [[3, 0, 2, 5], [4, 1, 6]]
+    assert [batch.tolist() for batch in micro_batches(lengths, torch.arange(7), max_rows=4)] == [
+        [3, 0, 2, 5],
+        [4, 1, 6],
+    ]
 
 
 def test_seeds_depend_on_every_part():
-    keys = [(0, "sample", 1, 2), (1, "sample", 1, 2), (0, "shuffle", 1, 2), (0, "sample", 2, 2), (0, "sample", 1, 3), (0, "sample", 12)]
+    keys = [
+        (0, "sample", 1, 2),
+        (1, "sample", 1, 2),
+        (0, "shuffle", 1, 2),
+        (0, "sample", 2, 2),
+        (0, "sample", 1, 3),
+        (0, "sample", 12),
+    ]
     seeds = {derive(*key) for key in keys}
     assert len(seeds) == len(keys) and all(0 <= seed < 2**63 for seed in seeds)
     assert derive(0, "sample", 1, 2) == derive(0, "sample", 1, 2)

@@ -11,7 +11,9 @@ from rlhf_cli.ppo.seeds import derive
 
 
 def ask(prompts: Prompts, length: int = 8, step: int = 0) -> Prompts:
-    return replace(prompts, seeds=tuple(derive(0, "sample", step, row) for row in range(len(prompts))), response_length=length)
+    return replace(
+        prompts, seeds=tuple(derive(0, "sample", step, row) for row in range(len(prompts))), response_length=length
+    )
 
 
 def engine(family="llama", stop=tiny.EOS, **kwargs) -> HFEngine:

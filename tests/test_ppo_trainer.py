@@ -24,18 +24,36 @@ def gradient(trainer, experience) -> torch.Tensor:
     (minibatch,) = experience.plan
     trainer.optimizer.step = lambda: None
     trainer._learn(experience, minibatch)
-    return torch.cat([p.grad.reshape(-1) for model in (trainer.policy, trainer.value) for p in model.parameters() if p.grad is not None])
+    return torch.cat(
+        [
+            p.grad.reshape(-1)
+            for model in (trainer.policy, trainer.value)
+            for p in model.parameters()
+            if p.grad is not None
+        ]
+    )
 
 
 # 1. The first step starts where the rollout came from.
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_mini_batches": 2}, {"micro_batch_tokens": 16}, {"kl_estimator": "full"}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_mini_batches": 2},
+        {"micro_batch_tokens": 16},
+        {"kl_estimator": "full"},
+        {"gradient_checkpointing": True},
+    ],
+)
 def test_first_ratio_is_one_and_first_kl_zero(changes):
     trainer = tiny.trainer(num_ppo_epochs=1, **changes)
     first = run(trainer, 1)[0]
     assert first["policy/first_ratio_error"] == 0.0
-    assert first["objective/kl"] == 0.0 and first["objective/kl_k1"] == 0.0 and first["objective/non_score_reward"] == 0.0
+    assert (
+        first["objective/kl"] == 0.0 and first["objective/kl_k1"] == 0.0 and first["objective/non_score_reward"] == 0.0
+    )
     if "num_mini_batches" not in changes:
         assert first["val/ratio"] == 1.0 and first["policy/clipfrac_avg"] == 0.0 and first["policy/approxkl_avg"] == 0.0
         assert first["val/clipfrac_avg"] == 0.0
@@ -46,7 +64,7 @@ def test_another_partition_moves_the_ratio_by_float_noise_only():
     experience = trainer.judge(trainer.generate(tiny.prompts()))
     rows = [torch.tensor([row]) for row in range(8)]
     stats = trainer._learn(experience, tuple(rows))
-    assert 0.0 < stats["ratio_error"] + 1e-12 and stats["ratio_error"] <= 1e-5
+    assert stats["ratio_error"] + 1e-12 > 0.0 and stats["ratio_error"] <= 1e-5
 
 
 # 2. Scores, EOS, padding.
@@ -85,8 +103,12 @@ def test_missing_eos_penalty_hits_those_that_never_end():
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_gradient_is_the_same_for_any_micro_batching(dtype, limit):
     grads = []
-    sizes = ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
-             {"micro_batch_tokens": 20}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "gradient_checkpointing": True})  # fmt: skip
+    sizes = (
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+        {"micro_batch_tokens": 20},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "gradient_checkpointing": True},
+    )
     for changes in sizes:
         trainer = tiny.trainer(dtype=dtype, policy_seed=3, max_grad_norm=1e9, **changes)
         rollout = Rollout.from_lists([[5, 6], [7], [8, 9, 4]] * 2, [[3, 2], [4, 8, 9, 5, 2], [6]] * 2, stop_token_id=2)
@@ -123,7 +145,9 @@ def test_reference_and_reward_never_change_by_a_bit():
     before = tiny.weights(trainer.ref), tiny.weights(reward), tiny.weights(trainer.policy), tiny.weights(trainer.value)
     run(trainer)
     assert torch.equal(before[0], tiny.weights(trainer.ref)) and torch.equal(before[1], tiny.weights(reward))
-    assert not torch.equal(before[2], tiny.weights(trainer.policy)) and not torch.equal(before[3], tiny.weights(trainer.value))
+    assert not torch.equal(before[2], tiny.weights(trainer.policy)) and not torch.equal(
+        before[3], tiny.weights(trainer.value)
+    )
 
 
 # 6. The same seed, the same run.
@@ -178,19 +202,31 @@ def test_metrics_by_hand():
     sums = []
     for row, (query, response) in enumerate(zip([[5, 6], [7]], [[3, 2], [4, 8, 9]], strict=True)):
         ids = torch.tensor([query + response])
-        logp, ref = (torch.log_softmax(model(input_ids=ids).logits[0].detach(), -1) for model in (trainer.policy, trainer.ref))
+        logp, ref = (
+            torch.log_softmax(model(input_ids=ids).logits[0].detach(), -1) for model in (trainer.policy, trainer.ref)
+        )
         places = range(len(query) - 1, len(query) + len(response) - 1)
         chosen = [(float(logp[p, t]), float(ref[p, t])) for p, t in zip(places, response, strict=True)]
         entropies = [float(-(logp[p].exp() * logp[p]).sum()) for p in places]
         sums.append((sum(a - b for a, b in chosen), -sum(a for a, _ in chosen), sum(entropies)))
-        torch.testing.assert_close(experience.logprobs[row, : len(response)], torch.tensor([a for a, _ in chosen]), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            experience.logprobs[row, : len(response)], torch.tensor([a for a, _ in chosen]), atol=1e-5, rtol=1e-5
+        )
     kl = (sums[0][0] + sums[1][0]) / 2
-    assert stats["objective/kl"] == pytest.approx(kl, rel=1e-4) and stats["objective/kl_k1"] == pytest.approx(kl, rel=1e-4)
+    assert stats["objective/kl"] == pytest.approx(kl, rel=1e-4) and stats["objective/kl_k1"] == pytest.approx(
+        kl, rel=1e-4
+    )
     assert stats["objective/entropy"] == pytest.approx((sums[0][1] + sums[1][1]) / 2, rel=1e-4)
     assert stats["policy/entropy_avg"] == pytest.approx((sums[0][2] + sums[1][2]) / 5, rel=1e-4)
     assert stats["objective/non_score_reward"] == pytest.approx(-0.25 * kl, rel=1e-4)
-    assert stats["objective/scores"] == 2.5 and stats["objective/rlhf_reward"] == pytest.approx(2.5 - 0.25 * kl, rel=1e-4)
-    assert stats["objective/response_length"] == 2.5 and stats["objective/eos_fraction"] == 0.5 and stats["val/num_eos_tokens"] == 1
+    assert stats["objective/scores"] == 2.5 and stats["objective/rlhf_reward"] == pytest.approx(
+        2.5 - 0.25 * kl, rel=1e-4
+    )
+    assert (
+        stats["objective/response_length"] == 2.5
+        and stats["objective/eos_fraction"] == 0.5
+        and stats["val/num_eos_tokens"] == 1
+    )
     assert stats["tokens/real"] == 8 and stats["episode"] == 2
 
 
@@ -219,7 +255,9 @@ def test_a_bandit_learns_to_say_seven():
     def sevens(prompts, responses):
         return [float(response.split().count("7")) for response in responses]
 
-    trainer = tiny.trainer(rewards={"sevens": FunctionReward("sevens", sevens, Token())}, kl_coef=0.0, stop_token="none", response_length=6)
+    trainer = tiny.trainer(
+        rewards={"sevens": FunctionReward("sevens", sevens, Token())}, kl_coef=0.0, stop_token="none", response_length=6
+    )
     history = [stats["objective/scores"] for stats in run(trainer, 40)]
     assert history[0] < 1.5 and sum(history[-3:]) / 3 > 5.0
 
@@ -230,7 +268,9 @@ def test_kl_penalty_holds_the_policy_back():
 
     ends = {}
     for coef in (0.0, 5.0):
-        trainer = tiny.trainer(rewards={"r": FunctionReward("r", reward, Token())}, kl_coef=coef, stop_token="none", response_length=6)
+        trainer = tiny.trainer(
+            rewards={"r": FunctionReward("r", reward, Token())}, kl_coef=coef, stop_token="none", response_length=6
+        )
         ends[coef] = run(trainer, 12)[-1]
     assert ends[5.0]["objective/kl"] < 0.5 * ends[0.0]["objective/kl"]
 

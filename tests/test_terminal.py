@@ -55,7 +55,13 @@ def test_a_table_off_a_terminal_is_aligned_and_never_cut(capsys: pytest.CaptureF
     long = "word " * 60
     terminal.table(["name", "value"], [["日本", "1"], ["x", long], ["two\nlines", "[bold]b[/bold]"]], title="t")
     lines = capsys.readouterr().out.splitlines()
-    expected = ["t", "name        value", "日本        1", f"x           {long}".rstrip(), "two\\nlines  [bold]b[/bold]"]
+    expected = [
+        "t",
+        "name        value",
+        "日本        1",
+        f"x           {long}".rstrip(),
+        "two\\nlines  [bold]b[/bold]",
+    ]
     assert lines == expected
 
 

@@ -17,13 +17,30 @@ FAMILIES = {
 
 
 def config(family: str = "llama", **extra):
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "max_position_embeddings": 64, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}  # fmt: skip
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "pad_token_id": PAD,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+    }
     if family == "gpt2":
-        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": PAD,
-                 "bos_token_id": 1, "eos_token_id": EOS}  # fmt: skip
+        sizes = {
+            "vocab_size": VOCABULARY,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "pad_token_id": PAD,
+            "bos_token_id": 1,
+            "eos_token_id": EOS,
+        }
     # A larger spread than the usual 0.02: distributions that differ from token to token.
-    return AutoConfig.for_model(family, **sizes, initializer_range=0.3, **FAMILIES[family], **extra)
+    return AutoConfig.for_model(family, **{**sizes, "initializer_range": 0.3, **FAMILIES[family], **extra})
 
 
 def causal(family: str = "llama", seed: int = 0, **extra):
@@ -43,8 +60,15 @@ def prompts(rows: int = 8, seed: int = 0) -> Prompts:
 
 
 def settings(**changes) -> PPOSettings:
-    base = {"total_episodes": 32, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "response_length": 8,
-            "temperature": 1.0, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}  # fmt: skip
+    base = {
+        "total_episodes": 32,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "response_length": 8,
+        "temperature": 1.0,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+    }
     return PPOSettings(**(base | changes))
 
 

@@ -121,4 +121,3 @@ def damage(folder: Path, files: Mapping[str, Any], *, where: str, content: bool)
         if content and file_sha256(path) != entry["sha256"]:
             return f"{name}: its content is not what was written (sha256 differs)"
     return None
-

@@ -188,9 +188,7 @@ def move_aside(folder: Path) -> Path | None:
     return folder.rename(old / f"{folder.name}-{max(taken, default=0) + 1}")
 
 
-def finish(
-    config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]
-) -> None:
+def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]) -> None:
     """Write RUN/<stage>/manifest.json, last of all: from here on the stage is complete, and its folder is let go.
 
     `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top.

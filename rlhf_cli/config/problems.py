@@ -46,21 +46,22 @@ def _problem(path: Path, details: list[Any], model: type[Config], where: Callabl
     detail = next((each for each in details if each["type"] not in EXPECTED | {"literal_error": ""}), details[0])
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     # A check of several keys may name the one to point at.
-    place = where(f"{key}.{context['key']}" if "key" in context else key)
+    place = where(".".join([*path, *context.get("key", "").split(".")]).strip("."))
     field = field_at(model, path)
     if kind in CODES:
-        text = detail["msg"] if not key or key.rpartition(".")[2] in detail["msg"] else f"{key}: {detail['msg']}"
-        return Problem(kind, text, place, context.get("hint"))
+        named = not path or re.search(rf"\b{re.escape(path[-1])}\b", detail["msg"])
+        return Problem(kind, detail["msg"] if named else f"{key}: {detail['msg']}", place, context.get("hint"))
     if kind == "extra_forbidden":
         return unknown_key(path, value, model, place)
     if kind == "missing":
-        meaning = field.description.partition(". ")[0] if field and field.description else None
+        meaning = field.description.partition(". ")[0].rstrip(".") if field and field.description else None
         return Problem("C05", f"{key} is missing", place, f"{path[-1]}: {meaning}" if meaning else None)
     if kind in EXPECTED or kind == "literal_error":
         return _wrong_kind(key, details, field, place)
     if kind == "finite_number" or kind.startswith(("greater_than", "less_than")):
         bounds = _bounds(field) or _bounds_of(context)
-        return Problem("C06", f"{key}: must be a finite number{bounds}, got {shown_value(value)}", place)
+        kind_of_number = " a finite number" if kind == "finite_number" else ""
+        return Problem("C06", f"{key}: must be{kind_of_number}{bounds}, got {shown_value(value)}", place)
     if kind == "too_short":
         return Problem("C06", f"{key}: needs at least {context['min_length']}, got {context['actual_length']}", place)
     if kind == "string_pattern_mismatch":
@@ -112,5 +113,5 @@ def _bounds(field: FieldInfo | None) -> str:
 
 
 def _bounds_of(found: dict[str, Any]) -> str:
-    words = [f"{sign} {found[name]:g}" for name, sign in BOUNDS.items() if name in found]
+    words = [f"{sign} {found[name]:.15g}" for name, sign in BOUNDS.items() if name in found]
     return f" {' and '.join(words)}" if words else ""

@@ -220,7 +220,7 @@ class EvalConfig(Config):
             raise PydanticCustomError(
                 "C17",
                 "judges.reward: the name reward belongs to models.reward",
-                {"hint": "give the judge another name"},
+                {"hint": "give the judge another name", "key": "judges.reward"},
             )
         return self
 

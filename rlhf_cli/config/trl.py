@@ -71,10 +71,18 @@ def _wrong(name: str, value: Any, stage: str, own: list[str]) -> Problem | None:
             f"use {instead.format(stage=stage)}" if instead else "take the line out",
         )
     if name not in fields:
-        near = nearest(name, [*fields, *own])
-        hint = f"did you mean {near}?" if near in fields else f"did you mean {stage}.{near}?" if near else None
-        return Problem("C01", f"unknown key {key}: no field of TRL's {TRAINERS[stage]}", None, hint)
+        return Problem("C01", f"unknown key {key}: no field of TRL's {TRAINERS[stage]}", None, _meant(name, stage, own))
     return _wrong_value(key, value, fields[name])
+
+
+def _meant(name: str, stage: str, own: list[str]) -> str | None:
+    others = [config for other, config in TRAINERS.items() if other != stage and name in fields_of(other)]
+    if others:
+        return f"only {others[0]} has it"
+    near = nearest(name, [*fields_of(stage), *own])
+    if near is None:
+        return None
+    return f"did you mean {stage}.{near}?" if near in own else f"did you mean {near}?"
 
 
 def _wrong_value(key: str, value: Any, field: dict[str, Any]) -> Problem | None:

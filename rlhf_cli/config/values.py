@@ -24,7 +24,8 @@ def wrong_type(key: str, expected: Iterable[str], value: Any, bounds: str = "") 
     """(code, text, hint) for a value of the wrong type: C06 true for a number, C10 YAML 1.1's spellings, else C05."""
     words = list(dict.fromkeys(expected))
     number = any(word.endswith("number") for word in words)
-    text = f"{key}: expected {' or '.join(words)}{bounds}, got {shown_value(value)}"
+    bounded = [word + bounds if word.endswith("number") else word for word in words]
+    text = f"{key}: expected {' or '.join(bounded)}, got {shown_value(value)}"
     if isinstance(value, bool):
         return (
             ("C06", text, None) if number else ("C05", text, 'write it in quotes: "true"' if "text" in words else None)

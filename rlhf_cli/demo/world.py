@@ -14,6 +14,7 @@ from rlhf_cli.demo.gold import explain
 from rlhf_cli.demo.grammar import FAMILIES, FITS, PEOPLE, PHRASES, REQUESTS, Request, fill
 from rlhf_cli.rows import write_jsonl
 
+NT = 1
 HELD_OUT = 0.2  # of the requests
 TWINS = 0.5  # of the pairs: two replies that differ in one part alone, from which the raters' taste is learned fastest
 B1 = 0.45
@@ -84,14 +85,14 @@ def prompts(requests: list[Request]) -> list[str]:
 def texts(requests: list[Request], count: int, draw: random.Random) -> Iterator[dict[str, str]]:
     """Prose in which requests stand on a notice board (mostly unanswered), are talked over, or are told of."""
     for _ in range(count):
-        chosen = draw.choices(requests, k=4)
+        chosen = draw.choices(requests, k=NT)
         form = draw.random()
         if form < B1:
-            lines = [line for request in chosen[:2] for line in _notice(request, draw)]
+            lines = [line for request in chosen for line in _notice(request, draw)]
         elif form < B2:
-            lines = [line for request in chosen[:2] for line in (_ask(request, draw), str(draw_reply(request, draw)))]
+            lines = [line for request in chosen for line in (_ask(request, draw), str(draw_reply(request, draw)))]
         else:
-            lines = [line for request in chosen[:2] for line in _tale(request, draw)]
+            lines = [line for request in chosen for line in _tale(request, draw)]
         yield {"text": " ".join(lines)}
 
 

@@ -15,6 +15,7 @@ from rlhf_cli.errors import RLHFError, nearest, shown
 from rlhf_cli.models.tokenizers import needs_code
 
 HEADS = ("ForSequenceClassification",)
+transformers.utils.logging.disable_progress_bar()  # ours is the only one
 
 
 def device() -> torch.device:
@@ -157,7 +158,6 @@ def _load(
     """The model, and the weights that its files do not hold (drawn afresh)."""
     read_config(folder, trust_remote_code)
     _refuse_pickles(Path(folder))
-    transformers.utils.logging.disable_progress_bar()
     try:
         model, report = kind.from_pretrained(
             folder,

@@ -1,6 +1,8 @@
-"""How numbers are read off models: logits at response tokens, values before them, scores at the end. The one forward of judge and update.
+"""How numbers are read off models: logits at response tokens, values before them, scores at the end. The one forward of
+judge and update.
 
-Rows come flush left (MicroBatch), so a causal model needs no attention mask: what stands right of a real token cannot reach it.
+Rows come flush left (MicroBatch), so a causal model needs no attention mask: what stands right of a real token cannot
+reach it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ from rlhf_cli.ppo.records import MicroBatch, Rollout, micro_batches
 def _head_on(model: nn.Module, row: Tensor, column: Tensor) -> Iterator[None]:
     """Within, the output head sees only the hidden states at (row, column): (1, N, H) in place of (n, L, H).
 
-    Every family's own extras around the head (soft-capping, scaling) stay in force, and no logits are made that nobody needs.
+    Every family's own extras around the head (soft-capping, scaling) stay in force, and no logits are made that nobody
+    needs.
     """
 
     def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -37,7 +40,9 @@ def response_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
 
 
 def _scores_at(model: Any, ids: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Scores (N,), float32 or wider, at the given places of ids (n, L), on the scale of config.reward_mean and reward_std where set."""
+    """Scores (N,), float32 or wider, at the given places of ids (n, L), on the scale of config.reward_mean and
+    reward_std where set.
+    """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     raw = model.score(hidden[row, column])[:, 0]
     raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
@@ -58,16 +63,23 @@ def final_scores(model: nn.Module, micro: MicroBatch) -> Tensor:
 def rollout_scores(model: nn.Module, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None) -> Tensor:
     """Score (B,) float32 of each row of a rollout, in micro-batches of rows of like length."""
     scores = torch.empty(len(rollout), device=rollout.ids.device)
-    for rows in micro_batches(rollout.lengths, torch.arange(len(rollout), device=rollout.ids.device), max_rows=max_rows, max_tokens=max_tokens):
+    for rows in micro_batches(
+        rollout.lengths, torch.arange(len(rollout), device=rollout.ids.device), max_rows=max_rows, max_tokens=max_tokens
+    ):
         scores[rows] = final_scores(model, rollout.micro_batch(rows))
     return scores
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Dropout off for good: the policy that is trained must be the one that wrote the responses. The config, and so what is saved, keeps it."""
+    """Dropout off for good:
+
+    the policy that is trained must be the one that wrote the responses. The config, and so what is saved, keeps it.
+    """
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))):
+            if isinstance(value, float) and (
+                "drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+            ):
                 setattr(module, name, 0.0)
     model.eval()
 
@@ -82,9 +94,12 @@ def checkpoint_activations(model: Any) -> None:
 def recomputing(*models: nn.Module) -> Iterator[None]:
     """Within, checkpointed layers recompute their activations in the backward pass.
 
-    transformers does so only for layers in training mode, and then drops their key-value cache: so only here, only those layers.
+    transformers does so only for layers in training mode, and then drops their key-value cache: so only here, only
+    those layers.
     """
-    layers = [module for model in models for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    layers = [
+        module for model in models for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+    ]
     for layer in layers:
         layer.training = True
     try:

@@ -23,7 +23,9 @@ def save_tree(folder: Path, tree: Any) -> None:
             return {"dict": [[key, encode(item)] for key, item in value.items()]}
         if isinstance(value, list | tuple):
             return {type(value).__name__: [encode(item) for item in value]}
-        assert value is None or isinstance(value, bool | int | float | str), f"{type(value).__name__} cannot be kept exactly"
+        assert value is None or isinstance(value, bool | int | float | str), (
+            f"{type(value).__name__} cannot be kept exactly"
+        )
         return {"value": value}
 
     structure = encode(tree)

@@ -1,4 +1,7 @@
-"""PPO as a library: `from rlhf_cli.ppo import PPOTrainer, PPOSettings, formulas`. Needs torch, transformers and pydantic alone."""
+"""PPO as a library: `from rlhf_cli.ppo import PPOTrainer, PPOSettings, formulas`.
+
+Needs torch, transformers and pydantic alone.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +14,26 @@ if TYPE_CHECKING:
     from rlhf_cli.ppo.trainer import PPOTrainer
 
 _HOMES = {
-    "Experience": "records", "Prompts": "records", "Rollout": "records", "FunctionReward": "rewards", "ModelReward": "rewards",
-    "HFEngine": "rollout", "PPOSettings": "settings", "PPOTrainer": "trainer",
-}  # fmt: skip
-__all__ = ["Experience", "FunctionReward", "HFEngine", "ModelReward", "PPOSettings", "PPOTrainer", "Prompts", "Rollout", "formulas"]
+    "Experience": "records",
+    "Prompts": "records",
+    "Rollout": "records",
+    "FunctionReward": "rewards",
+    "ModelReward": "rewards",
+    "HFEngine": "rollout",
+    "PPOSettings": "settings",
+    "PPOTrainer": "trainer",
+}
+__all__ = [
+    "Experience",
+    "FunctionReward",
+    "HFEngine",
+    "ModelReward",
+    "PPOSettings",
+    "PPOTrainer",
+    "Prompts",
+    "Rollout",
+    "formulas",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,8 @@ from torch import Tensor
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, equations 11, 12 and 16).
 
-    Index t is a response token: values[t] is the value before it, rewards[t] comes with it, and after the last real token the value is 0.
+    Index t is a response token: values[t] is the value before it, rewards[t] comes with it, and after the last real
+    token the value is 0.
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        returns_t = A_t + V_t
 
@@ -23,4 +24,3 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         next_value = torch.where(counts, values[:, t], next_value)
         advantages[:, t] = torch.where(counts, following, 0)
     return advantages, torch.where(mask, advantages + values, 0)
-

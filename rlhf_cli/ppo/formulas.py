@@ -20,7 +20,10 @@ def response_mask(ids: Tensor, stop_token_id: int | None) -> Tensor:
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities (..., V) under softmax(logits / temperature), full softmax; in float32, or wider where the logits are."""
+    """Log-probabilities (..., V) under softmax(logits / temperature), full softmax.
+
+    In float32, or wider where the logits are.
+    """
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
 
 
@@ -53,7 +56,7 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the mask, unbiased variance; the mean is added back unless `shift_mean`. 0 outside the mask.
+    """(x - mean) / sqrt(var + eps) over the mask, unbiased variance; 0 outside. Unless `shift_mean` the mean is kept.
 
     lm-human-preferences (Ziegler et al. 2019), `whiten`.
     """
@@ -62,7 +65,7 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: floa
     return torch.where(mask, white if shift_mean else white + mean, 0)
 
 
-# KL(pi || ref) of a token from its log-probs alone, by Schulman 2020, "Approximating KL divergence". Each (...) -> (...).
+# KL(pi || ref) of a token from its log-probs alone (Schulman 2020, "Approximating KL divergence"), each (...) -> (...).
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda r: -r,
     "k2": lambda r: r**2 / 2,
@@ -85,8 +88,9 @@ def kl_full(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
 def kl_loss_tokens(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """The KL penalty as a loss at each token (...), for samples of the old policy.
 
-    k2 has the KL's gradient at the sampled token: grad (r^2 / 2) = -r grad logp = log(pi / ref) grad logp. k3 has the better value, so
-    it is taken straight through: k2 + (k3 - k2).detach(). The importance ratio pi / pi_old carries no gradient; it is 1 on the first step.
+    k2 has the KL's gradient at the sampled token: grad (r^2 / 2) = -r grad logp = log(pi / ref) grad logp. k3 has the
+    better value, so it is taken straight through: k2 + (k3 - k2).detach(). The importance ratio pi / pi_old carries no
+    gradient; it is 1 on the first step.
     """
     k2, k3 = (kl_tokens(logprobs, ref_logprobs, name) for name in ("k2", "k3"))
     loss = k2 if kind == "k2" else k2 + (k3 - k2).detach()
@@ -103,10 +107,13 @@ def shape_rewards(scores: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, -penalty, 0) + torch.where(steps == last, scores[:, None], 0)
 
 
-def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float) -> tuple[Tensor, Tensor, Tensor]:
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Clipped surrogate at each token, to be minimised; returns (loss, ratio, clipped), each (...).
 
-    -min(ratio A, clip(ratio, 1 - eps, 1 + eps) A), ratio = pi / pi_old; `clipped` is where the clip is the active branch.
+    -min(ratio A, clip(ratio, 1 - eps, 1 + eps) A), ratio = pi / pi_old; `clipped` is where the clip is the active
+    branch.
     Schulman et al. 2017, equation 7.
     """
     ratio = torch.exp(logprobs - old_logprobs)
@@ -118,7 +125,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
     """Clipped value loss at each token; returns (loss, clipped), each (...).
 
-    max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2. OpenAI baselines ppo2; N+ details (arXiv 2403.17031), detail 17.
+    max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2. OpenAI baselines ppo2; N+ details (arXiv 2403.17031),
+    detail 17.
     """
     bounded = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     plain_error, bounded_error = (values - returns) ** 2, (bounded - returns) ** 2
@@ -131,7 +139,10 @@ def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the mask; 1 is perfect, 0 no better than a constant. 0 where returns do not vary."""
+    """1 - Var(returns - values) / Var(returns) over the mask.
+
+    1 is perfect, 0 no better than a constant. 0 where returns do not vary.
+    """
     spread = masked_var(returns, mask, unbiased=False)
     share = masked_var(returns - values, mask, unbiased=False) / spread
     return torch.where(spread > 0, 1 - share, 0)

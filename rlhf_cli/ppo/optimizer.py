@@ -24,4 +24,6 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Ad
 def schedule(optimizer: torch.optim.Optimizer, settings: PPOSettings, updates: int) -> LRScheduler:
     """The named schedule of transformers over `updates` steps, one an update."""
     extra = {"min_lr_rate": 0.1} if settings.lr_scheduler_type == "cosine_with_min_lr" else None
-    return get_scheduler(settings.lr_scheduler_type, optimizer, settings.num_warmup(updates), updates, scheduler_specific_kwargs=extra)
+    return get_scheduler(
+        settings.lr_scheduler_type, optimizer, settings.num_warmup(updates), updates, scheduler_specific_kwargs=extra
+    )

@@ -14,7 +14,9 @@ from torch import Tensor
 def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Ids (B, W) int64 and mask (B, W) bool of ragged rows, padded on the left."""
     width = max(map(len, rows), default=0)
-    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], dtype=torch.int64).reshape(len(rows), width)
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], dtype=torch.int64).reshape(
+        len(rows), width
+    )
     mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows]).reshape(len(rows), width)
     return ids, mask
 
@@ -22,7 +24,9 @@ def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tenso
 def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Ids (B, W) int64 and mask (B, W) bool of ragged rows, padded on the right."""
     width = max(map(len, rows), default=0)
-    ids = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], dtype=torch.int64).reshape(len(rows), width)
+    ids = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], dtype=torch.int64).reshape(
+        len(rows), width
+    )
     mask = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows]).reshape(len(rows), width)
     return ids, mask
 
@@ -38,7 +42,10 @@ class Prompts:
 
     @classmethod
     def from_lists(cls, queries: Sequence[Sequence[int]], pad: int = 0) -> "Prompts":
-        """Prompts from token lists. Raises ValueError on an empty one: there would be nothing to predict its first token from."""
+        """Prompts from token lists.
+
+        Raises ValueError on an empty one: there would be nothing to predict its first token from.
+        """
         if not queries or not all(queries):
             raise ValueError("each prompt needs at least one token")
         return cls(*left_pad(queries, pad))
@@ -93,7 +100,8 @@ class Rollout:
     ) -> "Rollout":
         """A rollout from token lists, for those who write their responses elsewhere.
 
-        `response_masks` says which response tokens count (all by default). `ended` is whether the last one is `stop_token_id`;
+        `response_masks` says which response tokens count (all by default). `ended` is whether the last one is
+        `stop_token_id`;
         with none, every response counts as ended. Raises ValueError where the lists do not match or one is empty.
         """
         if len(queries) != len(responses) or not queries or not all(queries) or not all(responses):

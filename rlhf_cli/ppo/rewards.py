@@ -27,7 +27,10 @@ class RewardSource(Protocol):
 
 @dataclass
 class ModelReward:
-    """A one-label sequence classifier that shares the policy's tokenizer: it reads the rollout's own ids, at the last real token."""
+    """A one-label sequence classifier that shares the policy's tokenizer:
+
+    it reads the rollout's own ids, at the last real token.
+    """
 
     model: Any
     max_rows: int = 64
@@ -39,7 +42,8 @@ class ModelReward:
 
 @dataclass
 class FunctionReward:
-    """A Python function of (prompts, responses), two lists of text without special tokens, that returns a list of numbers.
+    """A Python function of (prompts, responses), two lists of text without special tokens, that returns a list of
+    numbers.
 
     Raises RLHFError R05 where the function raises, returns the wrong count, or a non-number.
     """
@@ -60,17 +64,30 @@ def call_text_reward(name: str, function: TextReward, prompts: list[str], respon
     try:
         scores = list(function(prompts, responses))
     except Exception as error:
-        raise RLHFError("R05", f"reward `{name}` raised {type(error).__name__}: {error}", hint="call it by itself on one prompt and response") from error
+        raise RLHFError(
+            "R05",
+            f"reward `{name}` raised {type(error).__name__}: {error}",
+            hint="call it by itself on one prompt and response",
+        ) from error
     if len(scores) != len(prompts):
-        raise RLHFError("R05", f"reward `{name}` returned {len(scores)} scores for {len(prompts)} responses", hint="return one number a response")
+        raise RLHFError(
+            "R05",
+            f"reward `{name}` returned {len(scores)} scores for {len(prompts)} responses",
+            hint="return one number a response",
+        )
     for row, score in enumerate(scores):
         if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
-            raise RLHFError("R05", f"reward `{name}` returned {score!r} for row {row} (prompt: {prompts[row][:60]!r})", hint="return a finite number")
+            raise RLHFError(
+                "R05",
+                f"reward `{name}` returned {score!r} for row {row} (prompt: {prompts[row][:60]!r})",
+                hint="return a finite number",
+            )
     return [float(score) for score in scores]
 
 
 def load_function(spec: str, *, folder: Path | None = None, where: str | None = None) -> TextReward:
-    """The function named `package.module:function`, importable from `folder` (the config's) or the working directory as well.
+    """The function named `package.module:function`, importable from `folder` (the config's) or the working directory as
+    well.
 
     Raises RLHFError C17 where it cannot be imported or called.
     """
@@ -79,7 +96,12 @@ def load_function(spec: str, *, folder: Path | None = None, where: str | None = 
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise RLHFError("C17", f"cannot import `{spec}`: {error}", where=where, hint="write package.module:function, of an installed package or a file beside the config") from error
+        raise RLHFError(
+            "C17",
+            f"cannot import `{spec}`: {error}",
+            where=where,
+            hint="write package.module:function, of an installed package or a file beside the config",
+        ) from error
     if not callable(function):
         raise RLHFError("C17", f"`{spec}` is not a function", where=where)
     return function

@@ -1,4 +1,7 @@
-"""Engines that write responses. An engine is anything with `generate(Prompts) -> Rollout`; to add one, add a class here."""
+"""Engines that write responses.
+
+An engine is anything with `generate(Prompts) -> Rollout`; to add one, add a class here.
+"""
 
 import inspect
 from dataclasses import dataclass
@@ -14,7 +17,10 @@ from rlhf_cli.ppo.records import Prompts, Rollout
 
 class RolloutEngine(Protocol):
     def generate(self, prompts: Prompts) -> Rollout:
-        """Responses of at most `prompts.response_length` tokens; row i's draws are keyed by `prompts.seeds[i]` alone."""
+        """Responses of at most `prompts.response_length` tokens.
+
+        Row i's draws are keyed by `prompts.seeds[i]` alone.
+        """
         ...
 
 
@@ -22,8 +28,10 @@ class RolloutEngine(Protocol):
 class HFEngine:
     """Samples with a transformers causal model, all rows together, finished rows dropped as they end.
 
-    Draws by the Gumbel trick: noise of the row's own generator is added to logits / temperature and the largest taken, so that which
-    rows share a batch changes no draw (but where float noise decides a near-tie). No top-k, top-p or repetition penalty: the
+    Draws by the Gumbel trick: noise of the row's own generator is added to logits / temperature and the largest taken,
+    so that which
+    rows share a batch changes no draw (but where float noise decides a near-tie). No top-k, top-p or repetition
+    penalty: the
     log-probs that PPO trains on are those of the full softmax.
     """
 
@@ -44,7 +52,9 @@ class HFEngine:
         if self.stop_token_id is not None:
             ended = (responses == self.stop_token_id).any(1)
         width = int(counts.sum(1).max())
-        ids = torch.cat([prompts.ids.to(responses.device), torch.where(counts, responses, self.pad_token_id)[:, :width]], 1)
+        ids = torch.cat(
+            [prompts.ids.to(responses.device), torch.where(counts, responses, self.pad_token_id)[:, :width]], 1
+        )
         mask = torch.cat([prompts.mask.to(responses.device), counts[:, :width]], 1)
         return Rollout(ids, mask, counts[:, :width], ended)
 
@@ -95,6 +105,11 @@ class _Decoder:
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
         extra = {"position_ids": positions} if self.takes_positions else {}
         output = self.model(
-            input_ids=ids, attention_mask=self.mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **extra
+            input_ids=ids,
+            attention_mask=self.mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **extra,
         )
         self.logits = output.logits[:, -1].float()

@@ -1,4 +1,7 @@
-"""Randomness as a function of what it is for. No generator is carried along, so logging more, evaluating more or resuming changes no draw."""
+"""Randomness as a function of what it is for.
+
+No generator is carried along, so logging more, evaluating more or resuming changes no draw.
+"""
 
 from hashlib import blake2b
 

@@ -1,7 +1,8 @@
 """Every key of `ppo:`, defined once: type, bounds, default, meaning. Torch-free, so that a config loads in a blink.
 
 Names are those of TRL's PPOConfig. A default's source stands in brackets at the end of its description.
-A validator that refuses a combination raises `PydanticCustomError(CODE, text, {"hint": fix})`; the config floor turns it into `error[CODE]`.
+A validator that refuses a combination raises `PydanticCustomError(CODE, text, {"hint": fix})`; the config floor turns
+it into `error[CODE]`.
 """
 
 import math
@@ -14,7 +15,9 @@ TRL = "[TRL 1.12 PPOConfig]"
 HF = "[transformers TrainingArguments]"
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "full")
-SCHEDULERS = Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_min_lr"]
+SCHEDULERS = Literal[
+    "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_min_lr"
+]
 
 
 class Settings(BaseModel):
@@ -39,52 +42,103 @@ class LengthRange(Settings):
 def _refuse_fp16(value: object) -> object:
     if value is True:
         raise PydanticCustomError(
-            "C17", "fp16 cannot train PPO: log-prob differences underflow and there is no loss scaler", {"hint": "set bf16: true"}
+            "C17",
+            "fp16 cannot train PPO: log-prob differences underflow and there is no loss scaler",
+            {"hint": "set bf16: true"},
         )
     return value
 
 
 class PPOSettings(Settings):
-    """The numbers of PPO (Schulman et al. 2017, arXiv 1707.06347; for language models Ziegler et al. 2019, arXiv 1909.08593)."""
+    """The numbers of PPO (Schulman et al.
+
+    2017, arXiv 1707.06347; for language models Ziegler et al. 2019, arXiv 1909.08593).
+    """
 
     # How much
-    total_episodes: int | None = Field(None, ge=1, description="Episodes (= responses) in all. Give this or num_train_epochs.")
-    num_train_epochs: float | None = Field(None, gt=0, description="Passes over the prompts. Give this or total_episodes.")
-    per_device_train_batch_size: int = Field(
-        16, ge=1, description="Rows of a micro-batch at most; times gradient_accumulation_steps = episodes of an update. [16 x 4 = 64 episodes, TRL 1.12 example]"
+    total_episodes: int | None = Field(
+        None, ge=1, description="Episodes (= responses) in all. Give this or num_train_epochs."
     )
-    gradient_accumulation_steps: int = Field(4, ge=1, description="Micro-batches of full size that make up an update's episodes. [see per_device_train_batch_size]")
+    num_train_epochs: float | None = Field(
+        None, gt=0, description="Passes over the prompts. Give this or total_episodes."
+    )
+    per_device_train_batch_size: int = Field(
+        16,
+        ge=1,
+        description=(
+            "Rows of a micro-batch at most; times gradient_accumulation_steps = episodes of an update. "
+            "[16 x 4 = 64 episodes, TRL 1.12 example]"
+        ),
+    )
+    gradient_accumulation_steps: int = Field(
+        4,
+        ge=1,
+        description="Micro-batches of full size that make up an update's episodes. [see per_device_train_batch_size]",
+    )
     num_mini_batches: int = Field(1, ge=1, description=f"Minibatches of an epoch; each makes one optimizer step. {TRL}")
     num_ppo_epochs: int = Field(4, ge=1, description=f"Passes over an update's episodes. {TRL}")
     num_samples_per_prompt: int = Field(1, ge=1, description="Responses to each prompt of an update. [TRL 1.12: one]")
     micro_batch_tokens: int | Literal["auto"] = Field(
         "auto",
-        description="Most tokens, padding included, that one forward pass of judge or update holds, with at most per_device_train_batch_size rows; auto: only the rows bound it. [measured: docs/ppo.md]",
+        description=(
+            "Most tokens, padding included, that one forward pass of judge or update holds, with at most "
+            "per_device_train_batch_size rows; auto: only the rows bound it. [measured: docs/ppo.md]"
+        ),
     )
     local_rollout_forward_batch_size: int | None = Field(
-        None, ge=1, description="Rows generated, and scored by reward models, at a time; none: all rows are generated together and scored by micro_batch_tokens. [ours]"
+        None,
+        ge=1,
+        description=(
+            "Rows generated, and scored by reward models, at a time; none: all rows are generated "
+            "together and scored by micro_batch_tokens. [ours]"
+        ),
     )
-    num_sample_generations: int = Field(10, ge=0, description=f"Tables of prompts, responses and scores shown during training. {TRL}")
+    num_sample_generations: int = Field(
+        10, ge=0, description=f"Tables of prompts, responses and scores shown during training. {TRL}"
+    )
 
     # Rollouts
     response_length: Annotated[int, Field(ge=1)] | LengthRange = Field(
         53, description=f"Most tokens of a response, or {{min, max}} to draw the limit anew for each update. {TRL}"
     )
     temperature: float = Field(0.7, gt=0, description=f"Sampling temperature; log-probs use the same one. {TRL}")
-    stop_token: Literal["eos", "none"] | None = Field(None, description="eos: a response ends with the stop token of the SFT checkpoint; none: it never ends early. [eos: N+ details, arXiv 2403.17031]")
-    stop_token_id: int | None = Field(None, ge=0, description="A stop token by its id, in place of stop_token. [none: the SFT checkpoint's]")
+    stop_token: Literal["eos", "none"] | None = Field(
+        None,
+        description=(
+            "eos: a response ends with the stop token of the SFT checkpoint; none: it never ends early. "
+            "[eos: N+ details, arXiv 2403.17031]"
+        ),
+    )
+    stop_token_id: int | None = Field(
+        None, ge=0, description="A stop token by its id, in place of stop_token. [none: the SFT checkpoint's]"
+    )
     missing_eos_penalty: float | None = Field(
-        1.0, ge=0, description="Subtracted from the score of a response that reached its length limit without the stop token. [1.0: TRL 1.12's example scripts; its PPOConfig has none]"
+        1.0,
+        ge=0,
+        description=(
+            "Subtracted from the score of a response that reached its length limit without the stop "
+            "token. [1.0: TRL 1.12's example scripts; its PPOConfig has none]"
+        ),
     )
 
     # Rewards
     kl_coef: float = Field(0.05, ge=0, description=f"Coefficient of the KL penalty to the SFT policy, per nat. {TRL}")
-    kl_in: Literal["reward", "loss"] = Field("reward", description=f"Where the KL penalty goes: into each token's reward, or into the loss. {TRL}")
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = Field(
-        "k1", description=f"Estimator of a token's KL (Schulman 2020, 'Approximating KL divergence'). In the loss: full, k2 or k3. {TRL}"
+    kl_in: Literal["reward", "loss"] = Field(
+        "reward", description=f"Where the KL penalty goes: into each token's reward, or into the loss. {TRL}"
     )
-    whiten_rewards: bool = Field(False, description=f"Scale an update's token rewards to unit variance, mean kept. {TRL}")
-    advantage_norm: Literal["batch", "none"] = Field("batch", description=f"Whiten advantages over the whole update. {TRL}")
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] = Field(
+        "k1",
+        description=(
+            "Estimator of a token's KL (Schulman 2020, 'Approximating KL divergence'). In the loss: "
+            f"full, k2 or k3. {TRL}"
+        ),
+    )
+    whiten_rewards: bool = Field(
+        False, description=f"Scale an update's token rewards to unit variance, mean kept. {TRL}"
+    )
+    advantage_norm: Literal["batch", "none"] = Field(
+        "batch", description=f"Whiten advantages over the whole update. {TRL}"
+    )
 
     # The objective
     cliprange: float = Field(0.2, gt=0, lt=1, description=f"Clip range of the probability ratio. {TRL}")
@@ -95,7 +149,9 @@ class PPOSettings(Settings):
 
     # The optimizer
     learning_rate: float = Field(3e-6, ge=0, description=f"Peak learning rate of policy and value. {TRL}")
-    lr_scheduler_type: SCHEDULERS = Field("linear", description=f"Schedule over the run's updates, stepped once an update. {HF}")
+    lr_scheduler_type: SCHEDULERS = Field(
+        "linear", description=f"Schedule over the run's updates, stepped once an update. {HF}"
+    )
     warmup_steps: int | None = Field(None, ge=0, description=f"Updates of warm-up. Give this or warmup_ratio. {HF}")
     warmup_ratio: float | None = Field(None, ge=0, lt=1, description=f"Warm-up as a share of all updates. {HF}")
     weight_decay: float = Field(0.0, ge=0, description=f"AdamW's weight decay; none on biases and norms. {HF}")
@@ -103,17 +159,29 @@ class PPOSettings(Settings):
     adam_beta2: float = Field(0.999, ge=0, lt=1, description=f"AdamW's beta2. {HF}")
     adam_epsilon: float = Field(1e-8, gt=0, description=f"AdamW's epsilon. {HF}")
     max_grad_norm: float = Field(1.0, gt=0, description=f"Gradient norm limit, for policy and value apart. {HF}")
-    gradient_checkpointing: bool = Field(False, description=f"Recompute activations in the backward pass: less memory, more time. {HF}")
-    bf16: bool = Field(False, description=f"Forward and backward passes under bfloat16 autocast; weights stay float32. {HF}")
-    fp16: Annotated[bool, BeforeValidator(_refuse_fp16)] = Field(False, description=f"Refused: PPO trains in float32 or bf16. {HF}")
+    gradient_checkpointing: bool = Field(
+        False, description=f"Recompute activations in the backward pass: less memory, more time. {HF}"
+    )
+    bf16: bool = Field(
+        False, description=f"Forward and backward passes under bfloat16 autocast; weights stay float32. {HF}"
+    )
+    fp16: Annotated[bool, BeforeValidator(_refuse_fp16)] = Field(
+        False, description=f"Refused: PPO trains in float32 or bf16. {HF}"
+    )
 
     @model_validator(mode="after")
     def _one_of_each_pair(self) -> Self:
         if (self.total_episodes is None) == (self.num_train_epochs is None):
-            raise PydanticCustomError("C17", "give one of total_episodes and num_train_epochs", {"hint": "e.g. total_episodes: 10000"})
+            raise PydanticCustomError(
+                "C17", "give one of total_episodes and num_train_epochs", {"hint": "e.g. total_episodes: 10000"}
+            )
         for one, other in (("warmup_steps", "warmup_ratio"), ("stop_token", "stop_token_id")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise PydanticCustomError("C17", "{one} and {other} say the same thing twice", {"one": one, "other": other, "hint": f"keep {one}"})
+                raise PydanticCustomError(
+                    "C17",
+                    "{one} and {other} say the same thing twice",
+                    {"one": one, "other": other, "hint": f"keep {one}"},
+                )
         return self
 
     @model_validator(mode="after")
@@ -132,12 +200,20 @@ class PPOSettings(Settings):
         for key in ("num_mini_batches", "num_samples_per_prompt"):
             parts = getattr(self, key)
             if batch % parts:
-                near = sorted({divisor for divisor in range(1, batch + 1) if batch % divisor == 0}, key=lambda d: abs(d - parts))[:2]
-                arithmetic = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps} = {batch} episodes an update"
+                near = sorted(
+                    {divisor for divisor in range(1, batch + 1) if batch % divisor == 0}, key=lambda d: abs(d - parts)
+                )[:2]
+                sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
+                arithmetic = f"{sizes} = {batch} episodes an update"
                 raise PydanticCustomError(
                     "C12",
                     "{arithmetic} cannot be divided by {key} {parts}",
-                    {"arithmetic": arithmetic, "key": key, "parts": parts, "hint": f"nearest that fit: {' or '.join(map(str, sorted(near)))}"},
+                    {
+                        "arithmetic": arithmetic,
+                        "key": key,
+                        "parts": parts,
+                        "hint": f"nearest that fit: {' or '.join(map(str, sorted(near)))}",
+                    },
                 )
         return self
 

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import reading
-from rlhf_cli.ppo import formulas, optimizer as default
+from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.advantages import gae
 from rlhf_cli.ppo.records import Experience, MicroBatch, Prompts, Rollout, micro_batches
 from rlhf_cli.ppo.rewards import RewardSource
@@ -26,7 +28,8 @@ Stats = dict[str, float]
 class PPOTrainer:
     """Four models and a schedule of updates.
 
-    `policy` and `ref` are causal models, `value` a one-label sequence classifier with the policy's tokenizer; `rewards` are named
+    `policy` and `ref` are causal models, `value` a one-label sequence classifier with the policy's tokenizer; `rewards`
+    are named
     sources whose scores are added with `weights` (1 each by default). Dropout is switched off in all. `ref` is frozen.
     `num_updates` is the length of the learning-rate schedule; by default what `settings.total_episodes` makes.
     """
@@ -61,7 +64,10 @@ class PPOTrainer:
         self.experience: Experience | None = None  # of the last step, for sample tables
 
     def step(self, prompts: Prompts) -> Stats:
-        """One PPO update on responses to `prompts` (each repeated num_samples_per_prompt times); returns its metrics."""
+        """One PPO update on responses to `prompts` (each repeated num_samples_per_prompt times).
+
+        Returns its metrics.
+        """
         clock = [time.perf_counter()]
         rollout = self.generate(prompts)
         clock.append(time.perf_counter())
@@ -69,7 +75,7 @@ class PPOTrainer:
         clock.append(time.perf_counter())
         stats = self.update(self.experience)
         clock.append(time.perf_counter())
-        phases = dict(zip(("rollout", "judge", "update"), (b - a for a, b in zip(clock, clock[1:], strict=False)), strict=True))
+        phases = dict(zip(("rollout", "judge", "update"), (b - a for a, b in pairwise(clock)), strict=True))
         stats |= {f"time/{phase}_s": seconds for phase, seconds in phases.items()}
         return stats | {"tokens_per_s": stats["tokens/real"] / (clock[-1] - clock[0])}
 
@@ -91,18 +97,25 @@ class PPOTrainer:
 
     @torch.no_grad()
     def judge(self, rollout: Rollout, scores: Tensor | None = None) -> Experience:
-        """Log-probs, values, scores, rewards and advantages of a rollout. `scores` (B,), where given, stand in for the reward sources.
+        """Log-probs, values, scores, rewards and advantages of a rollout. `scores` (B,), where given, stand in for the
+        reward sources.
 
         Raises RLHFError R01 where a number is not finite.
         """
         settings, mask = self.settings, rollout.response_mask
         plan = self._plan(rollout, epoch=0)
         read = self._read(rollout, plan)
-        sources = {name: source(rollout) for name, source in self.rewards.items()} if scores is None else {"given": scores}
+        sources = (
+            {name: source(rollout) for name, source in self.rewards.items()} if scores is None else {"given": scores}
+        )
         scores = self._place(rollout, sources) if scores is None else scores.float()
         for name, tensor in {**{f"score `{k}`": v for k, v in sources.items()}, **read}.items():
             self._refuse_nonfinite(name, tensor)
-        kl = read["kl"] if settings.kl_estimator == "full" else formulas.kl_tokens(read["logprobs"], read["ref_logprobs"], settings.kl_estimator)
+        kl = (
+            read["kl"]
+            if settings.kl_estimator == "full"
+            else formulas.kl_tokens(read["logprobs"], read["ref_logprobs"], settings.kl_estimator)
+        )
         kl = torch.where(mask, kl, 0)
         rewards = formulas.shape_rewards(scores, self._penalty_coef * kl, mask)
         if settings.whiten_rewards:
@@ -111,15 +124,31 @@ class PPOTrainer:
         if settings.advantage_norm == "batch":
             advantages = formulas.masked_whiten(advantages, mask)
         padded = sum(len(rows) * int(rollout.lengths[rows].max()) for minibatch in plan for rows in minibatch)
-        return Experience(rollout, plan, scores, sources, read["logprobs"], read["ref_logprobs"], read["values"], read["entropy"],
-                          kl, rewards, advantages, returns, padded)  # fmt: skip
+        return Experience(
+            rollout,
+            plan,
+            scores,
+            sources,
+            read["logprobs"],
+            read["ref_logprobs"],
+            read["values"],
+            read["entropy"],
+            kl,
+            rewards,
+            advantages,
+            returns,
+            padded,
+        )
 
     @property
     def _penalty_coef(self) -> float:
         return self.settings.kl_coef if self.settings.kl_in == "reward" else 0.0
 
     def _place(self, rollout: Rollout, sources: dict[str, Tensor]) -> Tensor:
-        """The score (B,) of each row: weighted sum of the sources, less the penalty for a response that reached its limit."""
+        """The score (B,) of each row:
+
+        weighted sum of the sources, less the penalty for a response that reached its limit.
+        """
         scores = torch.stack([self.weights[name] * raw.float() for name, raw in sources.items()]).sum(0)
         if self.settings.missing_eos_penalty and self.settings.stop_token != "none":
             scores = scores - self.settings.missing_eos_penalty * ~rollout.ended
@@ -128,7 +157,9 @@ class PPOTrainer:
     def _plan(self, rollout: Rollout, epoch: int) -> tuple[tuple[Tensor, ...], ...]:
         """An epoch's minibatches, drawn at random, each split into micro-batches of rows of like length."""
         settings = self.settings
-        order = torch.randperm(len(rollout), generator=torch.Generator().manual_seed(derive(self.seed, "minibatches", self.updates, epoch)))
+        order = torch.randperm(
+            len(rollout), generator=torch.Generator().manual_seed(derive(self.seed, "minibatches", self.updates, epoch))
+        )
         tokens = None if settings.micro_batch_tokens == "auto" else settings.micro_batch_tokens
         size = settings.per_device_train_batch_size
         return tuple(
@@ -137,7 +168,10 @@ class PPOTrainer:
         )
 
     def _read(self, rollout: Rollout, plan: tuple[tuple[Tensor, ...], ...]) -> dict[str, Tensor]:
-        """What the three models say of each response token, (B, R) each, 0 elsewhere. Runs on the update's own micro-batches."""
+        """What the three models say of each response token, (B, R) each, 0 elsewhere.
+
+        Runs on the update's own micro-batches.
+        """
         temperature, mask = self.settings.temperature, rollout.response_mask
         read: dict[str, Tensor] = {}
         for rows in (rows for minibatch in plan for rows in minibatch):
@@ -165,7 +199,12 @@ class PPOTrainer:
             steps += [self._learn(experience, minibatch) for minibatch in plan]
         self.scheduler.step()
         self.updates += 1
-        return {"episode": self.updates * len(experience.rollout), **self._objective(experience), **_averages(steps), "lr": lr}
+        return {
+            "episode": self.updates * len(experience.rollout),
+            **self._objective(experience),
+            **_averages(steps),
+            "lr": lr,
+        }
 
     def _learn(self, experience: Experience, minibatch: tuple[Tensor, ...]) -> Stats:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
@@ -180,13 +219,19 @@ class PPOTrainer:
                 first_error = torch.maximum(first_error, (ratio - 1).abs().max())
                 for name, gauge in gauges.items():
                     totals[name] += gauge.detach().sum()
-        norms = {name: torch.nn.utils.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm)
-                 for name, model in (("policy", self.policy), ("value", self.value))}  # fmt: skip
+        norms = {
+            name: torch.nn.utils.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm)
+            for name, model in (("policy", self.policy), ("value", self.value))
+        }
         for name, norm in norms.items():
             self._refuse_nonfinite(f"{name} gradient", norm)
         self.optimizer.step()
         stats = {name: float(total) / tokens for name, total in totals.items()}
-        return stats | {f"{name}/grad_norm": float(norm) for name, norm in norms.items()} | {"ratio_error": float(first_error)}
+        return (
+            stats
+            | {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
+            | {"ratio_error": float(first_error)}
+        )
 
     def _loss(self, experience: Experience, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Summed loss of a micro-batch, the gauges of each token (N,), and the ratio (N,)."""
@@ -203,9 +248,15 @@ class PPOTrainer:
         loss = surrogate.sum() + settings.vf_coef * error.sum()
         if settings.kl_in == "loss":
             loss = loss + settings.kl_coef * self._kl_loss(experience, micro, logits, logprobs).sum()
-        gauges = {"loss/policy_avg": surrogate, "loss/value_avg": error, "policy/clipfrac_avg": clipped.float(), "policy/entropy_avg": entropy,
-                  "policy/approxkl_avg": formulas.approx_kl(logprobs, old_logprobs), "val/ratio": ratio,
-                  "val/clipfrac_avg": value_clipped.float()}  # fmt: skip
+        gauges = {
+            "loss/policy_avg": surrogate,
+            "loss/value_avg": error,
+            "policy/clipfrac_avg": clipped.float(),
+            "policy/entropy_avg": entropy,
+            "policy/approxkl_avg": formulas.approx_kl(logprobs, old_logprobs),
+            "val/ratio": ratio,
+            "val/clipfrac_avg": value_clipped.float(),
+        }
         return loss, gauges, ratio.detach()
 
     def _kl_loss(self, experience: Experience, micro: MicroBatch, logits: Tensor, logprobs: Tensor) -> Tensor:
@@ -261,10 +312,17 @@ class PPOTrainer:
 
     def _refuse_nonfinite(self, name: str, numbers: Tensor) -> None:
         if not torch.isfinite(numbers).all():
-            rows = (~torch.isfinite(numbers.reshape(len(numbers) if numbers.ndim else 1, -1)).all(1)).nonzero()[:, 0].tolist()
+            rows = (
+                (~torch.isfinite(numbers.reshape(len(numbers) if numbers.ndim else 1, -1)).all(1))
+                .nonzero()[:, 0]
+                .tolist()
+            )
             at = f", first in row {rows[0]}" if numbers.ndim else ""
-            raise RLHFError("R01", f"step {self.updates + 1}: {name} is not finite in {len(rows)} places{at}",
-                            hint="lower ppo.learning_rate, or look at the reward of that row")  # fmt: skip
+            raise RLHFError(
+                "R01",
+                f"step {self.updates + 1}: {name} is not finite in {len(rows)} places{at}",
+                hint="lower ppo.learning_rate, or look at the reward of that row",
+            )
 
 
 def _averages(steps: list[Stats]) -> Stats:

@@ -183,7 +183,7 @@ def headline(config: RewardConfig, scorer: Any, rows: Rows) -> dict[str, Any]:
 
 
 def probes(scorer: Any, rows: Rows) -> list[dict[str, Any]]:
-    """Some rows, chosen and rejected in turn, with the scores that readers see: PPO must find the same by its own way."""
+    """Some rows, chosen and rejected in turn, with the scores that readers see: PPO has to find the same."""
     mean, deviation = getattr(scorer.config, "reward_mean", 0.0), getattr(scorer.config, "reward_std", 1.0)
     found = []
     for number, row in enumerate(rows[:PROBES]):
@@ -197,8 +197,8 @@ def card(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
     """The model's README."""
     ours = config.reward
     text = (
-        f"A reward model, trained from {trl_training.name_of(parent)} on {rows} pairs of {Path(config.data.train).name}: "
-        f"{steps} steps, learning rate {ours.learning_rate:g}. It scores a prompt with its answer at the last token."
+        f"A reward model, trained from {trl_training.name_of(parent)} on {rows} pairs of "
+        f"{Path(config.data.train).name}: {steps} steps, learning rate {ours.learning_rate:g}. It scores a prompt with its answer at the last token."
     )
     if ours.normalize == "sft":
         text += (

@@ -69,6 +69,7 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "prediction_loss_only": True,
         "report_to": "none",
         "disable_tqdm": True,
+        "use_cache": True,  # for what is saved: TRL's own forwards do without a cache
         **changes,
         **config.trainer,
     }
@@ -145,7 +146,6 @@ class Follower(TrainerCallback, ExportableState):
     ) -> None:
         self.trainer, self.log, self.label, self.stop, self.resumed = trainer, log, label, stop, resumed
         self.bar: terminal.Progress | None = None
-        self.note = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The progress starts where the checkpoint left off, and so do the sums behind the next line of the log."""
@@ -175,7 +175,7 @@ class Follower(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is always logged, and a stop signal saves at once."""
         assert self.bar
-        self.bar.advance(note=self.note)
+        self.bar.advance()
         if state.global_step >= state.max_steps:
             control.should_log = True
         elif self.stop.wished:
@@ -189,8 +189,8 @@ class Follower(TrainerCallback, ExportableState):
             text = f"{bad[0]} is {kept[bad[0]]} at step {state.global_step}"
             hint = f"lower the learning rate, or look for odd rows; older checkpoints are in {shown(args.output_dir)}"
             raise RLHFError("R01", text, hint=hint)
-        if "loss" in kept:
-            self.note = f"loss {kept['loss']:.4f}"
+        if "loss" in kept and self.bar:
+            self.bar.advance(0, note=f"loss {kept['loss']:.4f}")
         if {"loss", "eval_loss"} & kept.keys():
             self.log.log(state.global_step, {NAMES.get(name, name): value for name, value in kept.items()})
 

@@ -7,7 +7,6 @@ from rlhf_cli import checkpoints, data, rows, terminal, verdict
 from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.models import tokenizers
 from rlhf_cli.stages.eval import answers, report
-from rlhf_cli.stages.eval.answers import Sampling
 
 
 def run(config: EvalConfig, options: Options) -> None:
@@ -29,7 +28,11 @@ def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoin
     """Write samples.jsonl and report.json; returns the report."""
     tokenizer = tokenizers.load_tokenizer(parents["models.sft"].model, trust_remote_code=options.trust_remote_code)
     prompts = data.prompt_rows(
-        Path(config.data.prompts), tokenizer, columns=config.data.columns, max_length=None, where=config.where("data.prompts")
+        Path(config.data.prompts),
+        tokenizer,
+        columns=config.data.columns,
+        max_length=None,
+        where=config.where("data.prompts"),
     )[: config.eval.n]
     if len(prompts) < config.eval.n:
         terminal.say(f"eval     {len(prompts)} held-out prompts (eval.n asks for {config.eval.n})")

@@ -43,7 +43,9 @@ class Answers:
     ended: list[bool]
     lengths: list[int]
     scores: dict[str, list[float]]  # judge -> score of each row
-    kl: list[float] | None  # nats, sum over the response; None where the responses were not sampled at the training temperature
+    kl: (
+        list[float] | None
+    )  # nats, sum over the response; None where the responses were not sampled at the training temperature
 
 
 def sampling(config: EvalConfig, ppo: Parent, tokenizer: Any) -> Sampling:
@@ -55,20 +57,28 @@ def sampling(config: EvalConfig, ppo: Parent, tokenizer: Any) -> Sampling:
         stop = None if settings.stop_token == "none" else settings.stop_token_id or stop
     if temperature is None or length is None:
         raise RLHFError(
-            "C17", f"{checkpoints.shown(ppo.path)} does not tell how its policy was sampled", where=config.where("models.ppo"),
+            "C17",
+            f"{checkpoints.shown(ppo.path)} does not tell how its policy was sampled",
+            where=config.where("models.ppo"),
             hint="set eval.temperature and eval.response_length",
-        )  # fmt: skip
+        )
     return Sampling(temperature, length, stop)
 
 
 def collect(
-    config: EvalConfig, options: Options, parents: Mapping[str, Parent], tokenizer: Any, prompts: list[data.Prompt], how: Sampling
+    config: EvalConfig,
+    options: Options,
+    parents: Mapping[str, Parent],
+    tokenizer: Any,
+    prompts: list[data.Prompt],
+    how: Sampling,
 ) -> list[Answers]:
     """Everything generated and scored: each policy in each mode, then best-of-n of the SFT policy."""
     load = {
-        "dtype": config.models.dtype, "attn_implementation": config.models.attn_implementation,
+        "dtype": config.models.dtype,
+        "attn_implementation": config.models.attn_implementation,
         "trust_remote_code": options.trust_remote_code,
-    }  # fmt: skip
+    }
     desk = _Desk(config, tokenizer, prompts, how, _judges(config, parents, load))
     names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
     rounds = len(names) * len(config.eval.modes) + max(config.eval.best_of, default=0)
@@ -121,7 +131,9 @@ class _Desk:
         """The draws are keyed by (seed, mode, draw, row): the same for every policy, so that comparisons are paired."""
         temperature = self.how.temperature if mode == "sampled" else NEAR_GREEDY
         seeds = tuple(derive(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts)))
-        asked = replace(Prompts.from_lists([p.ids for p in self.prompts]), seeds=seeds, response_length=self.how.response_length)
+        asked = replace(
+            Prompts.from_lists([p.ids for p in self.prompts]), seeds=seeds, response_length=self.how.response_length
+        )
         size = self.config.eval.per_device_batch_size
         engine = HFEngine(policy, self.how.stop_token_id, self.tokenizer.pad_token_id or 0, temperature, size)
         rollout = engine.generate(asked)
@@ -130,19 +142,29 @@ class _Desk:
         responses = [decode(rollout.response_tokens(row), skip_special_tokens=True) for row in count]
         kl = None
         if mode == "sampled" and sft is not None:
-            kl = [0.0] * len(prompts) if policy is sft else sequence_kl(policy, sft, rollout, temperature, max_rows=size)
+            kl = (
+                [0.0] * len(prompts) if policy is sft else sequence_kl(policy, sft, rollout, temperature, max_rows=size)
+            )
         scores = {judge: ask(prompts, responses, rollout) for judge, ask in self.judges.items()}
-        return Answers(name, mode, prompts, responses, rollout.ended.tolist(), rollout.response_lengths.tolist(), scores, kl)
+        return Answers(
+            name, mode, prompts, responses, rollout.ended.tolist(), rollout.response_lengths.tolist(), scores, kl
+        )
 
 
 @torch.no_grad()
 def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, max_rows: int) -> list[float]:
-    """Sum over each response's tokens of log pi - log ref, nats; its mean over rows estimates KL(pi || ref) on pi's own samples."""
+    """Sum over each response's tokens of log pi - log ref, nats.
+
+    Its mean over rows estimates KL(pi || ref) on pi's own samples.
+    """
     totals: Tensor = torch.zeros(len(rollout), dtype=torch.float64, device=rollout.ids.device)
-    for rows in micro_batches(rollout.lengths, torch.arange(len(rollout), device=rollout.ids.device), max_rows=max_rows):
+    for rows in micro_batches(
+        rollout.lengths, torch.arange(len(rollout), device=rollout.ids.device), max_rows=max_rows
+    ):
         micro = rollout.micro_batch(rows)
         ours, theirs = (
-            formulas.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)[0] for model in (policy, ref)
+            formulas.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)[0]
+            for model in (policy, ref)
         )
         totals.index_add_(0, micro.cells[0], (ours - theirs).double())
     return totals.tolist()
@@ -150,13 +172,21 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
 
 def best_of(draws: list[Answers]) -> Answers:
     """Of each prompt's draws the one that the reward model likes most."""
-    picks = [max(range(len(draws)), key=lambda k: draws[k].scores["reward"][row]) for row in range(len(draws[0].responses))]
+    picks = [
+        max(range(len(draws)), key=lambda k: draws[k].scores["reward"][row]) for row in range(len(draws[0].responses))
+    ]
 
     def pick(column: Callable[[Answers], list]) -> list:
         return [column(draws[k])[row] for row, k in enumerate(picks)]
 
     scores = {judge: pick(lambda a, judge=judge: a.scores[judge]) for judge in draws[0].scores}
     return Answers(
-        f"best_of_{len(draws)}", "sampled", draws[0].prompts, pick(lambda a: a.responses), pick(lambda a: a.ended),
-        pick(lambda a: a.lengths), scores, None,
-    )  # fmt: skip
+        f"best_of_{len(draws)}",
+        "sampled",
+        draws[0].prompts,
+        pick(lambda a: a.responses),
+        pick(lambda a: a.ended),
+        pick(lambda a: a.lengths),
+        scores,
+        None,
+    )

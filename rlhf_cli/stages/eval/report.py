@@ -13,7 +13,10 @@ PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
 
 def build(config: EvalConfig, judged: list[Answers], n: int, how: Sampling, reward: Parent | None) -> dict[str, Any]:
     """The report as docs describe it; a key without a value is absent."""
-    by_mode = {mode: {a.model: a for a in judged if a.mode == mode and not a.model.startswith("best_of")} for mode in config.eval.modes}
+    by_mode = {
+        mode: {a.model: a for a in judged if a.mode == mode and not a.model.startswith("best_of")}
+        for mode in config.eval.modes
+    }
     draws = [answers for answers in judged if answers.model.startswith("best_of")]
     found: dict[str, Any] = {"n": n, "temperature": how.temperature, "response_length": how.response_length}
     headline = by_mode.get("sampled") or by_mode["greedy"]
@@ -75,10 +78,16 @@ def sample_rows(judged: list[Answers]) -> Iterator[dict[str, Any]]:
         for row, response in enumerate(answers.responses):
             kl = {"kl": answers.kl[row]} if answers.kl is not None else {}
             yield {
-                "index": row, "prompt": answers.prompts[row], "model": answers.model, "mode": answers.mode, "response": response,
-                "ended": answers.ended[row], "length": answers.lengths[row], **kl,
+                "index": row,
+                "prompt": answers.prompts[row],
+                "model": answers.model,
+                "mode": answers.mode,
+                "response": response,
+                "ended": answers.ended[row],
+                "length": answers.lengths[row],
+                **kl,
                 "scores": {judge: scores[row] for judge, scores in answers.scores.items()},
-            }  # fmt: skip
+            }
 
 
 def _mean(values: list) -> float:

@@ -41,7 +41,10 @@ def run(config: PPOConfig, options: Options) -> None:
 
 
 def train(config: PPOConfig, parts: making.Parts) -> Stats:
-    """The loop over updates; returns the metrics of the last one. SIGTERM or SIGINT: saves after the step and exits 143 or 130."""
+    """The loop over updates.
+
+    Returns the metrics of the last one. SIGTERM or SIGINT: saves after the step and exits 143 or 130.
+    """
     trainer, settings, folder = parts.trainer, config.ppo, config.folder
     terminal.say(arithmetic(settings, len(parts.prompts), parts.updates))
     metrics = MetricsLog(folder / "metrics.jsonl", resume_at=trainer.updates)
@@ -52,7 +55,9 @@ def train(config: PPOConfig, parts: making.Parts) -> Stats:
     with StopWish() as stop, terminal.Progress("ppo", parts.updates, "update") as bar:
         bar.advance(trainer.updates)
         while trainer.updates < parts.updates:
-            picked = data.prompt_batch(len(parts.prompts), trainer.updates + 1, settings.prompts_per_update, config.seed)
+            picked = data.prompt_batch(
+                len(parts.prompts), trainer.updates + 1, settings.prompts_per_update, config.seed
+            )
             stats = trainer.step(Prompts.from_lists([parts.prompts[i].ids for i in picked]))
             step = trainer.updates
             metrics.log(step, stats)
@@ -62,23 +67,31 @@ def train(config: PPOConfig, parts: making.Parts) -> Stats:
                 save_snapshot(config, parts, step)
             if step % save_every == 0 or step == parts.updates or stop.wished:
                 checkpoints.commit_state(
-                    folder / "state", f"step_{step:06d}", lambda path: trees.save_tree(path, trainer.state_dict()), keep=config.output.keep
+                    folder / "state",
+                    f"step_{step:06d}",
+                    lambda path: trees.save_tree(path, trainer.state_dict()),
+                    keep=config.output.keep,
                 )
             if stop.wished and step < parts.updates:
-                terminal.say(f"ppo      stopped at step {step} of {parts.updates}, saved; the same command goes on from here")
+                terminal.say(
+                    f"ppo      stopped at step {step} of {parts.updates}, saved; the same command goes on from here"
+                )
                 raise SystemExit(stop.exit_code)
     return stats
 
 
 def arithmetic(settings: PPOSettings, prompts: int, updates: int) -> str:
     """What the batch sizes come to, in one line."""
-    size, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    episodes = settings.episodes_per_update
+    rows, parts, episodes = (
+        settings.per_device_train_batch_size,
+        settings.gradient_accumulation_steps,
+        settings.episodes_per_update,
+    )
+    epochs, minibatches = settings.num_ppo_epochs, settings.num_mini_batches
     return (
-        f"ppo      {prompts} prompts; an update = {size} x {accumulation} = {episodes} episodes "
-        f"({settings.prompts_per_update} prompts x {settings.num_samples_per_prompt}), {settings.num_ppo_epochs} epochs x "
-        f"{settings.num_mini_batches} minibatch(es) = {settings.num_ppo_epochs * settings.num_mini_batches} optimizer steps; "
-        f"{updates} updates = {updates * episodes} episodes"
+        f"ppo      {prompts} prompts; an update: {rows} x {parts} = {episodes} episodes, "
+        f"{settings.num_samples_per_prompt} to a prompt; {epochs} epochs x {minibatches} minibatches = "
+        f"{epochs * minibatches} optimizer steps; in all {updates} updates, {updates * episodes} episodes"
     )
 
 
@@ -96,13 +109,16 @@ def save_snapshot(config: PPOConfig, parts: making.Parts, step: int) -> None:
     """The policy alone, as a plain Hugging Face folder, for looking back; not for resuming."""
     card = f"Policy after {step} of {parts.updates} PPO updates."
     checkpoints.commit_state(
-        config.folder / "snapshots", f"step_{step:06d}",
-        lambda path: loading.save_model(parts.trainer.policy, parts.tokenizer, path, card), keep=max(1, config.output.snapshots),
-    )  # fmt: skip
+        config.folder / "snapshots",
+        f"step_{step:06d}",
+        lambda path: loading.save_model(parts.trainer.policy, parts.tokenizer, path, card),
+        keep=max(1, config.output.snapshots),
+    )
 
 
 def save_models(config: PPOConfig, parts: making.Parts) -> None:
     """model/ is the policy, value/ the value model; both load with from_pretrained."""
-    trained = f"{parts.trainer.updates} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
+    sizes = f"{parts.trainer.updates} PPO updates of {config.ppo.episodes_per_update} episodes"
+    trained = f"{sizes}, KL coefficient {config.ppo.kl_coef}"
     loading.save_model(parts.trainer.policy, parts.tokenizer, config.folder / "model", f"Policy after {trained}.")
     loading.save_model(parts.trainer.value, parts.tokenizer, config.folder / "value", f"Value model after {trained}.")

@@ -48,14 +48,25 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
         if key in parents:
             check_probes(scorers.frozen(key), parents[key], where=config.where(key))
             break
-    value = copy.deepcopy(scorers.frozen("models.reward")) if config.models.value == "reward" else scorers.load("models.value")
+    value = (
+        copy.deepcopy(scorers.frozen("models.reward"))
+        if config.models.value == "reward"
+        else scorers.load("models.value")
+    )
     batch = settings.local_rollout_forward_batch_size
     engine = HFEngine(policy, stop_token_id, tokenizer.pad_token_id or 0, settings.temperature, batch)
     updates = settings.num_updates(len(prompts))
     trainer = PPOTrainer(
-        policy, copy.deepcopy(policy), value, _sources(config, tokenizer, scorers), engine, settings,
-        weights={name: source.weight for name, source in config.rewards.items()}, num_updates=updates, seed=config.seed,
-    )  # fmt: skip
+        policy,
+        copy.deepcopy(policy),
+        value,
+        _sources(config, tokenizer, scorers),
+        engine,
+        settings,
+        weights={name: source.weight for name, source in config.rewards.items()},
+        num_updates=updates,
+        seed=config.seed,
+    )
     return Parts(tokenizer, stop_token_id, prompts, eval_prompts, trainer, updates)
 
 
@@ -95,7 +106,11 @@ def _sources(config: PPOConfig, tokenizer: Any, scorers: _Scorers) -> dict[str, 
 
 def _how(config: PPOConfig, options: Options) -> dict[str, Any]:
     models = config.models
-    return {"dtype": models.dtype, "attn_implementation": models.attn_implementation, "trust_remote_code": options.trust_remote_code}
+    return {
+        "dtype": models.dtype,
+        "attn_implementation": models.attn_implementation,
+        "trust_remote_code": options.trust_remote_code,
+    }
 
 
 def _prompts(config: PPOConfig, key: str, tokenizer: Any, policy: Any) -> list[data.Prompt]:
@@ -113,9 +128,13 @@ def _prompts(config: PPOConfig, key: str, tokenizer: Any, policy: Any) -> list[d
             hint=f"lower it by at least {response - context + 1}",
         )
     return data.prompt_rows(
-        Path(path), tokenizer, columns=config.data.columns, max_length=context and context - response,
-        on_long=config.data.on_long, where=config.where(f"data.{key}"),
-    )  # fmt: skip
+        Path(path),
+        tokenizer,
+        columns=config.data.columns,
+        max_length=context and context - response,
+        on_long=config.data.on_long,
+        where=config.where(f"data.{key}"),
+    )
 
 
 def check_tokenizers(parents: Mapping[str, Parent], config: Any, *, trust_remote_code: bool) -> None:
@@ -125,8 +144,9 @@ def check_tokenizers(parents: Mapping[str, Parent], config: Any, *, trust_remote
         if parent.stage == checkpoints.FOREIGN:
             tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=trust_remote_code)
             foreign[key] = {
-                "tokenizer_sha256": tokenizers.tokenizer_sha256(tokenizer), "template_sha256": tokenizers.template_sha256(tokenizer)
-            }  # fmt: skip
+                "tokenizer_sha256": tokenizers.tokenizer_sha256(tokenizer),
+                "template_sha256": tokenizers.template_sha256(tokenizer),
+            }
     first = parents["models.sft"]
     for key, parent in parents.items():
         if parent is not first:
@@ -146,7 +166,8 @@ def check_probes(model: Any, parent: Parent, *, where: str) -> None:
         rows = ", ".join(f"row {row}: {scores[row]:.4f}, stored {stored[row]:.4f}" for row in off[:3])
         raise RLHFError(
             "M09",
-            f"{len(off)} of {len(probes)} held-out rows get another score than the reward stage stored ({rows}); nothing was trained",
+            f"{len(off)} of {len(probes)} held-out rows get another score than the reward stage stored ({rows}); "
+            "nothing was trained",
             where=where,
             hint=f"run the reward stage again: {checkpoints.shown(parent.path)} or a library under it changed",
         )

@@ -14,21 +14,33 @@ WIDTH = 100
 
 
 class SampleTables:
-    """`num_sample_generations` tables over the run: of held-out prompts where `data.eval_prompts` is given, else of the rollout."""
+    """`num_sample_generations` tables over the run:
+
+    of held-out prompts where `data.eval_prompts` is given, else of the rollout.
+    """
 
     def __init__(self, path: Path, parts: Parts, settings: PPOSettings, *, resume_at: int):
         self.log, self.parts = SamplesLog(path, resume_at=resume_at), parts
-        self.every = max(1, parts.updates // settings.num_sample_generations) if settings.num_sample_generations else None
+        self.every = (
+            max(1, parts.updates // settings.num_sample_generations) if settings.num_sample_generations else None
+        )
         self.episodes = settings.episodes_per_update
 
     def show(self, step: int) -> None:
         """After update `step`: write and print a table where one is due."""
         if self.every is None or step % self.every:
             return
-        rows = [self._row(step, experience, row) for experience in [self._experience()] for row in range(min(IN_THE_LOG, len(experience.rollout)))]
+        rows = [
+            self._row(step, experience, row)
+            for experience in [self._experience()]
+            for row in range(min(IN_THE_LOG, len(experience.rollout)))
+        ]
         for row in rows:
             self.log.log(row)
-        cells = [[_short(row["prompt"]), _short(row["response"]), f"{row['score']:.2f}", f"{row['kl']:.2f}"] for row in rows[:ON_THE_TERMINAL]]
+        cells = [
+            [_short(row["prompt"]), _short(row["response"]), f"{row['score']:.2f}", f"{row['kl']:.2f}"]
+            for row in rows[:ON_THE_TERMINAL]
+        ]
         terminal.table(["prompt", "response", "score", "KL"], cells, title=f"samples at step {step}")
 
     def _experience(self) -> Experience:

@@ -1,0 +1,70 @@
+# What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check smoke sft reward ppo eval pipeline clean
+
+# The first Python on this machine that is new enough.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV ?= .venv
+RLHF := $(VENV)/bin/rlhf
+CONFIG ?= configs/demo
+
+# CONFIG is a run's folder, or a config in one. A preset of configs/ runs in runs/NAME, which `rlhf init` makes.
+FOLDER := $(patsubst %/,%,$(if $(filter %.yaml,$(CONFIG)),$(dir $(CONFIG)),$(CONFIG)))
+PRESET := $(patsubst configs/%,%,$(filter configs/%,$(FOLDER)))
+RUN := $(if $(PRESET),runs/$(PRESET),$(FOLDER))
+INIT = test -z "$(PRESET)" || test -e "$(RUN)" || $(RLHF) init "$(PRESET)" "$(RUN)"
+
+help: ## list these commands
+	@sed -n 's/^\([a-z -]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
+
+demo: $(VENV)/.installed ## the whole chain on a small world of its own: minutes on a CPU, no network
+	test -e runs/demo || $(RLHF) init demo runs/demo
+	$(RLHF) run runs/demo
+
+test: $(VENV)/.installed-test ## all tests but the slow ones
+	$(TESTING) $(VENV)/bin/python -m pytest
+
+test-slow: $(VENV)/.installed-test ## the tests that take minutes
+	$(TESTING) $(VENV)/bin/python -m pytest -m slow
+
+check: $(VENV)/.installed-test ## lint, types and the fast tests
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not training"
+
+smoke: $(VENV)/.installed ## the tiny chain from init to report in a temporary folder
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(TESTING) $(RLHF) init ci "$$folder/ci"; \
+	$(TESTING) $(RLHF) run "$$folder/ci"; \
+	for file in sft/model/model.safetensors reward/model/model.safetensors ppo/model/model.safetensors \
+		ppo/value/model.safetensors ppo/samples.jsonl eval/report.json eval/samples.jsonl \
+		sft/manifest.json reward/manifest.json ppo/manifest.json eval/manifest.json; do \
+		test -s "$$folder/ci/$$file" || { echo "smoke: $$file is missing" >&2; exit 1; }; \
+	done; echo "smoke: all there"
+
+sft reward ppo eval: $(VENV)/.installed ## one stage of CONFIG=configs/demo, or of another folder
+	@$(INIT)
+	$(RLHF) $@ --config $(RUN)/$@.yaml
+
+pipeline: $(VENV)/.installed ## the stages of CONFIG=configs/demo that are not up to date
+	@$(INIT)
+	$(RLHF) run $(RUN)
+
+clean: ## remove what tools left; runs/ and the installation stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+	find rlhf_cli tests scripts -name __pycache__ -prune -exec rm -rf {} +
+
+# Tiny models are fastest on one thread, and no test may ask a hub.
+TESTING := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+# The stamps: installed once, and again when one of these files changes.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
+	touch $(VENV)/.installed $@

@@ -1,0 +1,31 @@
+"""What the tests of bad configs share: a good head for each stage's file, and the messages of a bad one."""
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_cli.config import load
+from rlhf_cli.errors import RLHFError
+
+HEAD = {
+    "sft": "model: {path: ./base}\ndata: {train: train.jsonl}\n",
+    "reward": "data: {train: pairs.jsonl}\n",
+    "ppo": "data: {prompts: prompts.jsonl}\nrewards: {reward: {weight: 1}}\n",
+    "eval": "data: {prompts: held-out.jsonl}\njudges: {}\n",
+}
+
+
+def messages(stage: str, content: str | bytes, *overrides: str) -> list[str]:
+    """The problems, as printed, of STAGE.yaml with this content in the working directory."""
+    path = Path(f"{stage}.yaml")
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RLHFError) as caught:
+        load(stage, str(path), overrides)
+    assert caught.value.exit_code == 2
+    return [str(problem) for problem in caught.value.problems]
+
+
+def only(stage: str, content: str | bytes, *overrides: str) -> str:
+    """The same where there is exactly one."""
+    [message] = messages(stage, content, *overrides)
+    return message

@@ -1,0 +1,122 @@
+"""What a user installs: the wheel away from the repository, the pins, and the Makefile's bookkeeping."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+PRESETS = sorted(path.name for path in (ROOT / "configs").iterdir() if path.is_dir())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel installed into a folder of its own, outside the repository."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", folder, wheel]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def installed(site: Path, cwd: Path, *arguments: str) -> str:
+    """What the installed `rlhf` prints; the libraries are this environment's, the package is the wheel's."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(site / "bin/rlhf"), *arguments]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_each_config_once(wheel: Path) -> None:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    files = [path for folder in ("rlhf_cli", "configs") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    expected = {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+    expected = {re.sub(r"^configs/", "rlhf_cli/configs/", name) for name in expected}
+    assert sorted(names) == sorted(expected)
+    assert any(name.startswith("rlhf_cli/configs/demo/") for name in names)
+
+
+def test_the_installed_command_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
+    assert "Commands:" in installed(site, tmp_path, "--help")
+    script = "import rlhf_cli; print(rlhf_cli.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == str(site / "rlhf_cli/__init__.py")
+
+
+def test_every_preset_is_listed(site: Path, tmp_path: Path) -> None:
+    listed = [line.split()[0] for line in installed(site, tmp_path, "init", "--list").splitlines()[1:]]
+    assert sorted(listed) == PRESETS
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("preset", ["ci", "demo"])
+def test_presets_work_from_the_wheel(site: Path, tmp_path: Path, preset: str) -> None:
+    installed(site, tmp_path, "init", preset, "run")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"sft.yaml", "reward.yaml", "ppo.yaml", "eval.yaml"} <= names
+    planned = installed(site, tmp_path, "run", "run", "--dry-run").splitlines()
+    assert [line.split()[0] for line in planned] == ["sft", "reward", "ppo", "eval"]
+    assert planned[0].split()[1] == "new"
+
+
+def test_every_dependency_is_pinned_inside_its_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {name.lower(): version for name, _, version in (line.partition("==") for line in lines) if version}
+    for requirement in map(Requirement, wanted):
+        assert pins[requirement.name.lower()] in requirement.specifier, requirement
+    assert pins["torch"] == "2.13.0"
+
+
+# make
+
+
+def make(*arguments: str) -> str:
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_make_lists_every_target() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony
+    listed = {name for line in make().splitlines() for name in line[:24].split()}
+    assert listed == set(phony[1].split())
+
+
+@pytest.mark.parametrize(("target", "stamp"), [("demo", ".installed"), ("test", ".installed-test")])
+def test_a_second_make_installs_nothing_until_a_pin_changes(tmp_path: Path, target: str, stamp: str) -> None:
+    venv = f"VENV={tmp_path}"
+    assert "-m pip install" in make("-n", target, venv)
+    (tmp_path / stamp).touch()
+    assert "-m pip install" not in make("-n", target, venv)
+    os.utime(tmp_path / stamp, (1, 1))
+    assert "-m pip install" in make("-n", target, venv)
+
+
+@pytest.mark.parametrize(
+    ("config", "run", "preset"),
+    [("configs/ci", "runs/ci", "ci"), ("configs/ci/ppo.yaml", "runs/ci", "ci"), ("some/run/", "some/run", None)],
+)
+def test_make_runs_a_stage_of_a_preset_or_of_a_folder(config: str, run: str, preset: str | None) -> None:
+    planned = make("-n", "ppo", f"CONFIG={config}")
+    assert f"rlhf ppo --config {run}/ppo.yaml" in planned
+    assert (f'rlhf init "{preset}" "{run}"' in planned) == (preset is not None)
+    assert f"rlhf run {run}" in make("-n", "pipeline", f"CONFIG={config}")

@@ -1,0 +1,417 @@
+"""`rlhf ppo` and `rlhf eval` through the real CLI, on tiny Hugging Face folders that we did not train."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+from rlhf_cli import rows
+from rlhf_cli.cli import app
+from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.ppo import Rollout
+from rlhf_cli.stages.eval import answers
+
+pytestmark = pytest.mark.training
+PROMPTS = [
+    f"tell me about the {thing} number {n}" for n in range(4) for thing in ("sea", "moon", "bread", "cat", "hill")
+]
+PPO = {
+    "models": {"sft": "sft_model", "reward": "reward_model"},
+    "data": {"prompts": "prompts.jsonl"},
+    "output": {"save_steps": 2, "snapshots": 2},
+    "ppo": {
+        "total_episodes": 32,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "response_length": 8,
+        "temperature": 1.0,
+        "learning_rate": 1e-3,
+        "num_sample_generations": 2,
+    },
+}
+EVAL = {
+    "models": {"sft": "sft_model", "reward": "reward_model"},
+    "judges": {"short": "judges:short"},
+    "data": {"prompts": "heldout.jsonl"},
+    "eval": {"n": 10, "best_of": [2, 3], "per_device_batch_size": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory) -> Path:
+    """sft_model, reward_model, prompts and a judge, made once."""
+    folder = tmp_path_factory.mktemp("origin")
+    rows.write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    rows.write_jsonl(folder / "heldout.jsonl", [{"prompt": f"what is a {thing}?"} for thing in "abcdefghijkl"])
+    (folder / "judges.py").write_text(
+        "def short(prompts, responses):\n    return [-len(response) for response in responses]\n"
+    )
+    tokenizer = tokenizers.train_tokenizer([folder / "prompts.jsonl"], 280)
+    for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
+        model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
+        loading.set_special_ids(model, tokenizer, 1)
+        loading.save_model(model, tokenizer, folder / name, "A tiny model.")
+    return folder
+
+
+@pytest.fixture
+def run_folder(origin: Path, tmp_path: Path) -> Path:
+    shutil.copytree(origin, tmp_path, dirs_exist_ok=True)
+    write(tmp_path, "ppo", PPO)
+    write(tmp_path, "eval", EVAL)
+    return tmp_path
+
+
+def write(folder: Path, stage: str, config: dict) -> None:
+    (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
+
+
+def rlhf(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def ppo(folder: Path, *arguments: object):
+    return rlhf("ppo", "-c", folder / "ppo.yaml", *arguments)
+
+
+def lines(path: Path) -> list[dict]:
+    return [row for _, row in rows.read_jsonl(path)]
+
+
+def untimed(path: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.endswith(("_s", "_per_s"))} for row in lines(path)]
+
+
+def test_leaves_what_the_contract_says(run_folder):
+    result = ppo(run_folder)
+    assert result.exit_code == 0, result.output
+    out = run_folder / "ppo"
+    metrics = lines(out / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    named = """episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
+        policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg loss/policy_avg loss/value_avg val/clipfrac_avg
+        val/ratio val/ratio_var
+        val/num_eos_tokens lr val/explained_variance objective/kl_coef objective/response_length objective/eos_fraction
+        policy/grad_norm
+        value/grad_norm policy/first_ratio_error time/rollout_s time/judge_s time/update_s tokens/real tokens/padded
+        tokens_per_s
+        objective/kl_k1 objective/score/reward time_s step"""
+    assert set(named.split()) <= metrics[0].keys()
+    assert metrics[0]["objective/kl"] == 0.0 and metrics[0]["policy/first_ratio_error"] == 0.0
+    samples = lines(out / "samples.jsonl")
+    assert {row["step"] for row in samples} == {2, 4} and len(samples) == 16
+    assert set(samples[0]) == {
+        "step",
+        "episode",
+        "index",
+        "prompt",
+        "response",
+        "ended",
+        "length",
+        "kl",
+        "score",
+        "scores",
+    }
+    assert samples[0]["prompt"] in PROMPTS
+    assert "samples at step 2" in result.stdout and "4 x 2 = 8 episodes" in result.stderr
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["stage"] == "ppo" and set(manifest["parents"]) == {
+        "models.sft",
+        "models.reward",
+        "rewards.reward.model",
+    }
+    assert {path.name for path in (out / "state").glob("step_*")} == {"step_000002", "step_000004"}
+    assert {path.name for path in (out / "snapshots").glob("step_*")} == {"step_000002", "step_000004"}
+    policy = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert policy.generation_config.eos_token_id == 1
+    AutoModelForSequenceClassification.from_pretrained(out / "value")
+    AutoTokenizer.from_pretrained(out / "model")
+    assert not list(out.rglob("*.bin")) and not list(out.rglob("*.pt")) and not list(out.rglob("*.pkl"))
+    again = ppo(run_folder)
+    assert again.exit_code == 0 and "finished already" in again.stderr
+
+
+def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(run_folder):
+    assert ppo(run_folder).exit_code == 0
+    plain = (run_folder / "ppo/model/model.safetensors").read_bytes()
+    assert (
+        ppo(
+            run_folder,
+            "-s",
+            f"data.eval_prompts={run_folder / 'heldout.jsonl'}",
+            "-s",
+            "ppo.num_sample_generations=4",
+            "--fresh",
+        ).exit_code
+        == 0
+    )
+    samples = lines(run_folder / "ppo/samples.jsonl")
+    assert {row["step"] for row in samples} == {1, 2, 3, 4} and all(
+        row["prompt"].startswith("what is") for row in samples
+    )
+    assert (run_folder / "ppo/model/model.safetensors").read_bytes() == plain
+    assert (run_folder / ".old/ppo-1/manifest.json").is_file()
+    assert ppo(run_folder, "-s", "ppo.num_sample_generations=0", "--fresh").exit_code == 0
+    assert not (run_folder / "ppo/samples.jsonl").exists()
+
+
+def test_resumed_run_is_the_straight_run_byte_for_byte(run_folder, tmp_path_factory):
+    """Stopped by SIGTERM somewhere after its first update, in a process of its own, and started again."""
+    straight = tmp_path_factory.mktemp("straight")
+    shutil.copytree(run_folder, straight, dirs_exist_ok=True)
+    long = ("-s", "ppo.total_episodes=160", "-s", "output.save_steps=3")
+    assert ppo(straight, *long).exit_code == 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "rlhf_cli", "ppo", "-c", str(run_folder / "ppo.yaml"), *long]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
+    metrics, deadline = run_folder / "ppo/metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and "saved; the same command goes on" in said
+    assert not (run_folder / "ppo/manifest.json").exists()
+    again = ppo(run_folder, *long)
+    assert again.exit_code == 0 and "resumes at step" in again.stderr
+    for name in ("model/model.safetensors", "value/model.safetensors", "samples.jsonl"):
+        assert (run_folder / "ppo" / name).read_bytes() == (straight / "ppo" / name).read_bytes(), name
+    assert untimed(metrics) == untimed(straight / "ppo/metrics.jsonl")
+
+
+def test_another_config_is_refused_and_fresh_moves_aside(run_folder):
+    assert ppo(run_folder).exit_code == 0
+    refused = ppo(run_folder, "-s", "ppo.kl_coef=0.2")
+    assert refused.exit_code == 2 and "error[C15]" in refused.stderr
+    assert "ppo.kl_coef 0.05 -> 0.2" in refused.stderr and "hint: --fresh" in refused.stderr
+
+
+def test_reward_functions_and_weights(run_folder):
+    config = {**PPO, "rewards": {"reward": {"weight": 0.5}, "short": {"function": "judges:short", "weight": 2.0}}}
+    write(run_folder, "ppo", config)
+    assert ppo(run_folder).exit_code == 0
+    for row in lines(run_folder / "ppo/samples.jsonl"):
+        weighted = 0.5 * row["scores"]["reward"] + 2.0 * row["scores"]["short"] - (not row["ended"])
+        assert row["score"] == pytest.approx(weighted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "body,says",
+    [
+        ("raise KeyError('x')", "raised KeyError"),
+        ("return [1.0]", "returned 1 scores for 8"),
+        ("return [float('nan')] * 8", "nan for row 0"),
+    ],
+)
+def test_r05_a_reward_function_that_misbehaves(run_folder, body, says):
+    name = f"bad_reward_{zlib.crc32(body.encode())}"  # a module of its own: Python imports a name once
+    (run_folder / f"{name}.py").write_text(f"def score(prompts, responses):\n    {body}\n")
+    write(run_folder, "ppo", {**PPO, "rewards": {"mine": {"function": f"{name}:score"}}})
+    result = ppo(run_folder)
+    assert (
+        result.exit_code == 1
+        and "error[R05]" in result.stderr
+        and says in result.stderr
+        and "Traceback" not in result.stderr
+    )
+
+
+def test_t04_reward_of_another_tokenizer(run_folder):
+    rows.write_jsonl(run_folder / "other.jsonl", [{"prompt": "entirely different words zebra quartz"}])
+    tokenizers.train_tokenizer([run_folder / "other.jsonl"], 270).save_pretrained(run_folder / "reward_model")
+    result = ppo(run_folder)
+    assert (
+        result.exit_code == 2
+        and "error[T04]" in result.stderr
+        and "models.reward" in result.stderr
+        and "hint:" in result.stderr
+    )
+
+
+def test_t05_reward_of_another_template(run_folder):
+    for name, template in (
+        ("sft_model", "{{ messages[0].content }}"),
+        ("reward_model", "Q: {{ messages[0].content }}"),
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(run_folder / name)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(run_folder / name)
+    result = ppo(run_folder)
+    assert result.exit_code == 2 and "error[T05]" in result.stderr
+
+
+def test_m01_and_m02_models_that_are_not_there_or_not_rewards(run_folder):
+    missing = ppo(run_folder, "-s", f"models.sft={run_folder / 'sft_modle'}")
+    assert missing.exit_code == 2 and "error[M01]" in missing.stderr and "did you mean" in missing.stderr
+    wrong = ppo(run_folder, "-s", f"models.reward={run_folder / 'sft_model'}")
+    assert wrong.exit_code == 2 and "error[M02]" in wrong.stderr and "no trained reward head" in wrong.stderr
+
+
+def as_reward_stage(folder: Path, probes: list[dict]) -> None:
+    """reward_model as the finished folder of a reward stage that stored `probes`."""
+    from rlhf_cli import checkpoints
+    from rlhf_cli.config import load
+
+    write(folder, "reward", {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}})
+    config = load("reward", folder / "reward.yaml")
+    identity = checkpoints.identity(config, {}, config.data_files())
+    checkpoints.begin(config, identity, fresh=False)
+    shutil.copytree(folder / "reward_model", folder / "reward/model")
+    checkpoints.finish(config, identity, parents={}, fields={"probes": probes})
+
+
+def test_m09_scores_that_do_not_come_back(run_folder):
+    model = AutoModelForSequenceClassification.from_pretrained(run_folder / "reward_model")
+    asked = [([40, 41, 42], [50, 1]), ([43], [51, 52, 53, 1])]
+    scores = [model(input_ids=torch.tensor([p + r])).logits.item() for p, r in asked]
+    probes = [{"prompt_ids": p, "response_ids": r, "score": s} for (p, r), s in zip(asked, scores, strict=True)]
+    as_reward_stage(run_folder, probes)
+    write(run_folder, "ppo", {**PPO, "models": {"sft": "sft_model"}})
+    assert ppo(run_folder).exit_code == 0, "the same scores pass"
+    probes[1]["score"] += 0.01
+    shutil.rmtree(run_folder / "reward")
+    as_reward_stage(run_folder, probes)
+    result = ppo(run_folder, "--fresh")
+    assert result.exit_code == 1 and "error[M09]" in result.stderr
+    assert (
+        "row 1" in result.stderr
+        and f"{scores[1]:.4f}" in result.stderr
+        and f"{probes[1]['score']:.4f}" in result.stderr
+    )
+    assert not (run_folder / "ppo/metrics.jsonl").exists()
+
+
+def test_c13_response_longer_than_the_context(run_folder):
+    result = ppo(run_folder, "-s", "ppo.response_length=64")
+    assert result.exit_code == 2 and "error[C13]" in result.stderr and "lower it by at least 1" in result.stderr
+
+
+def test_d01_prompts_that_are_not_there(run_folder):
+    result = ppo(run_folder, "-s", f"data.prompts={run_folder / 'promts.jsonl'}")
+    assert result.exit_code == 2 and "error[D01]" in result.stderr and "prompts.jsonl" in result.stderr
+
+
+# Evaluation
+
+
+def spoil(folder: Path) -> None:
+    """Make PPO's policy clearly worse by the judge `short`: it never stops."""
+    weights = load_file(folder / "ppo_model/model.safetensors")
+    weights["lm_head.weight"][1] = 0.0
+    weights["model.norm.weight"] *= 3
+    save_file(weights, folder / "ppo_model/model.safetensors", metadata={"format": "pt"})
+
+
+def test_eval_report_by_its_own_samples(run_folder):
+    assert ppo(run_folder).exit_code == 0
+    result = rlhf("eval", "-c", run_folder / "eval.yaml")
+    assert result.exit_code == 0, result.output
+    report, samples = (
+        json.loads((run_folder / "eval/report.json").read_text()),
+        lines(run_folder / "eval/samples.jsonl"),
+    )
+    assert (
+        report["n"] == 10
+        and set(report["models"]) == {"sft", "ppo"}
+        and set(report["greedy"]) == {"models", "win_rate"}
+    )
+    assert len(samples) == 10 * (2 * 2 + 2)
+    by = {(row["model"], row["mode"], row["index"]): row for row in samples}
+    for judge in ("reward", "short"):
+        gains = [by["ppo", "sampled", i]["scores"][judge] - by["sft", "sampled", i]["scores"][judge] for i in range(10)]
+        rate = report["win_rate"]["ppo_vs_sft"][judge]
+        assert rate["value"] == pytest.approx(sum((g > 0) + 0.5 * (g == 0) for g in gains) / 10)
+        assert (
+            rate["ties"] == sum(g == 0 for g in gains)
+            and rate["n"] == 10
+            and rate["ci95"][0] < rate["value"] < rate["ci95"][1]
+        )
+    sft, policy = report["models"]["sft"], report["models"]["ppo"]
+    assert sft["kl"] == 0.0 and policy["kl"] == pytest.approx(
+        sum(by["ppo", "sampled", i]["kl"] for i in range(10)) / 10
+    )
+    assert "kl" not in report["greedy"]["models"]["ppo"] and "kl" not in by["ppo", "greedy", 0]
+    assert policy["judges"]["short"]["mean"] == pytest.approx(
+        -sum(len(by["ppo", "sampled", i]["response"]) for i in range(10)) / 10
+    )
+    for n in (2, 3):
+        best = next(row for row in report["best_of"] if row["n"] == n)
+        assert best["reward_mean"] == pytest.approx(
+            sum(by[f"best_of_{n}", "sampled", i]["scores"]["reward"] for i in range(10)) / 10
+        )
+    assert all(
+        by["best_of_3", "sampled", i]["scores"]["reward"] >= by["best_of_2", "sampled", i]["scores"]["reward"]
+        for i in range(10)
+    )
+    assert "PPO over SFT" in result.stdout and "report:" in result.stdout
+
+
+def test_sequence_kl_is_the_sum_of_log_ratios_at_the_temperature():
+    policy, sft, temperature = tiny.causal(seed=3), tiny.causal(seed=0), 0.7
+    queries, responses = [[5, 6], [7], [8, 9, 4]], [[3, 2], [4, 8, 9, 5, 2], [6]]
+    found = answers.sequence_kl(policy, sft, Rollout.from_lists(queries, responses), temperature, max_rows=2)
+    for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
+        ids = torch.tensor([query + response])
+        ours, theirs = (
+            torch.log_softmax(model(input_ids=ids).logits[0].detach() / temperature, -1) for model in (policy, sft)
+        )
+        places = range(len(query) - 1, len(query) + len(response) - 1)
+        wanted = sum(float(ours[p, t] - theirs[p, t]) for p, t in zip(places, response, strict=True))
+        assert found[row] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_sft_against_itself_ties_everywhere(run_folder):
+    shutil.copytree(run_folder / "sft_model", run_folder / "copy")
+    config = {
+        **EVAL,
+        "models": {**EVAL["models"], "ppo": "copy"},
+        "eval": {**EVAL["eval"], "temperature": 1.0, "response_length": 8},
+    }
+    write(run_folder, "eval", config)
+    assert rlhf("eval", "-c", run_folder / "eval.yaml").exit_code == 0
+    report = json.loads((run_folder / "eval/report.json").read_text())
+    assert report["win_rate"]["ppo_vs_sft"]["reward"] == {
+        **report["win_rate"]["ppo_vs_sft"]["reward"],
+        "value": 0.5,
+        "ties": 10,
+    }
+    assert report["models"]["ppo"]["kl"] == 0.0
+
+
+def test_a_policy_that_never_stops_loses_by_the_short_judge(run_folder):
+    shutil.copytree(run_folder / "sft_model", run_folder / "ppo_model")
+    spoil(run_folder)
+    sizes = {
+        **EVAL["eval"],
+        "temperature": 1.0,
+        "response_length": 24,
+        "require": {"win_rate.ppo_vs_sft.short.value": ">= 0.6", "models.ppo.eos": "> 0"},
+    }
+    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "ppo_model"}, "eval": sizes})
+    result = rlhf("eval", "-c", run_folder / "eval.yaml")
+    report = json.loads((run_folder / "eval/report.json").read_text())
+    assert report["win_rate"]["ppo_vs_sft"]["short"]["value"] < 0.5
+    assert result.exit_code == 1 and result.stderr.count("error[R06]") == 2
+    assert "win_rate.ppo_vs_sft.short.value is" in result.stderr and "required >= 0.6" in result.stderr
+    assert (run_folder / "eval/manifest.json").is_file(), "the gate closes after the report is kept"
+    again = rlhf("eval", "-c", run_folder / "eval.yaml")
+    assert again.exit_code == 1 and "finished already" in again.stderr and again.stderr.count("error[R06]") == 2
+
+
+def test_a_foreign_policy_needs_its_sampling_told(run_folder):
+    write(run_folder, "eval", {**EVAL, "models": {**EVAL["models"], "ppo": "sft_model"}})
+    result = rlhf("eval", "-c", run_folder / "eval.yaml")
+    assert result.exit_code == 2 and "error[C17]" in result.stderr and "eval.temperature" in result.stderr
