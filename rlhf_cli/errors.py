@@ -24,8 +24,10 @@ class Problem:
     def line(self, kind: str = "error") -> str:
         """The message as printed, led by `error[CODE]` or `warning[CODE]`."""
         place = f"{self.where}: " if self.where else ""
-        hint = f"\nhint: {self.hint}" if self.hint else ""
-        return f"{kind}[{self.code}]: {place}{self.text}{hint}"
+        hint = "\nhint: " + " ".join(self.hint.splitlines()) if self.hint else ""
+        # A key or a value of the user's may hold a line break; a message is one line.
+        first = " ".join(f"{kind}[{self.code}]: {place}{self.text}".splitlines())
+        return first + hint
 
     def __str__(self) -> str:
         return self.line()

@@ -50,10 +50,16 @@ REPORT = {
     "win_rate": {"ppo_vs_sft": {"reward": {"value": 0.5, "ci95": [0.2, 0.8], "n": 2, "ties": 2}}},
 }
 
-if __name__ == "__main__":
-    asked = parser.parse_args()
+def main(arguments: list[str]) -> int:
+    """The exit code, as the command's."""
+    asked = parser.parse_args(arguments)
     try:
         work(config.load(asked.stage, asked.config, asked.set), asked.fresh)
     except RLHFError as error:
         print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

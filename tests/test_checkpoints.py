@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -20,6 +20,8 @@ from rlhf_cli.errors import RLHFError
 @dataclass
 class FakeConfig:
     """What checkpoints asks of a config, with nothing of the schema behind it."""
+
+    model_fields: ClassVar[dict[str, Any]] = {}
 
     run: Path
     stage: str = "sft"
@@ -274,13 +276,19 @@ def test_differences_read_like_a_changelog() -> None:
         "ppo.whiten true -> false",
         "ppo.x: new key 3",
         "gone: no longer set (was 1)",
-        "rewards: no longer set (was {})",
         "rewards.short.weight: new key 1.0",
         "models.sft: other weights",
         "models.value: was not set",
         "data.prompts: other content",
     }
     assert checkpoints.difference(old, old) == []
+
+
+def test_a_key_that_a_newer_version_brought_is_no_difference_at_its_default() -> None:
+    old, new = {"config": {"ppo": {}}}, {"config": {"ppo": {"new": 0.5}}}
+    assert checkpoints.difference(old, new, {"ppo.new": 0.5}.get) == []
+    assert checkpoints.difference(old, new, {"ppo.new": 0.4}.get) == ["ppo.new: new key 0.5"]
+    assert checkpoints.difference(new, old, {"ppo.new": 0.5}.get) == ["ppo.new: no longer set (was 0.5)"]
 
 
 def test_identity_follows_content_and_not_dates(tmp_path: Path) -> None:
@@ -387,7 +395,7 @@ def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
     assert manifest["files"]["model/model.safetensors"]["bytes"] == len(b"weights")
 
 
-def test_deleted_snapshots_leave_a_stage_finished(tmp_path: Path) -> None:
+def test_deleted_snapshots_and_edited_logs_leave_a_stage_finished(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path)
     wanted = checkpoints.identity(config, {}, {})
     checkpoints.begin(config, wanted, fresh=False)
@@ -396,7 +404,16 @@ def test_deleted_snapshots_leave_a_stage_finished(tmp_path: Path) -> None:
     checkpoints.finish(config, wanted, parents={}, fields={})
     for path in (tmp_path / "sft/snapshots/step_000001").iterdir():
         path.unlink()
+    (tmp_path / "sft/config.yaml").write_text("# a note of mine")
     assert checkpoints.examine(config, wanted).state == "finished"
+
+
+def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = FakeConfig(tmp_path / "file/run")
+    with pytest.raises(RLHFError) as caught:
+        checkpoints.begin(config, checkpoints.identity(config, {}, {}), fresh=False)
+    assert str(caught.value) == f"error[E03]: sft.yaml:3: {tmp_path}/file/run cannot be written: Not a directory"
 
 
 def test_a_second_process_may_not_write_the_same_folder(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ def test_where_a_key_was_written(here: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sft.where("data.train") == "sft.yaml:5"
     assert sft.where("data.eval") == "sft.yaml:4"
     assert sft.where("sft.max_length") == "--set sft.max_length"
+    assert load("sft", "sft.yaml", ["data={train: b.jsonl}"]).where("data.train") == "--set data"
     assert sft.where("sft.packing") == sft.where("nothing") == "sft.yaml"
 
 

@@ -188,9 +188,9 @@ def test_honest_anchors_work() -> None:
 
 PIECES = [
     "ppo", "sft", "data", "model", "trainer", "rewards", "eval", "run", "seed", "stage", "output", "response_length",
-    "a.b", ": ", ":", "\n", "\n  ", "\n    ", "- ", "{", "}", "[", "]", ", ", "1", "1e-5", "off", "true", ".nan", "'", '"',
-    "&a ", "*a", "!!str ", "# ", "| ", "> ", "\t", "é", "\x00", "\u2028", "null", "~", "-", "? ", "train", "path", "prompts",
-    "min", "model_type",
+    "a.b", ": ", ":", "\n", "\n  ", "\n    ", "- ", "{", "}", "[", "]", ", ", "1", "1e-5", "off", "true", ".nan", "'",
+    '"', "&a ", "*a", "!!str ", "# ", "| ", "> ", "\t", "é", "\x00", "\u2028", "null", "~", "-", "? ", "train",
+    "path", "prompts", "min", "model_type",
 ]  # fmt: skip
 
 

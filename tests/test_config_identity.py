@@ -73,6 +73,12 @@ def test_a_dumped_config_holds_no_absolute_path(stage: str, here: Path) -> None:
     assert str(here) not in json.dumps(loaded.dump(relative_to=loaded.folder))
 
 
+def test_a_model_in_the_folder_of_the_dump_stays_a_path(here: Path) -> None:
+    ppo = load("ppo", written(here, "ppo", MINIMAL["ppo"]))
+    assert ppo.dump(relative_to=here)["models"]["sft"] == "./sft"
+    assert ppo.dump(relative_to=here)["data"]["prompts"] == "prompts.jsonl"
+
+
 def identity(stage: str, path: Path, *overrides: str) -> dict:
     return load(stage, path, overrides).identity()
 
@@ -92,7 +98,8 @@ def test_the_identity_does_not_see_the_place(stage: str, here: Path) -> None:
     [
         ("sft", "output.save_steps=5"), ("sft", "output.run_name=x"), ("sft", "sft.logging_steps=3"), ("sft", "run=x"),
         ("sft", "sft.eval_steps=3"), ("reward", "reward.per_device_eval_batch_size=2"), ("sft", "data.train=x.jsonl"),
-        ("ppo", "ppo.num_sample_generations=0"), ("ppo", "models.sft=./x"), ("ppo", "models.value=./x"),
+        ("ppo", "ppo.num_sample_generations=0"), ("ppo", "models.sft=./x"), 
+        ("ppo", "models.sft=org/x"), ("ppo", "models.value=./x"),
         ("eval", "eval.require.a=> 1"), ("eval", "output.keep=3"),
     ],
 )  # fmt: skip

@@ -177,6 +177,15 @@ sft output: {run_name: ../x}
 sft sft: {warmup_steps: 3, warmup_ratio: 0.1}
     C17 sft: warmup_steps and warmup_ratio say the same thing twice
     hint: keep one of the two
+sft sft: {packing: 1}
+    C05 sft.packing: expected true or false, got 1
+sft sft: {max_length: "8"}
+    C05 sft.max_length: expected a whole number > 1, got "8"
+    hint: take the quotes away: 8
+sft sft: {weight_decay: true}
+    C06 sft.weight_decay: expected a number >= 0, got true
+sft sft: {weight_decay: .inf}
+    C06 sft.weight_decay: must be a finite number >= 0, got inf
 sft seed: -1
     C06 seed: must be >= 0 and < 4294967296, got -1
 sft run: 3

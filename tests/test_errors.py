@@ -17,6 +17,11 @@ def test_a_problem_is_one_line_and_at_most_one_hint() -> None:
     assert problem.line("warning").startswith("warning[C01]: x/ppo.yaml:4: ")
 
 
+def test_what_users_wrote_cannot_break_the_line() -> None:
+    problem = Problem("C01", "unknown key a\nb", "x.yaml:1", "keys here: c\u2028d")
+    assert str(problem) == "error[C01]: x.yaml:1: unknown key a b\nhint: keys here: c d"
+
+
 def test_an_unknown_code_is_a_programmers_mistake() -> None:
     with pytest.raises(AssertionError):
         RLHFError("X99", "no such code")

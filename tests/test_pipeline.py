@@ -9,20 +9,30 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fake_stage
 import pytest
 
-from rlhf_cli import pipeline
+from rlhf_cli import config, pipeline
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.pipeline import Selection
 
-FAKE = Path(__file__).parent / "fake_stage.py"
+FAKE = Path(fake_stage.__file__)
 CONFIGS = {
     "sft": "model: {path: ./base}\ndata: {train: sft.jsonl}\nsft: {learning_rate: 1e-5, weight_decay: 0.0}\n",
     "reward": "data: {train: pairs.jsonl}\nreward: {learning_rate: 1e-5}\n",
     "ppo": "data: {prompts: prompts.jsonl}\nppo: {kl_coef: 0.05, total_episodes: 64}\n",
     "eval": "data: {prompts: held-out.jsonl}\n",
 }
+
+
+def run_here(command: list[str]) -> int:
+    """A stage in this process, which is quicker than a child."""
+    assert command[:3] == [sys.executable, "-m", "rlhf_cli"]
+    try:
+        return fake_stage.main(command[3:])
+    except SystemExit as end:
+        return int(end.code or 0)
 
 
 @pytest.fixture
@@ -36,14 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "base/config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(FAKE.parent.parent))
-    real = pipeline.child_command
-
-    def fake(*args: object, **flags: bool) -> list[str]:
-        command = real(*args, **flags)  # type: ignore[arg-type]
-        assert command[1:3] == ["-m", "rlhf_cli"]
-        return [sys.executable, str(FAKE), *command[3:]]
-
-    monkeypatch.setattr(pipeline, "child_command", fake)
+    monkeypatch.setattr(pipeline, "_run_child", run_here)
     return tmp_path
 
 
@@ -135,6 +138,16 @@ def test_another_package_version_runs_nothing(run: Callable, folder: Path, monke
     (folder / "sft/manifest.json").write_text(json.dumps(manifest))
     monkeypatch.setattr("rlhf_cli.checkpoints.outputs.__version__", "10.0")
     assert ran(run()) == []
+
+
+def test_a_key_that_came_with_a_newer_version_runs_nothing_at_its_default(run: Callable, folder: Path) -> None:
+    run()
+    for stage, section, key in (("sft", "sft", "packing"), ("ppo", "ppo", "gamma"), ("eval", "eval", "modes")):
+        identity = json.loads((folder / stage / "identity.json").read_text())
+        del identity["config"][section][key]  # as an older version wrote it
+        (folder / stage / "identity.json").write_text(json.dumps(identity))
+    assert ran(run()) == []
+    assert run("ppo.gamma=0.9")["ppo"] == "stale: ppo.gamma: new key 0.9"
 
 
 def test_a_run_can_be_moved(run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,3 +362,14 @@ cli.app(["run", "."])
 def test_a_child_killed_by_a_signal_counts_as_the_shell_counts() -> None:
     script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert pipeline._run_child([sys.executable, "-c", script]) == 137
+
+
+def test_a_child_gets_what_the_command_line_said(folder: Path) -> None:
+    loaded = config.load("sft", folder / "sft.yaml")
+    options = Options(trust_remote_code=True, debug=True)
+    command = pipeline.child_command(loaded, ["seed=3", "*.output.keep=4"], options, fresh=True)
+    assert command[3:] == [
+        *("sft", "--config", str(folder / "sft.yaml"), "--set", "seed=3", "--set", "*.output.keep=4"),
+        *("--fresh", "--trust-remote-code", "--debug"),
+    ]
+    assert pipeline.child_command(loaded, [], Options(), fresh=False)[3:] == command[3:6]

@@ -7,12 +7,13 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic_core import to_jsonable_python
 
 from rlhf_cli import __version__
 from rlhf_cli.checkpoints.files import (
@@ -30,9 +31,13 @@ from rlhf_cli.checkpoints.files import (
 from rlhf_cli.checkpoints.locks import hold, release
 from rlhf_cli.checkpoints.parents import Parent, told
 from rlhf_cli.checkpoints.states import clear_leftovers, newest_step
+from rlhf_cli.config.keys import field_at
 from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "tokenizers", "safetensors", "numpy")
+_NONE = object()  # equal to nothing
+# What later stages and users rely on. Logs may be edited, and snapshots deleted for the room they take.
+_RESULT = ("model/", "value/", "report.json")
 _OUTSIDE_THE_MANIFEST = ("manifest.json", "report.html")  # report.html is made from a finished stage, at any time
 
 
@@ -81,13 +86,19 @@ def _near(path: Path) -> str | None:
     return f"did you mean {near}?" if near else None
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two identities, a line each: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`."""
+def difference(
+    old: Mapping[str, Any], new: Mapping[str, Any], default_of: Callable[[str], Any] = lambda key: _NONE
+) -> list[str]:
+    """What differs between two identities, a line each: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`.
+
+    A key that only the new one has, at what `default_of` gives for it, is no difference: it came with a newer version
+    of this package, whose default is what the older one did.
+    """
     before, after = _flat(old.get("config", {})), _flat(new.get("config", {}))
-    lines = []
+    lines = [] if old.get("stage") == new.get("stage") else [f"stage {old.get('stage')} -> {new.get('stage')}"]
     for key in before | after:
         if key not in before:
-            lines.append(f"{key}: new key {_value(after[key])}")
+            lines += [f"{key}: new key {_value(after[key])}"] if default_of(key) != after[key] else []
         elif key not in after:
             lines.append(f"{key}: no longer set (was {_value(before[key])})")
         elif before[key] != after[key]:
@@ -104,8 +115,13 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _default(config: Any, key: str) -> Any:
+    field = field_at(type(config), tuple(key.split(".")))
+    return _NONE if field is None else to_jsonable_python(field.get_default(call_default_factory=True))
+
+
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping) or (prefix and not value):
+    if not isinstance(value, Mapping):
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, inner in value.items():
@@ -127,16 +143,15 @@ def examine(config: Any, wanted: Mapping[str, Any]) -> Status:
     made = read_object(folder / "identity.json")
     if made is None:
         return Status("stale", ("it holds files of no run that is known (identity.json is missing)",))
-    if made != wanted:
-        return Status("stale", tuple(difference(made, wanted)) or ("its identity.json was changed",))
+    if reasons := difference(made, wanted, lambda key: _default(config, key)):
+        return Status("stale", tuple(reasons))
     if not (folder / "manifest.json").exists():
         return Status("resume", step=newest_step(folder / "state"))
     manifest = read_object(folder / "manifest.json")
     if manifest is None or not isinstance(manifest.get("files"), dict):
         return Status("damaged", ("manifest.json is not readable",))
-    # Snapshots are no part of the result: a user may delete them for the room they take.
-    kept = {name: entry for name, entry in manifest["files"].items() if not name.startswith("snapshots/")}
-    problem = damage(folder, kept, where=shown(folder / "manifest.json"), content=False)
+    result = {name: entry for name, entry in manifest["files"].items() if name.startswith(_RESULT)}
+    problem = damage(folder, result, where=shown(folder / "manifest.json"), content=False)
     if problem:
         return Status("damaged", (problem,))
     return Status("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
@@ -147,11 +162,15 @@ def begin(config: Any, wanted: dict[str, Any], *, fresh: bool) -> Literal["new",
 
     A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
     `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
-    another process is writing, and M05 for a finished one whose files are damaged.
+    another process is writing, M05 for a finished one whose files are damaged, E03 where nothing can be written.
     """
     folder = config.folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    hold(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        hold(folder)
+    except OSError as error:
+        text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
+        raise RLHFError("E03", text, where=config.where("run")) from error
     if fresh:
         move_aside(folder)
     status = examine(config, wanted)

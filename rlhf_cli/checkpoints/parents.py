@@ -46,6 +46,8 @@ def references(config: Any) -> list[Reference]:
         found = [Reference("models.sft", config.models.sft, ("sft",))]
         found.append(Reference("models.ppo", config.models.ppo, ("ppo",)))
         found.append(Reference("models.reward", config.models.reward, ("reward",)))
+        if config.models.base:
+            found.append(Reference("models.base", config.models.base, ("sft", "ppo")))
         judges = {name: value for name, value in config.judges.items() if not is_function(value)}
         return found + [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
     found = [Reference("models.sft", config.models.sft, ("sft",), config.models.revision)]

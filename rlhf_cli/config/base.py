@@ -149,7 +149,7 @@ class Config(Section):
 
         Files count by content elsewhere; a chat template's file counts here, as its text.
         """
-        tree = self.model_dump(mode="json", exclude={"run", "stage", "output"})
+        tree = self.model_dump(mode="json", exclude={"stage", "output"})
         for container, name, _, mark in list(path_entries(type(self), tree)):
             if mark.kind == "template" and is_path(container[name], mark):
                 container[name] = Path(container[name]).read_text(encoding="utf-8", errors="replace")

@@ -140,6 +140,9 @@ class EvalModels(Section):
     reward: ModelPath = Field(
         "RUN/reward", description="The reward model that both are scored with. [the reward stage's result]"
     )
+    base: ModelPath | None = Field(
+        None, description="A third model to compare, such as the one before SFT: a folder or a hub id. [none]"
+    )
     dtype: Dtype = Field("auto", description=DTYPE)
     attn_implementation: str | None = Field(None, description=ATTENTION)
 

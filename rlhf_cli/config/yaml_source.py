@@ -39,8 +39,6 @@ YAML_1_1 = re.compile(
 class _Loader(yaml.SafeLoader):
     """SafeLoader for the structure only: `_scalar` reads the scalars. Bounded in size and depth, without tags."""
 
-    # No implicit resolvers: a plain scalar keeps the tag !!str, and a quoted one is told by its style.
-    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 - declared so by PyYAML
     nodes = 0
     depth = 0
 
@@ -201,7 +199,7 @@ def _text(path: Path, name: str) -> str:
     if len(raw) > MAX_BYTES:
         raise RLHFError("S02", "the config is larger than 1 MB", where=name, hint="is this a data file?")
     try:
-        return raw.decode("utf-8-sig")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         where = f"{name}:{raw.count(NEWLINE, 0, error.start) + 1}"
         raise RLHFError(

@@ -1,13 +1,16 @@
 """`rlhf sft`: a causal model, from a folder or from fresh weights, fine-tuned by TRL's SFTTrainer on our tokens."""
 
+import functools
 import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import trl
+from torch import Tensor
 from transformers import set_seed
 
 from rlhf_cli import checkpoints, data, terminal
@@ -23,7 +26,42 @@ Rows = list[dict[str, list[int]]]
 
 
 class SFTTrainer(trl_training.PlainTrainer, trl.SFTTrainer):
-    """TRL's, with our batches."""
+    """TRL's, with our batches, and on a CPU with the model's own head."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__(**parts)
+        if self.args.device.type == "cpu" and not self.aux_loss_enabled:
+            _score_by_own_head(self.model)
+
+
+def _score_by_own_head(model: Any) -> None:
+    """Serve TRL's `model(..., labels=, fused_lm_head=True)` on a CPU: the same numbers in less than half the time.
+
+    TRL's fused head saves a GPU's memory by computing the logits twice, and on a CPU also those of unlabelled tokens.
+    """
+    plain = type(model).forward
+
+    def forward(*args: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
+        if not fused_lm_head or labels is None:
+            return plain(model, *args, labels=labels, **inputs)
+        mask = labels[:, 1:] != IGNORED
+        head = model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, hidden: (hidden[0][:, :-1][mask][None],))
+        try:
+            logits = plain(model, *args, **inputs).logits[0].float()
+        finally:
+            hook.remove()
+        targets = labels[:, 1:][mask]
+        logprobs = torch.log_softmax(logits, -1)
+        with torch.no_grad():
+            entropy, top = -(logprobs.exp() * logprobs).sum(-1), (logits.argmax(-1) == targets).float()
+        zeros = torch.zeros(mask.shape)
+        picked, entropy, top = (
+            zeros.masked_scatter(mask, values) for values in (logprobs.gather(-1, targets[:, None]), entropy, top)
+        )
+        return SimpleNamespace(log_probs=picked, entropy=entropy, is_top1=top, label_mask=mask)
+
+    model.forward = functools.wraps(plain)(forward)
 
 
 def run(config: SFTConfig, options: Options) -> None:

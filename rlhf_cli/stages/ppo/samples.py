@@ -44,12 +44,12 @@ class SampleTables:
         terminal.table(["prompt", "response", "score", "KL"], cells, title=f"samples at step {step}")
 
     def _experience(self) -> Experience:
-        trainer, prompts = self.parts.trainer, self.parts.eval_prompts[:IN_THE_LOG]
+        trainer, prompts = self.parts.trainer, self.parts.eval_prompts
         if not prompts:
             assert trainer.experience is not None
             return trainer.experience
-        rollout = trainer.generate(Prompts.from_lists([prompt.ids for prompt in prompts]), purpose="show")
-        return trainer.judge(rollout)
+        picked = prompts[:: max(1, len(prompts) // IN_THE_LOG)][:IN_THE_LOG]  # neighbours in a file may be alike
+        return trainer.judge(trainer.generate(Prompts.from_lists([prompt.ids for prompt in picked]), purpose="show"))
 
     def _row(self, step: int, experience: Experience, row: int) -> dict:
         rollout, decode = experience.rollout, self.parts.tokenizer.decode

@@ -1,0 +1,98 @@
+"""A tiny world for tests that train: a few templates of text, a tokenizer and a base model made from them."""
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are slower than one
+
+from rlhf_cli import checkpoints, rows, terminal
+
+SHARED = Path(__file__).parent.parent.parent / "shared"
+THINGS = ["sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake", "hill", "wood"]
+WORDS = {"good": ["bright", "kind", "calm"], "bad": ["dull", "cold", "grim"]}
+SIZES: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 128,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """Files of the tiny world. `base` is a plain Hugging Face folder with fresh weights, `sft` ... are JSON lines."""
+
+    folder: Path
+    base: Path
+    text: Path
+    sft: Path
+    messages: Path
+    pairs: Path
+
+    def tokenizer(self) -> Any:
+        from rlhf_cli.models import tokenizers
+
+        return tokenizers.load_tokenizer(self.base)
+
+    def config(self, folder: Path, name: str, **sections: Any) -> Path:
+        """Write folder/name.yaml of the given sections and return its path."""
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(sections), encoding="utf-8")
+        return path
+
+
+@pytest.fixture(autouse=True)
+def _a_new_command() -> Any:
+    """Each test starts as a new process would: no warning was said, no output is held."""
+    terminal.forget_warnings()
+    yield
+    checkpoints.release()
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    draw = random.Random(0)
+
+    def answer(thing: str, mood: str) -> str:
+        return f" The {thing} is {draw.choice(WORDS[mood])} and {draw.choice(WORDS[mood])}."
+
+    picked = [draw.choice(THINGS) for _ in range(96)]
+    prompts = [f"Tell me about the {thing}." for thing in picked]
+    good, bad = [answer(thing, "good") for thing in picked], [answer(thing, "bad") for thing in picked]
+    made = World(folder, folder / "base", *(folder / f"{name}.jsonl" for name in ("text", "sft", "messages", "pairs")))
+    texts = [prompt + reply for prompt, reply in zip(prompts + prompts, good + bad, strict=True)]
+    rows.write_jsonl(made.text, [{"text": text} for text in texts])
+    both = list(zip(prompts, good, bad, strict=True))
+    rows.write_jsonl(made.sft, [{"prompt": p, "completion": draw.choice([g, b])} for p, g, b in both])
+    rows.write_jsonl(made.messages, [{"messages": _turns(p, g, "And?", "That is all.")} for p, g, _ in both])
+    rows.write_jsonl(made.pairs, [{"prompt": p, "chosen": g, "rejected": b} for p, g, b in both])
+    _make_base(made)
+    return made
+
+
+def _turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def _make_base(world: World) -> None:
+    import torch
+
+    from rlhf_cli.models import loading, tokenizers
+
+    tokenizer = tokenizers.train_tokenizer([world.text], 340)
+    torch.manual_seed(0)
+    model = loading.new_causal(SIZES, tokenizer)
+    loading.set_special_ids(model, tokenizer, tokenizer.eos_token_id)
+    loading.save_model(model, tokenizer, world.base, "A tiny base model.")

@@ -1,0 +1,312 @@
+"""`rlhf reward`: real training by TRL's RewardTrainer on a tiny model."""
+
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SHARED, World
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_cli import checkpoints, data, rows
+from rlhf_cli.config import Options, RewardConfig, load
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import loading, reading, tokenizers
+from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.stages import reward, sft, trl_training
+from rlhf_cli.statistics import wilson
+
+pytestmark = pytest.mark.training
+
+TRAIN_KEYS = {
+    "loss",
+    "accuracy",
+    "margin",
+    "min_reward",
+    "mean_reward",
+    "max_reward",
+    "num_tokens",
+    "grad_norm",
+    "lr",
+    "epoch",
+}
+EVAL_KEYS = {f"eval_{name}" for name in TRAIN_KEYS - {"grad_norm", "lr", "epoch"}} | {"epoch"}
+QUICK = {
+    "max_length": 64,
+    "max_steps": 6,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 3e-3,
+    "normalize_samples": 24,
+}
+
+
+@pytest.fixture(scope="module")
+def sft_stage(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished SFT stage."""
+    folder = tmp_path_factory.mktemp("parent")
+    settings = {"max_length": 64, "max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+    sections = {"model": {"path": str(world.base)}, "data": {"train": str(world.sft)}, "sft": settings}
+    sft.run(load("sft", world.config(folder, "sft", **sections)), Options())
+    return folder / "sft"
+
+
+def config_of(world: World, folder: Path, parent: Path, pairs: Path | None = None, **sections: Any) -> RewardConfig:
+    """A reward.yaml in `folder` that trains from `parent` on pairs; sections are laid over the quick ones."""
+    path = pairs or world.pairs
+    whole = {
+        "model": {"path": str(parent)},
+        "data": {"train": str(path), "eval": str(path)},
+        **sections,
+        "reward": {**QUICK, **sections.get("reward", {})},
+    }
+    return load("reward", world.config(folder, "reward", **whole))
+
+
+def train(config: RewardConfig) -> dict[str, Any]:
+    """Run the stage and return its manifest."""
+    reward.run(config, Options())
+    return json.loads((config.folder / "manifest.json").read_text())
+
+
+def metrics_of(config: RewardConfig) -> list[dict[str, Any]]:
+    return [row for _, row in rows.read_jsonl(config.folder / "metrics.jsonl")]
+
+
+def trainer_of(config: RewardConfig) -> tuple[Any, list[dict[str, Any]], Any]:
+    """The stage's trainer before training, its token rows, and the tokenizer."""
+    tokenizer, model = reward.start(config, Options(), checkpoints.open_parents(config)["model.path"])
+    token_rows, held_out = (reward.read(config, key, tokenizer) for key in ("train", "eval"))
+    trainer = reward.make_trainer(config, model, tokenizer, token_rows, held_out)
+    shutil.rmtree(config.folder)  # transformers makes the folder at once
+    return trainer, token_rows, tokenizer
+
+
+def problem_of(config: RewardConfig) -> str:
+    with pytest.raises(RLHFError) as error:
+        reward.run(config, Options())
+    assert error.value.exit_code == 2
+    return str(error.value)
+
+
+def test_it_learns_the_preference_and_leaves_a_plain_folder_and_every_metric(
+    world: World, tmp_path: Path, sft_stage: Path
+) -> None:
+    settings = {"max_steps": 40, "eval_steps": 20, "logging_steps": 10}
+    config = config_of(world, tmp_path, sft_stage, reward=settings)
+    manifest = train(config)
+    lines = metrics_of(config)
+    training, evaluation = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
+    assert [line["step"] for line in training] == [10, 20, 30, 40] and [line["step"] for line in evaluation] == [20, 40]
+    assert all(line.keys() == TRAIN_KEYS | {"step", "time_s"} for line in training)
+    assert all(line.keys() == EVAL_KEYS | {"step", "time_s"} for line in evaluation)
+    assert evaluation[-1]["eval_accuracy"] > 0.95
+
+    scorer = AutoModelForSequenceClassification.from_pretrained(config.folder / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(config.folder / "model")
+    margins = []
+    for _, row in rows.read_jsonl(world.pairs):
+        prompt, chosen = data.encode(tokenizer, row["prompt"], row["chosen"])
+        _, rejected = data.encode(tokenizer, row["prompt"], row["rejected"])
+        with torch.no_grad():
+            good, bad = (float(scorer(torch.tensor([prompt + answer])).logits) for answer in (chosen, rejected))
+        margins.append(good - bad)
+    headline, wins = manifest["metrics"], sum(margin > 0 for margin in margins)
+    assert (headline["n"], headline["accuracy"]) == (96, wins / 96) and wins > 90
+    assert headline["accuracy_ci95"] == pytest.approx(wilson(wins, 96))
+    assert headline["margin"] == pytest.approx(sum(margins) / 96, rel=1e-4)
+    assert manifest["parents"]["model.path"]["stage"] == "sft" and manifest["special_tokens"]["stop"] == 1
+    card = (config.folder / "model" / "README.md").read_text()
+    assert "the sft stage" in card and str(tmp_path) not in card and not list(config.folder.rglob("training_args.bin"))
+
+
+def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1(
+    world: World, tmp_path: Path, sft_stage: Path
+) -> None:
+    config = config_of(world, tmp_path, sft_stage, reward={"max_steps": 20})
+    manifest = train(config)
+    scorer = loading.load_scorer(config.folder / "model").eval()
+    assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
+    tokenizer = tokenizers.load_tokenizer(config.folder / "model")
+    parent = checkpoints.open_parents(config)["model.path"]
+    answers = reward.sampled(config, Options(), parent, tokenizer, reward.read(config, "train", tokenizer))
+    prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in rows.read_jsonl(world.pairs)}
+    cut = [(ids[:length], ids[length:]) for ids in answers for length in [len(next(iter(prompts)))]]
+    assert len(answers) == 24 and len({tuple(ids) for ids in answers}) > 12
+    assert all(tuple(ids[: len(prompt)]) in prompts for ids, (prompt, _) in zip(answers, cut, strict=True))
+    rollout = Rollout.from_lists([prompt for prompt, _ in cut], [answer for _, answer in cut])
+    scores = reading.rollout_scores(scorer, rollout, max_rows=8)
+    assert float(scores.mean()) == pytest.approx(0, abs=1e-4) and float(scores.std(correction=0)) == pytest.approx(
+        1, abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("normalize", ["sft", "none"])
+def test_probes_are_the_scores_that_ppo_finds(world: World, tmp_path: Path, sft_stage: Path, normalize: str) -> None:
+    config = config_of(world, tmp_path, sft_stage, reward={"normalize": normalize})
+    manifest = train(config)
+    probes = manifest["probes"]
+    rollout = Rollout.from_lists([p["prompt_ids"] for p in probes], [p["response_ids"] for p in probes])
+    scorer = loading.load_scorer(config.folder / "model").eval()
+    found = reading.rollout_scores(scorer, rollout, max_rows=3)
+    assert len(probes) == 8 and found.tolist() == pytest.approx([p["score"] for p in probes], abs=1e-4)
+    assert all(probe["response_ids"][-1] == 1 for probe in probes)
+    assert ("reward_mean" in manifest) == hasattr(scorer.config, "reward_std") == (normalize == "sft")
+
+
+@pytest.mark.parametrize(("coefficient", "margin"), [(0.0, None), (0.5, None), (0.0, 2.0), (0.5, 2.0)])
+def test_the_loss_is_bradley_terry_with_margin_and_centring(
+    world: World, tmp_path: Path, sft_stage: Path, coefficient: float, margin: float | None
+) -> None:
+    extra = {} if margin is None else {"margin": margin}
+    rows.write_jsonl(tmp_path / "pairs.jsonl", [{**row, **extra} for _, row in rows.read_jsonl(world.pairs)][:12])
+    config = config_of(
+        world, tmp_path, sft_stage, tmp_path / "pairs.jsonl", reward={"center_rewards_coefficient": coefficient}
+    )
+    trainer, token_rows, tokenizer = trainer_of(config)
+    (batch,) = [batch for batch in trainer.get_eval_dataloader() if len(batch["input_ids"]) == 8]
+    model = trainer.model.eval()
+    loss, real = (
+        0.0,
+        [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)],
+    )
+    assert real == [row[name] for name in ("chosen_ids", "rejected_ids") for row in token_rows[8:]]  # the last four
+    with torch.no_grad():
+        scores = [float(model(torch.tensor([ids])).logits) for ids in real]
+        found = float(trainer.compute_loss(model, dict(batch)))
+    for good, bad in zip(scores[:4], scores[4:], strict=True):
+        loss += math.log1p(math.exp(-(good - bad - (margin or 0.0)))) + coefficient * (good + bad) ** 2
+    assert found == pytest.approx(loss / 4, rel=1e-4)
+    assert all(ids[-1] == tokenizer.eos_token_id for ids in real)
+
+
+def test_implicit_prompts_of_conversations(world: World, tmp_path: Path) -> None:
+    chat = [
+        {
+            name: [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[name]}]
+            for name in ("chosen", "rejected")
+        }
+        for _, row in rows.read_jsonl(world.pairs)
+    ]
+    rows.write_jsonl(tmp_path / "chat.jsonl", chat)
+    model = {"path": str(world.base), "chat_template": "chatml"}
+    manifest = train(config_of(world, tmp_path, world.base, tmp_path / "chat.jsonl", model=model))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward" / "model")
+    probe, stop = manifest["probes"][0], manifest["special_tokens"]["stop"]
+    assert stop == tokenizer.convert_tokens_to_ids("<|im_end|>") == probe["response_ids"][-1]
+    assert tokenizer.decode(probe["prompt_ids"]).startswith("<|im_start|>user\nTell me about the ")
+    assert tokenizer.decode(probe["prompt_ids"]).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert manifest["template_sha256"] == tokenizers.template_sha256(tokenizer)
+
+
+def test_t01_a_pad_token_of_its_own_and_the_score_is_read_at_the_end_token(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = shutil.copytree(world.base, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(base)
+    config = config_of(world, tmp_path, base)
+    manifest = train(config)
+    assert "warning[T01]" in capsys.readouterr().err
+    scorer = AutoModelForSequenceClassification.from_pretrained(config.folder / "model").eval()
+    assert scorer.config.pad_token_id == manifest["special_tokens"]["pad"] == len(world.tokenizer())
+    probe = manifest["probes"][0]
+    ids = torch.tensor([probe["prompt_ids"] + probe["response_ids"]])
+    with torch.no_grad():
+        at_the_end = scorer.score(scorer.model(ids).last_hidden_state[:, -1])
+    raw = probe["score"] * manifest["reward_std"] + manifest["reward_mean"]
+    assert float(at_the_end) == pytest.approx(raw, abs=1e-4)
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
+    world: World, tmp_path: Path, sft_stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"max_steps": 20, "logging_steps": 3}
+    configs = [
+        config_of(world, folder, sft_stage, reward=settings)
+        for folder in (tmp_path / "straight", tmp_path / "stopped")
+        if not folder.mkdir()
+    ]
+    straight = train(configs[0])
+    real = trl_training.Follower.on_step_end
+    with monkeypatch.context() as patched:
+
+        def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 13:
+                os.kill(os.getpid(), signal.SIGTERM)
+            real(self, args, state, control, **kwargs)
+
+        patched.setattr(trl_training.Follower, "on_step_end", on_step_end)
+        with pytest.raises(SystemExit) as stopped:
+            reward.run(configs[1], Options())
+    assert stopped.value.code == 143
+    resumed = train(configs[1])
+    assert resumed["model_sha256"] == straight["model_sha256"] and resumed["probes"] == straight["probes"]
+    lines = [[{k: v for k, v in line.items() if k != "time_s"} for line in metrics_of(config)] for config in configs]
+    assert lines[0] == lines[1]
+
+
+def test_m03_a_classifier_of_two_labels(world: World, tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(world.base, num_labels=2).save_pretrained(tmp_path / "two")
+    world.tokenizer().save_pretrained(tmp_path / "two")
+    assert "error[M03]" in problem_of(config_of(world, tmp_path, tmp_path / "two"))
+
+
+def test_c17_no_answers_can_be_sampled_from_a_reward_model(world: World, tmp_path: Path, sft_stage: Path) -> None:
+    first = config_of(world, tmp_path, sft_stage)
+    train(first)
+    (tmp_path / "next").mkdir()
+    folder = shutil.copytree(first.folder / "model", tmp_path / "scorer")
+    problem = problem_of(config_of(world, tmp_path / "next", folder))
+    assert "error[C17]" in problem and "reward.normalize: none" in problem
+    again = train(config_of(world, tmp_path / "next", folder, reward={"normalize": "none"}, run="further"))
+    before, after = (
+        load_file(path / "model.safetensors")["score.weight"]
+        for path in (folder, tmp_path / "next/further/reward/model")
+    )
+    assert again["metrics"]["n"] == 96 and 0 < float((before - after).abs().max()) < 0.1  # its head is trained on
+
+
+def test_t05_another_template_than_the_sft_stages(world: World, tmp_path: Path, sft_stage: Path) -> None:
+    model = {"path": str(sft_stage), "chat_template": "chatml"}
+    assert "error[T05]" in problem_of(config_of(world, tmp_path, sft_stage, model=model))
+
+
+def test_d07_identical_pairs_are_refused_or_dropped(world: World, tmp_path: Path, sft_stage: Path) -> None:
+    pairs = [row for _, row in rows.read_jsonl(world.pairs)]
+    rows.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {**pairs[0], "rejected": pairs[0]["chosen"]}])
+    problem = problem_of(config_of(world, tmp_path, sft_stage, tmp_path / "pairs.jsonl"))
+    assert "error[D07]" in problem and "pairs.jsonl:97" in problem and "data.on_identical: drop" in problem
+    dropping = {"train": str(tmp_path / "pairs.jsonl"), "on_identical": "drop"}
+    manifest = train(config_of(world, tmp_path, sft_stage, data=dropping, run="dropped"))
+    assert manifest["metrics"] == {} and len(manifest["probes"]) == 8  # without evaluation pairs
+
+
+def test_from_the_pretrained_stories_model_on_real_reviews(world: World, tmp_path: Path) -> None:
+    base, reviews = SHARED / "models/stories260K", SHARED / "data/rt-polarity"
+    if not base.is_dir() or not reviews.is_dir():
+        pytest.skip("../shared/models/stories260K or ../shared/data/rt-polarity is not there")
+    good, bad = ((reviews / f"{name}.txt").read_text(encoding="utf-8").splitlines() for name in ("pos", "neg"))
+    pairs = [{"prompt": "the film is", "chosen": f" {a}", "rejected": f" {b}"} for a, b in zip(good, bad, strict=True)]
+    parts = {"train": pairs[:160], "eval": pairs[-60:]}
+    for name, part in parts.items():
+        rows.write_jsonl(tmp_path / f"{name}.jsonl", part)
+    settings = {
+        "max_length": 64,
+        "max_steps": None,
+        "num_train_epochs": 8,
+        "per_device_train_batch_size": 16,
+    }
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in parts}
+    config = config_of(world, tmp_path, base, data=files, reward=settings)
+    manifest = train(config)
+    assert manifest["metrics"]["n"] > 20 and manifest["reward_std"] > 0
+    accuracy = [line["accuracy"] for line in metrics_of(config) if "accuracy" in line]
+    assert accuracy[-1] > 0.8 > accuracy[0]  # it fits what it was shown; so few pairs teach it no taste
+    assert manifest["special_tokens"] == {"pad": 0, "bos": 1, "eos": 2, "stop": 2}

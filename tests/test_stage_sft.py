@@ -1,0 +1,371 @@
+"""`rlhf sft`: real training by TRL's SFTTrainer on a tiny model."""
+
+import json
+import math
+import os
+import shutil
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from conftest import SHARED, SIZES, World
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.trainer.utils import add_fused_lm_head
+
+from rlhf_cli import checkpoints, data, rows
+from rlhf_cli.config import Options, SFTConfig, load
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import loading
+from rlhf_cli.stages import sft, trl_training
+
+pytestmark = pytest.mark.training
+
+TRAIN_KEYS = {"loss", "mean_token_accuracy", "entropy", "num_tokens", "grad_norm", "lr", "epoch"}
+EVAL_KEYS = {"eval_loss", "eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens", "epoch"}
+QUICK = {"max_length": 64, "max_steps": 8, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "logging_steps": 2}
+
+
+def config_of(world: World, folder: Path, data_file: Path | None = None, **sections: Any) -> SFTConfig:
+    """An sft.yaml in `folder` that trains the base model on `data_file`; sections are laid over the quick ones."""
+    path = data_file or world.sft
+    whole = {
+        "model": {"path": str(world.base)},
+        "data": {"train": str(path), "eval": str(path)},
+        **sections,
+        "sft": {**QUICK, **sections.get("sft", {})},
+    }
+    return load("sft", world.config(folder, "sft", **whole))
+
+
+def train(config: SFTConfig, **options: bool) -> dict[str, Any]:
+    """Run the stage and return its manifest."""
+    sft.run(config, Options(**options))
+    return json.loads((config.folder / "manifest.json").read_text())
+
+
+def metrics_of(config: SFTConfig) -> list[dict[str, Any]]:
+    return [row for _, row in rows.read_jsonl(config.folder / "metrics.jsonl")]
+
+
+def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != "time_s"} for line in lines]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def trainer_of(config: SFTConfig) -> tuple[Any, list[dict[str, list[int]]], Any]:
+    """The stage's trainer before training, its token rows, and the tokenizer."""
+    tokenizer, model = sft.start(config, Options(), checkpoints.open_parents(config))
+    strategy = sft.packing_strategy(config)
+    token_rows, held_out = (sft.read(config, key, tokenizer, strategy) for key in ("train", "eval"))
+    trainer = sft.make_trainer(config, model, tokenizer, token_rows, held_out, strategy)
+    if not (config.folder / "manifest.json").exists():
+        shutil.rmtree(config.folder)  # transformers makes the folder at once
+    return trainer, token_rows, tokenizer
+
+
+def test_it_trains_and_leaves_a_plain_folder_and_every_metric(world: World, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path, sft={"max_steps": 40, "eval_steps": 20, "logging_steps": 10})
+    manifest = train(config)
+    lines = metrics_of(config)
+    training, evaluation = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
+    assert [line["step"] for line in training] == [10, 20, 30, 40] and [line["step"] for line in evaluation] == [20, 40]
+    assert all(line.keys() == TRAIN_KEYS | {"step", "time_s"} for line in training)
+    assert all(line.keys() == EVAL_KEYS | {"step", "time_s"} for line in evaluation)
+    assert training[-1]["loss"] < 0.6 * training[0]["loss"]
+    assert all(early["time_s"] <= late["time_s"] for early, late in pairwise(lines))
+
+    folder = config.folder / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.use_cache and (model.generation_config.eos_token_id, tokenizer.pad_token_id) == (1, 0)
+    prompt = tokenizer("Tell me about the moon.", return_tensors="pt")
+    written = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    assert written[0, -1] == 1 and tokenizer.decode(written[0]).startswith("Tell me about the moon. The ")
+    card = (folder / "README.md").read_text()
+    assert "40 steps" in card and str(tmp_path) not in card and str(world.folder) not in card
+    assert not [path for path in config.folder.rglob("*") if path.name in ("training_args.bin", "README.md")][1:]
+    assert manifest["special_tokens"] == {"pad": 0, "bos": None, "eos": 1, "stop": 1}
+    assert manifest["parents"]["model.path"]["stage"] == "foreign" and manifest["step"] == 40
+
+
+def test_the_headline_is_the_saved_models_loss_over_the_rows(world: World, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path)
+    headline = train(config)["metrics"]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(config.folder / "model"), world.tokenizer()
+    loss, right, count = 0.0, 0, 0
+    for _, row in rows.read_jsonl(world.sft):
+        prompt, response = data.encode(tokenizer, row["prompt"], row["completion"])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(torch.tensor([prompt + response])).logits[0], -1)
+        for place, token in enumerate(response, start=len(prompt) - 1):
+            loss, right, count = (
+                loss - float(logprobs[place, token]),
+                right + int(logprobs[place].argmax() == token),
+                count + 1,
+            )
+    assert (headline["eval_tokens"], headline["eval_rows"]) == (count, 96)
+    assert headline["eval_loss"] == pytest.approx(loss / count, rel=1e-5)
+    assert headline["eval_token_accuracy"] == pytest.approx(right / count)
+    assert headline["eval_perplexity"] == pytest.approx(math.exp(loss / count), rel=1e-4)
+    assert metrics_of(config)[-1]["eval_loss"] == pytest.approx(loss / count, rel=0.05)  # TRL's mean of batch means
+
+
+@pytest.mark.parametrize("completion_only", [True, False])
+def test_trl_gets_our_tokens_and_labels_and_leaves_them_alone(
+    world: World, tmp_path: Path, completion_only: bool
+) -> None:
+    config = config_of(world, tmp_path, sft={"completion_only_loss": completion_only})
+    trainer, token_rows, tokenizer = trainer_of(config)
+    wanted = []
+    for _, row in rows.read_jsonl(world.sft):
+        prompt, response = data.encode(tokenizer, row["prompt"], row["completion"])
+        wanted.append((prompt + response, ([-100] * len(prompt) if completion_only else prompt) + response))
+    assert [(row["input_ids"], row["labels"]) for row in token_rows] == wanted
+    seen = []
+    for batch in trainer.get_train_dataloader():
+        assert batch.keys() == {"input_ids", "labels", "attention_mask"}
+        for ids, labels, mask in zip(
+            *(batch[name].tolist() for name in ("input_ids", "labels", "attention_mask")), strict=True
+        ):
+            length = sum(mask)
+            assert set(ids[length:]) <= {tokenizer.pad_token_id} and set(labels[length:]) <= {-100}
+            assert labels[length - 1] == ids[length - 1] == tokenizer.eos_token_id
+            seen.append((ids[:length], labels[:length]))
+    assert sorted(seen) == sorted(wanted)
+
+
+def test_batches_hold_rows_of_like_length_unless_told_otherwise(world: World, tmp_path: Path) -> None:
+    rows.write_jsonl(tmp_path / "long.jsonl", [{"prompt": "a", "completion": " b" * (1 + n % 40)} for n in range(160)])
+
+    def padding(group: bool) -> int:
+        trainer = trainer_of(config_of(world, tmp_path, tmp_path / "long.jsonl", sft={"group_by_length": group}))[0]
+        return sum(int((batch["attention_mask"] == 0).sum()) for batch in trainer.get_train_dataloader())
+
+    assert padding(True) < 0.2 * padding(False)
+
+
+def test_t01_pad_as_end_token_gets_a_pad_of_its_own_and_the_end_stays_trained(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = shutil.copytree(world.base, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(base)
+    config = config_of(world, tmp_path, model={"path": str(base)})
+    trainer, _, tokenizer = trainer_of(config)
+    for batch in trainer.get_train_dataloader():
+        assert (batch["labels"] == tokenizer.eos_token_id).sum() == len(batch["labels"])
+    manifest = train(config)
+    err = capsys.readouterr().err
+    assert "warning[T01]" in err and "[PAD]" in err
+    pad = manifest["special_tokens"]["pad"]
+    assert pad == len(world.tokenizer()) and manifest["special_tokens"]["stop"] == 1
+    saved = AutoModelForCausalLM.from_pretrained(config.folder / "model")
+    assert saved.config.vocab_size == pad + 1 == saved.get_input_embeddings().weight.shape[0]
+    assert AutoTokenizer.from_pretrained(config.folder / "model").pad_token == "[PAD]"
+
+
+def test_t02_no_pad_token(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = shutil.copytree(world.base, tmp_path / "base")
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings.pop("pad_token")
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = config_of(world, tmp_path, model={"path": str(base)})
+    manifest = train(config)
+    assert "warning[T02]" in capsys.readouterr().err
+    assert weights_of(config.folder)["model.embed_tokens.weight"].shape[0] == len(world.tokenizer()) + 1
+    assert manifest["special_tokens"]["pad"] == len(world.tokenizer())
+
+
+def test_messages_with_chatml_learn_to_stop_with_its_token(world: World, tmp_path: Path) -> None:
+    model = {"path": str(world.base), "chat_template": "chatml"}
+    config = config_of(world, tmp_path, world.messages, model=model)
+    manifest = train(config)
+    tokenizer = AutoTokenizer.from_pretrained(config.folder / "model")
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert manifest["special_tokens"]["stop"] == stop and manifest["template_sha256"]
+    generation = json.loads((config.folder / "model" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == stop and tokenizer.chat_template
+    assert manifest["metrics"]["eval_rows"] == 2 * 96  # an example for each turn of the assistant
+
+
+def test_fresh_weights_packed_from_plain_text(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"new": {**SIZES, "tokenizer": {"train": str(world.text), "vocab_size": 320}}}
+    settings = {"packing": True, "max_length": 32, "max_steps": 30, "logging_steps": 10}
+    config = config_of(world, tmp_path, world.text, model=model, sft=settings)
+    trainer, token_rows, _ = trainer_of(config)
+    assert sum(len(row["input_ids"]) for row in token_rows) == sum(map(len, trainer.train_dataset["input_ids"]))
+    assert set(map(len, trainer.train_dataset["input_ids"][:-1])) == {32}
+    manifest = train(config)
+    assert "packing: wrapped" in capsys.readouterr().err
+    lines = [line for line in metrics_of(config) if "loss" in line]
+    assert 2500 < lines[0]["num_tokens"] <= 10 * 8 * 32 and lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    assert manifest["parents"] == {} and "model.new.tokenizer.train" in manifest["data"]
+    assert set(manifest["metrics"]) == {
+        "eval_loss",
+        "eval_perplexity",
+        "eval_token_accuracy",
+        "eval_tokens",
+        "eval_rows",
+    }
+
+
+def test_packed_answers_do_not_see_one_another(world: World, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path, sft={"packing": True, "max_length": 64, "max_steps": 2})
+    trainer, token_rows, _ = trainer_of(config)
+    batch = next(iter(trainer.get_train_dataloader()))
+    labels = batch.pop("labels")
+    starts = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), labels.shape[1]]
+    assert len(starts) > 16  # eight sequences of at least two rows
+    known = {tuple(row["input_ids"]): row["labels"] for row in token_rows}
+    with torch.no_grad():
+        together = trainer.model.eval()(**batch, use_cache=False).logits[0]
+        for start, stop in pairwise(starts):
+            ids = batch["input_ids"][:, start:stop]
+            assert torch.allclose(trainer.model(ids, use_cache=False).logits[0], together[start:stop], atol=1e-4)
+            assert labels[0, start + 1 : stop].tolist() == known[tuple(ids[0].tolist())][1:]
+    assert train(config)["step"] == 2
+
+
+def test_the_models_own_head_gives_trls_numbers(world: World) -> None:
+    model = loading.load_causal(world.base)
+    ids = torch.randint(2, 300, (6, 20), generator=torch.Generator().manual_seed(0))
+    labels = torch.where(torch.arange(20) < torch.tensor([[4], [9], [2], [19], [20], [7]]), -100, ids)  # one has none
+    found = []
+    for attach in (
+        lambda: add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1")),
+        lambda: sft._score_by_own_head(model),
+    ):
+        model.__dict__.pop("forward", None)
+        attach()
+        model.zero_grad()
+        out = model(input_ids=ids, labels=labels, use_cache=False, fused_lm_head=True)
+        out.log_probs.sum().backward()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        found.append([out.log_probs, out.entropy, out.is_top1.float(), out.label_mask.float(), gradient])
+    assert all(torch.allclose(ours, theirs, atol=2e-5) for theirs, ours in zip(*found, strict=True))
+    assert torch.equal(
+        model(input_ids=ids).logits, loading.load_causal(model.config.name_or_path)(input_ids=ids).logits
+    )
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Send this process a signal while step `step` is being made."""
+    real = trl_training.Follower.on_step_end
+
+    def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == step:
+            os.kill(os.getpid(), number)
+        real(self, args, state, control, **kwargs)
+
+    monkeypatch.setattr(trl_training.Follower, "on_step_end", on_step_end)
+
+
+@pytest.mark.parametrize(("number", "code", "step"), [(signal.SIGTERM, 143, 17), (signal.SIGINT, 130, 5)])
+def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int, step: int
+) -> None:
+    """Step 17 lies in the second epoch, between two lines of the log and two regular checkpoints."""
+    settings = {"max_steps": 26, "logging_steps": 3, "eval_steps": 9, "gradient_accumulation_steps": 1}
+    dropout = {"new": {**SIZES, "attention_dropout": 0.1, "tokenizer": {"train": str(world.text), "vocab_size": 320}}}
+    configs = [
+        config_of(world, folder, sft=settings, model=dropout, output={"save_steps": 12})
+        for folder in (tmp_path / "straight", tmp_path / "stopped")
+        if not folder.mkdir()
+    ]
+    straight = train(configs[0])
+    with monkeypatch.context() as patched:
+        stop_at(patched, step, number)
+        with pytest.raises(SystemExit) as stopped:
+            sft.run(configs[1], Options())
+    assert stopped.value.code == code
+    state = configs[1].folder / "state"
+    assert f"checkpoint-{step}" in {path.name for path in state.iterdir()}
+    assert not list(state.rglob("training_args.bin")) and not list(state.rglob("README.md"))
+    assert not (configs[1].folder / "manifest.json").exists()
+    half = shutil.copytree(state / f"checkpoint-{step}", state / "checkpoint-20")  # what a kill -9 may leave
+    (half / "trainer_state.json").write_text('{"global_step": 2')
+    resumed = train(configs[1])
+    assert not half.exists()
+    assert resumed["model_sha256"] == straight["model_sha256"] and resumed["metrics"] == straight["metrics"]
+    assert untimed(metrics_of(configs[1])) == untimed(metrics_of(configs[0]))
+
+
+def test_killed_after_the_last_checkpoint_only_the_rest_is_made(world: World, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path)
+    first = train(config)
+    (config.folder / "manifest.json").unlink()
+    shutil.rmtree(config.folder / "model")
+    lines = metrics_of(config)
+    again = train(config)
+    assert again["model_sha256"] == first["model_sha256"] and again["metrics"] == first["metrics"]
+    assert metrics_of(config) == lines
+
+
+def test_a_finished_stage_is_left_alone(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(world, tmp_path)
+    train(config)
+    before = {path: path.stat().st_mtime_ns for path in config.folder.rglob("*")}
+    train(config)
+    assert "finished already" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in config.folder.rglob("*")} == before
+
+
+def test_an_sft_stage_is_a_parent_and_its_tokens_are_kept(world: World, tmp_path: Path) -> None:
+    first = train(config_of(world, tmp_path))
+    (tmp_path / "next").mkdir()
+    config = config_of(world, tmp_path / "next", model={"path": "../sft"})
+    second = train(config)
+    assert second["parents"]["model.path"] == {"path": "../../sft", "stage": "sft", "sha256": first["model_sha256"]}
+    assert second["tokenizer_sha256"] == first["tokenizer_sha256"]
+
+
+def test_r01_a_loss_that_is_no_number_stops_the_run(world: World, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path, sft={"learning_rate": 1e30, "warmup_ratio": 0.0, "logging_steps": 1})
+    with pytest.raises(RLHFError) as error:
+        sft.run(config, Options())
+    assert error.value.problems[0].code == "R01" and error.value.exit_code == 1 and "at step" in str(error.value)
+    assert not (config.folder / "manifest.json").exists()
+
+
+def test_c17_what_trl_refuses_is_told_in_one_line(world: World, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path, trainer={"padding_free": True})
+    with pytest.raises(RLHFError) as error:
+        sft.run(config, Options())
+    assert error.value.problems[0].code == "C17" and "padding_free" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_fields_of_trl_reach_it(world: World, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path, trainer={"neftune_noise_alpha": 5.0, "optim": "sgd"}, seed=7)
+    args = trainer_of(config)[0].args
+    assert (args.neftune_noise_alpha, args.optim, args.seed) == (5.0, "sgd", 7)
+    assert not args.bf16 or torch.cuda.is_available()
+    assert (args.max_steps, args.warmup_steps, args.save_steps, args.save_total_limit) == (8, 0.03, 0.1, 2)
+    assert isinstance(args, trl.SFTConfig)
+
+
+def test_from_the_pretrained_stories_model_on_real_reviews(world: World, tmp_path: Path) -> None:
+    base, reviews = SHARED / "models/stories260K", SHARED / "data/rt-polarity/pos.txt"
+    if not base.is_dir() or not reviews.is_file():
+        pytest.skip("../shared/models/stories260K or ../shared/data/rt-polarity is not there")
+    sentences = [line.split() for line in reviews.read_text(encoding="utf-8").splitlines()[:400]]
+    cut = [(" ".join(words[:4]), " ".join(words[4:])) for words in sentences if len(words) > 8]
+    for name, part in (("train", cut[40:]), ("eval", cut[:40])):
+        rows.write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": start, "completion": rest} for start, rest in part])
+    data_files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "eval")}
+    settings = {"max_length": 128, "max_steps": 40, "eval_steps": 20, "logging_steps": 10}
+    config = config_of(world, tmp_path, model={"path": str(base)}, data=data_files, sft=settings)
+    manifest = train(config)
+    losses = [line["eval_loss"] for line in metrics_of(config) if "eval_loss" in line]
+    assert manifest["special_tokens"] == {"pad": 0, "bos": 1, "eos": 2, "stop": 2}
+    before = trainer_of(config)[0].evaluate()["eval_loss"]
+    assert manifest["metrics"]["eval_loss"] < 0.9 * before and losses[-1] < before
+    tokenizer = AutoTokenizer.from_pretrained(config.folder / "model")
+    assert data.encode(tokenizer, "the film", None)[0][0] == tokenizer.bos_token_id
