@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SHARED, World
+from conftest import World
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -286,27 +286,3 @@ def test_d07_identical_pairs_are_refused_or_dropped(world: World, tmp_path: Path
     dropping = {"train": str(tmp_path / "pairs.jsonl"), "on_identical": "drop"}
     manifest = train(config_of(world, tmp_path, sft_stage, data=dropping, run="dropped"))
     assert manifest["metrics"] == {} and len(manifest["probes"]) == 8  # without evaluation pairs
-
-
-def test_from_the_pretrained_stories_model_on_real_reviews(world: World, tmp_path: Path) -> None:
-    base, reviews = SHARED / "models/stories260K", SHARED / "data/rt-polarity"
-    if not base.is_dir() or not reviews.is_dir():
-        pytest.skip("../shared/models/stories260K or ../shared/data/rt-polarity is not there")
-    good, bad = ((reviews / f"{name}.txt").read_text(encoding="utf-8").splitlines() for name in ("pos", "neg"))
-    pairs = [{"prompt": "the film is", "chosen": f" {a}", "rejected": f" {b}"} for a, b in zip(good, bad, strict=True)]
-    parts = {"train": pairs[:160], "eval": pairs[-60:]}
-    for name, part in parts.items():
-        rows.write_jsonl(tmp_path / f"{name}.jsonl", part)
-    settings = {
-        "max_length": 64,
-        "max_steps": None,
-        "num_train_epochs": 8,
-        "per_device_train_batch_size": 16,
-    }
-    files = {name: str(tmp_path / f"{name}.jsonl") for name in parts}
-    config = config_of(world, tmp_path, base, data=files, reward=settings)
-    manifest = train(config)
-    assert manifest["metrics"]["n"] > 20 and manifest["reward_std"] > 0
-    accuracy = [line["accuracy"] for line in metrics_of(config) if "accuracy" in line]
-    assert accuracy[-1] > 0.8 > accuracy[0]  # it fits what it was shown; so few pairs teach it no taste
-    assert manifest["special_tokens"] == {"pad": 0, "bos": 1, "eos": 2, "stop": 2}

@@ -5,6 +5,8 @@ import math
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 import trl
-from conftest import SHARED, SIZES, World
+from conftest import SIZES, World
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
+from typer.testing import CliRunner
 
 from rlhf_cli import checkpoints, data, rows
+from rlhf_cli.cli import app
 from rlhf_cli.config import Options, SFTConfig, load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import loading
@@ -327,12 +331,25 @@ def test_an_sft_stage_is_a_parent_and_its_tokens_are_kept(world: World, tmp_path
     assert second["tokenizer_sha256"] == first["tokenizer_sha256"]
 
 
-def test_r01_a_loss_that_is_no_number_stops_the_run(world: World, tmp_path: Path) -> None:
-    config = config_of(world, tmp_path, sft={"learning_rate": 1e30, "warmup_ratio": 0.0, "logging_steps": 1})
+@pytest.mark.parametrize(("log", "save"), [(1, 8), (8, 1)])
+def test_r01_a_loss_that_is_no_number_stops_the_run_before_it_is_saved(
+    world: World, tmp_path: Path, log: int, save: int
+) -> None:
+    settings = {"learning_rate": 1e30, "warmup_ratio": 0.0, "logging_steps": log}
+    config = config_of(world, tmp_path, sft=settings, output={"save_steps": save})
     with pytest.raises(RLHFError) as error:
         sft.run(config, Options())
     assert error.value.problems[0].code == "R01" and error.value.exit_code == 1 and "at step" in str(error.value)
     assert not (config.folder / "manifest.json").exists()
+    saved = [load_file(path) for path in config.folder.rglob("model.safetensors")]
+    assert all(torch.isfinite(tensor).all() for weights in saved for tensor in weights.values())
+
+
+def test_c14_intervals_beyond_the_end(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config_of(world, tmp_path, sft={"max_steps": 2, "eval_steps": 9}, output={"save_steps": 3}))
+    said = capsys.readouterr().err
+    assert said.count("warning[C14]") == 2 and "save every 3 steps" in said and "evaluation every 9 steps" in said
+    assert [path.name for path in (tmp_path / "sft" / "state").iterdir()] == ["checkpoint-2"]
 
 
 def test_c17_what_trl_refuses_is_told_in_one_line(world: World, tmp_path: Path) -> None:
@@ -351,21 +368,25 @@ def test_other_fields_of_trl_reach_it(world: World, tmp_path: Path) -> None:
     assert isinstance(args, trl.SFTConfig)
 
 
-def test_from_the_pretrained_stories_model_on_real_reviews(world: World, tmp_path: Path) -> None:
-    base, reviews = SHARED / "models/stories260K", SHARED / "data/rt-polarity/pos.txt"
-    if not base.is_dir() or not reviews.is_file():
-        pytest.skip("../shared/models/stories260K or ../shared/data/rt-polarity is not there")
-    sentences = [line.split() for line in reviews.read_text(encoding="utf-8").splitlines()[:400]]
-    cut = [(" ".join(words[:4]), " ".join(words[4:])) for words in sentences if len(words) > 8]
-    for name, part in (("train", cut[40:]), ("eval", cut[:40])):
-        rows.write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": start, "completion": rest} for start, rest in part])
-    data_files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "eval")}
-    settings = {"max_length": 128, "max_steps": 40, "eval_steps": 20, "logging_steps": 10}
-    config = config_of(world, tmp_path, model={"path": str(base)}, data=data_files, sft=settings)
-    manifest = train(config)
-    losses = [line["eval_loss"] for line in metrics_of(config) if "eval_loss" in line]
-    assert manifest["special_tokens"] == {"pad": 0, "bos": 1, "eos": 2, "stop": 2}
-    before = trainer_of(config)[0].evaluate()["eval_loss"]
-    assert manifest["metrics"]["eval_loss"] < 0.9 * before and losses[-1] < before
-    tokenizer = AutoTokenizer.from_pretrained(config.folder / "model")
-    assert data.encode(tokenizer, "the film", None)[0][0] == tokenizer.bos_token_id
+def test_the_command_line_says_what_is_ours_and_nothing_else(world: World, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path)
+    command = [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(config.file), "sft.max_steps=3"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    assert done.returncode == 0 and done.stdout == ""
+    assert [line for line in done.stderr.splitlines() if not line.startswith("sft ")] == []
+    assert "3/3 step" in done.stderr and (tmp_path / "sft" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "place"),
+    [('{"prompt": "a", "completion": null}', "D06", "rows.jsonl:2:"), ('{"prompt": "a",', "D03", "rows.jsonl:2:")],
+)
+def test_bad_rows_end_the_command_with_2_and_a_place(
+    world: World, tmp_path: Path, row: str, code: str, place: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
+    config = config_of(world, tmp_path, tmp_path / "rows.jsonl")
+    result = CliRunner().invoke(app, ["sft", "-c", str(config.file)])
+    assert result.exit_code == 2 and f"error[{code}]" in result.stderr and place in result.stderr
+    assert "Traceback" not in result.output

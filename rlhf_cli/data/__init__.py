@@ -4,7 +4,7 @@ from typing import Any
 
 from rlhf_cli.data.batches import LikeLengths, prompt_batch
 from rlhf_cli.data.examples import Prompt, is_plain_text, preference_rows, prompt_rows, sft_rows
-from rlhf_cli.data.tokens import encode, encode_many, render, stop_token_id
+from rlhf_cli.data.tokens import encode, encode_many, stop_token_id
 
 __all__ = [
     "LikeLengths",
@@ -16,7 +16,6 @@ __all__ = [
     "preference_rows",
     "prompt_batch",
     "prompt_rows",
-    "render",
     "sft_rows",
     "stop_token_id",
 ]

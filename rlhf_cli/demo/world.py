@@ -14,6 +14,8 @@ from rlhf_cli.demo.gold import explain
 from rlhf_cli.demo.grammar import FAMILIES, FITS, PEOPLE, PHRASES, REQUESTS, Request, fill
 from rlhf_cli.rows import write_jsonl
 
+CROSS = 0.4
+TA = 0.7
 NT = 1
 HELD_OUT = 0.2  # of the requests
 TWINS = 0.5  # of the pairs: two replies that differ in one part alone, from which the raters' taste is learned fastest
@@ -119,7 +121,7 @@ def pairs(requests: list[Request], count: int, draw: random.Random) -> Iterator[
 def _two_replies(request: Request, draw: random.Random) -> tuple[str, str]:
     one, other = draw_reply(request, draw), draw_reply(request, draw)
     if draw.random() < TWINS:
-        part = "answer" if draw.random() < 0.5 else draw.choice([field.name for field in fields(Reply)])
+        part = "answer" if draw.random() < TA else draw.choice([field.name for field in fields(Reply)])
         other = replace(one, **{part: getattr(other, part)})
     return str(one), str(other)
 
@@ -163,7 +165,7 @@ def _draw_answer(request: Request, draw: random.Random) -> str:
 
 def _other_topic(request: Request, draw: random.Random) -> Request:
     """Another request for the same person: of another family in three cases of five, else on another topic."""
-    if draw.random() < 0.6:
+    if draw.random() < CROSS:
         name = draw.choice([name for name in FAMILIES if name != request.family])
         family = FAMILIES[name]
         return Request(name, draw.choice(family.kinds), draw.choice(list(family.topics)), request.who)

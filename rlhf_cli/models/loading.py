@@ -18,6 +18,15 @@ HEADS = ("ForSequenceClassification",)
 transformers.utils.logging.disable_progress_bar()  # ours is the only one
 
 
+def how(section: Any, trust_remote_code: bool) -> dict[str, Any]:
+    """How a config's section (`model:` or `models:`) wants models loaded: the keywords of the functions below."""
+    return {
+        "dtype": section.dtype,
+        "attn_implementation": section.attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
+
+
 def device() -> torch.device:
     """The first GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

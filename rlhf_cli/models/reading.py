@@ -16,7 +16,7 @@ from rlhf_cli.ppo.records import MicroBatch, Rollout, micro_batches
 
 
 @contextmanager
-def _head_on(model: nn.Module, row: Tensor, column: Tensor) -> Iterator[None]:
+def _head_on(model: Any, row: Tensor, column: Tensor) -> Iterator[None]:
     """Within, the output head sees only the hidden states at (row, column): (1, N, H) in place of (n, L, H).
 
     Every family's own extras around the head (soft-capping, scaling) stay in force, and no logits are made that nobody
@@ -33,7 +33,7 @@ def _head_on(model: nn.Module, row: Tensor, column: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def response_logits(model: nn.Module, micro: MicroBatch) -> Tensor:
+def response_logits(model: Any, micro: MicroBatch) -> Tensor:
     """Logits (N, V) that predict each response token of the micro-batch."""
     with _head_on(model, micro.row, micro.column):
         return model(input_ids=micro.ids, use_cache=False).logits[0]

@@ -82,7 +82,7 @@ class PPOSettings(Settings):
         "auto",
         description=(
             "Most tokens, padding included, that one forward pass of judge or update holds, with at most "
-            "per_device_train_batch_size rows; auto: only the rows bound it. [measured: docs/ppo.md]"
+            "per_device_train_batch_size rows; auto: only the rows bound it. [ours]"
         ),
     )
     local_rollout_forward_batch_size: int | None = Field(

@@ -60,7 +60,7 @@ def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, 
     tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
     template = tokenizers.template_sha256(tokenizer)
     set_seed(config.seed)  # the fresh head is drawn here
-    model = loading.scorer_from_causal(parent.model, **trl_training.how(config, options))
+    model = loading.scorer_from_causal(parent.model, **loading.how(config.model, options.trust_remote_code))
     loading.check_vocabulary(model, tokenizer, config.where("model.path"))
     if config.model.chat_template is not None:
         tokenizers.set_chat_template(tokenizer, config.model.chat_template)
@@ -119,7 +119,7 @@ def saved_scorer(config: RewardConfig, options: Options, model: Any, tokenizer: 
     """Write model/ and read it again: what is measured from here on is what a reader of the folder gets."""
     loading.set_special_ids(model, tokenizer, data.stop_token_id(tokenizer))
     loading.save_model(model, tokenizer, config.folder / "model", text)
-    scorer = loading.load_scorer(config.folder / "model", **trl_training.how(config, options))
+    scorer = loading.load_scorer(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
     return scorer.to(loading.device()).eval().requires_grad_(False)
 
 
@@ -139,7 +139,7 @@ def raw_scores(scorer: Any, rows: Sequence[list[int]], size: int) -> list[float]
 
 def sampled(config: RewardConfig, options: Options, parent: Parent, tokenizer: Any, rows: Rows) -> list[list[int]]:
     """Prompt and response tokens: answers of the model that training started from, to prompts of the training pairs."""
-    model = loading.load_causal(parent.model, **trl_training.how(config, options))
+    model = loading.load_causal(parent.model, **loading.how(config.model, options.trust_remote_code))
     loading.fit_embeddings(model, tokenizer)
     model.to(loading.device()).eval()
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
@@ -198,7 +198,8 @@ def card(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
     ours = config.reward
     text = (
         f"A reward model, trained from {trl_training.name_of(parent)} on {rows} pairs of "
-        f"{Path(config.data.train).name}: {steps} steps, learning rate {ours.learning_rate:g}. It scores a prompt with its answer at the last token."
+        f"{Path(config.data.train).name}: {steps} steps, learning rate {ours.learning_rate:g}. It scores a prompt with "
+        "its answer at the last token."
     )
     if ours.normalize == "sft":
         text += (

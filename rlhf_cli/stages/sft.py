@@ -98,7 +98,7 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
     else:
         assert parent is not None
         tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
-        model = loading.load_causal(parent.model, **trl_training.how(config, options))
+        model = loading.load_causal(parent.model, **loading.how(config.model, options.trust_remote_code))
         loading.check_vocabulary(model, tokenizer, config.where("model.path"))
     if config.model.chat_template is not None:
         tokenizers.set_chat_template(tokenizer, config.model.chat_template)
@@ -176,7 +176,7 @@ def make_trainer(
 
 def headline(config: SFTConfig, options: Options, rows: Rows, pad: int) -> dict[str, float]:
     """Loss per trained token of the saved model over the evaluation rows, in nats, by our own pass."""
-    model = loading.load_causal(config.folder / "model", **trl_training.how(config, options))
+    model = loading.load_causal(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
     model.to(loading.device()).eval()
     width = config.sft.max_length
     cut = [

@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from rlhf_cli import __version__, checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
-from rlhf_cli.config import Options, RewardConfig, SFTConfig
+from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.signals import StopWish
@@ -149,6 +149,10 @@ class Follower(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The progress starts where the checkpoint left off, and so do the sums behind the next line of the log."""
+        for what, every in (("save", state.save_steps), ("evaluation", state.eval_steps)):
+            if every and every > state.max_steps and (what == "save" or args.eval_strategy == "steps"):
+                text = f"one {what} every {every} steps is more than the {state.max_steps} of the run"
+                terminal.warn("C14", f"{text}: only the last step gets one")
         self.bar = terminal.Progress(self.label, state.max_steps, "step")
         self.bar.__enter__()
         self.bar.advance(state.global_step)
@@ -173,22 +177,22 @@ class Follower(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": sums}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last step is always logged, and a stop signal saves at once."""
+        """The last step is always logged, a stop signal saves at once, and what is saved is never broken (R01)."""
         assert self.bar
         self.bar.advance()
         if state.global_step >= state.max_steps:
             control.should_log = True
         elif self.stop.wished:
             control.should_save = True
+        if control.should_save and not all(bool(w.isfinite().all()) for w in self.trainer.model.parameters()):
+            raise _not_finite("a weight", math.nan, args, state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         """One line of metrics.jsonl. Raises RLHFError R01 where the loss or the gradient is no finite number."""
         kept = {name: value for name, value in logs.items() if not name.endswith(NOT_LOGGED)}
-        bad = [name for name, value in kept.items() if not math.isfinite(value)]
-        if bad:
-            text = f"{bad[0]} is {kept[bad[0]]} at step {state.global_step}"
-            hint = f"lower the learning rate, or look for odd rows; older checkpoints are in {shown(args.output_dir)}"
-            raise RLHFError("R01", text, hint=hint)
+        for name, value in kept.items():
+            if not math.isfinite(value):
+                raise _not_finite(name, value, args, state)
         if "loss" in kept and self.bar:
             self.bar.advance(0, note=f"loss {kept['loss']:.4f}")
         if {"loss", "eval_loss"} & kept.keys():
@@ -208,14 +212,9 @@ class Follower(TrainerCallback, ExportableState):
             self.bar.__exit__(None, None, None)
 
 
-def how(config: SFTConfig | RewardConfig, options: Options) -> dict[str, Any]:
-    """How the stage loads models."""
-    model = config.model
-    return {
-        "dtype": model.dtype,
-        "attn_implementation": model.attn_implementation,
-        "trust_remote_code": options.trust_remote_code,
-    }
+def _not_finite(name: str, value: float, args: Any, state: Any) -> RLHFError:
+    hint = f"lower the learning rate, or look for odd rows; good checkpoints are in {shown(args.output_dir)}"
+    return RLHFError("R01", f"{name} is {value} at step {state.global_step}", hint=hint)
 
 
 def token_fields(tokenizer: Any, stop: int) -> dict[str, Any]:

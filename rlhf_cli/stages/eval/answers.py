@@ -54,7 +54,9 @@ def sampling(config: EvalConfig, ppo: Parent, tokenizer: Any) -> Sampling:
     if ppo.stage == "ppo":
         settings = configs.load("ppo", ppo.path / "config.yaml").ppo
         temperature, length = temperature or settings.temperature, length or settings.max_response_length
-        stop = None if settings.stop_token == "none" else settings.stop_token_id or stop
+        if settings.stop_token == "none":
+            return Sampling(temperature, length, None)
+        stop = stop if settings.stop_token_id is None else settings.stop_token_id
     if temperature is None or length is None:
         raise RLHFError(
             "C17",
@@ -74,11 +76,7 @@ def collect(
     how: Sampling,
 ) -> list[Answers]:
     """Everything generated and scored: each policy in each mode, then best-of-n of the SFT policy."""
-    load = {
-        "dtype": config.models.dtype,
-        "attn_implementation": config.models.attn_implementation,
-        "trust_remote_code": options.trust_remote_code,
-    }
+    load = loading.how(config.models, options.trust_remote_code)
     desk = _Desk(config, tokenizer, prompts, how, _judges(config, parents, load))
     names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
     rounds = len(names) * len(config.eval.modes) + max(config.eval.best_of, default=0)
@@ -176,17 +174,17 @@ def best_of(draws: list[Answers]) -> Answers:
         max(range(len(draws)), key=lambda k: draws[k].scores["reward"][row]) for row in range(len(draws[0].responses))
     ]
 
-    def pick(column: Callable[[Answers], list]) -> list:
-        return [column(draws[k])[row] for row, k in enumerate(picks)]
+    def pick(columns: list[list]) -> list:
+        return [columns[k][row] for row, k in enumerate(picks)]
 
-    scores = {judge: pick(lambda a, judge=judge: a.scores[judge]) for judge in draws[0].scores}
+    scores = {judge: pick([draw.scores[judge] for draw in draws]) for judge in draws[0].scores}
     return Answers(
         f"best_of_{len(draws)}",
         "sampled",
         draws[0].prompts,
-        pick(lambda a: a.responses),
-        pick(lambda a: a.ended),
-        pick(lambda a: a.lengths),
+        pick([draw.responses for draw in draws]),
+        pick([draw.ended for draw in draws]),
+        pick([draw.lengths for draw in draws]),
         scores,
         None,
     )

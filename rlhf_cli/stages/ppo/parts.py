@@ -41,7 +41,9 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     stop_token_id = settings.stop_token_id
     if stop_token_id is None and settings.stop_token != "none":
         stop_token_id = data.stop_token_id(tokenizer)
-    policy = loading.load_causal(sft.model, **_how(config, options)).to(loading.device())
+    policy = loading.load_causal(sft.model, **loading.how(config.models, options.trust_remote_code)).to(
+        loading.device()
+    )
     prompts, eval_prompts = (_prompts(config, key, tokenizer, policy) for key in ("prompts", "eval_prompts"))
     scorers = _Scorers(config, options, parents)
     for key in ("models.reward", "rewards.reward.model"):
@@ -81,7 +83,9 @@ class _Scorers:
 
     def load(self, key: str) -> Any:
         """A model of one's own."""
-        return loading.load_scorer(self.parents[key].model, **_how(self.config, self.options)).to(loading.device())
+        return loading.load_scorer(
+            self.parents[key].model, **loading.how(self.config.models, self.options.trust_remote_code)
+        ).to(loading.device())
 
     def frozen(self, key: str) -> Any:
         """A model that is only read."""
@@ -102,15 +106,6 @@ def _sources(config: PPOConfig, tokenizer: Any, scorers: _Scorers) -> dict[str, 
         else:
             sources[name] = ModelReward(scorers.frozen(f"{key}.model"), rows)
     return sources
-
-
-def _how(config: PPOConfig, options: Options) -> dict[str, Any]:
-    models = config.models
-    return {
-        "dtype": models.dtype,
-        "attn_implementation": models.attn_implementation,
-        "trust_remote_code": options.trust_remote_code,
-    }
 
 
 def _prompts(config: PPOConfig, key: str, tokenizer: Any, policy: Any) -> list[data.Prompt]:
