@@ -31,7 +31,7 @@ def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[in
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes the rows, one line each, keys in the order given. A number that is not finite becomes null."""
+    """Writes the rows, one line each, keys in the order given. ValueError for a number that is not finite."""
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(_line(row) for row in rows)
 
@@ -103,15 +103,4 @@ def _refuse_half_surrogates(row: dict[str, Any], where: str) -> None:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-    except ValueError:
-        return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"

@@ -200,10 +200,12 @@ def test_ppo_needs_the_reward_model_only_where_something_reads_it(tmp_path: Path
 
 
 def test_judges_that_are_functions_are_no_parents(tmp_path: Path) -> None:
-    models = SimpleNamespace(sft="/s", ppo="/p", reward="/r")
+    models = SimpleNamespace(sft="/s", ppo="/p", reward="/r", base=None)
     config = SimpleNamespace(stage="eval", models=models, judges={"gold": "rlhf_cli.demo.gold:judge", "other": "/o"})
     keys = [reference.key for reference in checkpoints.references(config)]
     assert keys == ["models.sft", "models.ppo", "models.reward", "judges.other"]
+    models.base = "/b"
+    assert "models.base" in [reference.key for reference in checkpoints.references(config)]
 
 
 def test_all_parents_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:
@@ -324,6 +326,19 @@ def test_a_stage_begins_new_resumes_and_is_finished(tmp_path: Path) -> None:
     write_model(tmp_path / "sft/model")
     checkpoints.finish(config, wanted, parents={}, fields={})
     assert checkpoints.begin(config, wanted, fresh=False) == "finished"
+
+
+def test_a_start_that_came_to_nothing_holds_no_place(tmp_path: Path) -> None:
+    """Bad data end a stage before its first step; with mended data, another identity, the same command must do."""
+    config = FakeConfig(tmp_path)
+    before, after = ({**checkpoints.identity(config, {}, {}), "data": {"data.train": sha}} for sha in ("bad", "mended"))
+    assert checkpoints.begin(config, before, fresh=False) == "new"
+    checkpoints.release()
+    assert checkpoints.begin(config, after, fresh=False) == "new"
+    checkpoints.release()
+    (config.folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(RLHFError, match="other content"):
+        checkpoints.begin(config, before, fresh=False)
 
 
 def test_another_config_is_refused_until_fresh_moves_the_old_output_aside(tmp_path: Path) -> None:

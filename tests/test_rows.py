@@ -70,9 +70,11 @@ def test_a_missing_file_names_the_nearest_and_who_named_it(here: Path) -> None:
 
 def test_rows_are_written_in_order_and_never_as_invalid_json(here: Path) -> None:
     path = here / "a.jsonl"
-    write_jsonl(path, [{"z": "é", "a": [1.5, float("nan")]}, {"b": {"c": float("-inf")}}])
+    write_jsonl(path, [{"z": "é", "a": [1.5, None]}])
     append_jsonl(path, {"step": 3})
-    assert path.read_text(encoding="utf-8") == '{"z": "é", "a": [1.5, null]}\n{"b": {"c": null}}\n{"step": 3}\n'
+    with pytest.raises(ValueError):
+        append_jsonl(path, {"loss": float("nan")})
+    assert path.read_text(encoding="utf-8") == '{"z": "é", "a": [1.5, null]}\n{"step": 3}\n'
     write_jsonl(path, [])
     assert path.read_bytes() == b""
 

@@ -38,6 +38,7 @@ PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "t
 _NONE = object()  # equal to nothing
 # What later stages and users rely on. Logs may be edited, and snapshots deleted for the room they take.
 _RESULT = ("model/", "value/", "report.json")
+_OF_A_START = {"identity.json", "config.yaml"}
 _OUTSIDE_THE_MANIFEST = ("manifest.json", "report.html")  # report.html is made from a finished stage, at any time
 
 
@@ -138,13 +139,15 @@ def _value(value: Any) -> str:
 def examine(config: Any, wanted: Mapping[str, Any]) -> Status:
     """How RUN/<stage> stands to the identity that is asked for. Reads only."""
     folder = config.folder
-    if not folder.exists() or not _used(folder):
+    names = {path.name for path in folder.glob("*") if not path.name.startswith(".tmp-")}
+    if not names:
         return Status("new")
     made = read_object(folder / "identity.json")
     if made is None:
         return Status("stale", ("it holds files of no run that is known (identity.json is missing)",))
     if reasons := difference(made, wanted, lambda key: _default(config, key)):
-        return Status("stale", tuple(reasons))
+        # What a start left that came to nothing, by bad data say, is no run: mending the data must be enough.
+        return Status("stale", tuple(reasons)) if names - _OF_A_START else Status("new")
     if not (folder / "manifest.json").exists():
         return Status("resume", step=newest_step(folder / "state"))
     manifest = read_object(folder / "manifest.json")
@@ -250,8 +253,3 @@ def _git_revision(folder: Path) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _used(folder: Path) -> bool:
-    """Whether a folder holds anything but what a start that was killed at once may have left."""
-    return any(not path.name.startswith(".tmp-") for path in folder.iterdir())

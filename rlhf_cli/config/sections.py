@@ -13,8 +13,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Columns = dict[str, str]
 REVISION = "Branch, tag or commit of a model from the hub; none: its main branch. [transformers]"
 DTYPE = (
-    "Number format of the weights while loading; auto: as they are stored, float32 for training from fresh weights. "
-    "[transformers]"
+    "Number format of the weights; auto: float32, also where a GPU computes in bfloat16 (see bf16). [ours: pure "
+    "bfloat16 weights lose small updates]"
 )
 ATTENTION = (
     "Attention code, such as sdpa, eager or flash_attention_2; none: what transformers picks for the model. "

@@ -22,7 +22,9 @@ OWNED: dict[str, str | None] = {
     "eval_strategy": "{stage}.eval_steps", "train_sampling_strategy": "{stage}.group_by_length",
     "length_column_name": None, "chat_template_path": "model.chat_template", "model_init_kwargs": "model",
     "trust_remote_code": "--trust-remote-code", "dataset_text_field": "data.columns", "dataset_kwargs": None,
-    "dataset_num_proc": None, "eos_token": None, "pad_token": None, "local_rank": None,
+    "dataset_num_proc": None, "eos_token": None, "pad_token": None, "local_rank": None, "shuffle_dataset": None,
+    "truncation_mode": None, "assistant_only_loss": None, "disable_tqdm": None, "use_cpu": None,
+    "prediction_loss_only": None,
 }  # fmt: skip
 OWNED_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_")
 WORDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",

@@ -1,0 +1,90 @@
+"""The real chain, through the real command, on the preset that is small enough for a test."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STAGES = ["sft", "reward", "ppo", "eval"]
+
+
+def rlhf(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "rlhf_cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def told(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """The pipeline's line about each stage."""
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    lines = [re.match(r"(sft|reward|ppo|eval) +(.*)", line) for line in result.stdout.splitlines()]
+    return {match[1]: match[2] for match in reversed(lines) if match}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run of the `ci` preset in run/."""
+    folder = tmp_path_factory.mktemp("chain")
+    assert rlhf(folder, "init", "ci", "run").returncode == 0
+    assert told(rlhf(folder, "run", "run")) == dict.fromkeys(STAGES, "new")
+    return folder
+
+
+@pytest.mark.training
+def test_every_stage_leaves_what_it_promises(folder: Path) -> None:
+    for stage in STAGES:
+        manifest = json.loads((folder / "run" / stage / "manifest.json").read_text())
+        assert (manifest["schema"], manifest["stage"]) == (1, stage)
+        assert (folder / "run" / stage / "config.yaml").is_file()
+        if stage != "eval":
+            assert {"tokenizer_sha256", "template_sha256", "special_tokens", "metrics"} <= manifest.keys()
+            assert (folder / "run" / stage / "model/model.safetensors").is_file()
+            assert (folder / "run" / stage / "metrics.jsonl").is_file()
+    report = json.loads((folder / "run/eval/report.json").read_text())
+    assert {"sft", "ppo"} <= report["models"].keys() and "ppo_vs_sft" in report["win_rate"]
+
+
+@pytest.mark.training
+def test_a_second_run_skips_all_in_seconds_and_shows_the_table(folder: Path) -> None:
+    began = time.monotonic()
+    again = rlhf(folder, "run", "run")
+    assert time.monotonic() - began < 10
+    assert all(line.startswith("up to date (") for line in told(again).values())
+    assert "win rate" in again.stdout and "report: run/eval/report.json" in again.stdout
+    assert again.stderr == ""
+
+
+@pytest.mark.training
+def test_a_parent_without_its_manifest_is_refused_though_the_stage_itself_is_finished(folder: Path) -> None:
+    manifest = folder / "run/reward/manifest.json"
+    text = manifest.read_text()
+    manifest.unlink()
+    try:
+        result = rlhf(folder, "ppo", "--config", "run/ppo.yaml")
+    finally:
+        manifest.write_text(text)
+    assert result.returncode == 2
+    first, hint = result.stderr.splitlines()
+    assert first.startswith("error[M10]: run/ppo.yaml")
+    assert hint == "hint: finish it: rlhf reward --config run/reward.yaml; or change models.reward"
+    finished = rlhf(folder, "ppo", "--config", "run/ppo.yaml")
+    assert finished.returncode == 0 and "finished already" in finished.stderr
+
+
+@pytest.mark.training
+def test_another_config_is_refused_by_a_stage_and_run_again_by_the_chain(folder: Path) -> None:
+    refused = rlhf(folder, "ppo", "--config", "run/ppo.yaml", "ppo.kl_coef=0.123")
+    assert refused.returncode == 2 and refused.stderr.startswith("error[C15]: run/ppo.yaml: ")
+    assert re.search(r"ppo\.kl_coef \S+ -> 0\.123", refused.stderr) and "--fresh" in refused.stderr
+    lines = told(rlhf(folder, "run", "run", "-s", "ppo.kl_coef=0.123"))
+    assert re.fullmatch(r"stale: ppo\.kl_coef \S+ -> 0\.123", lines["ppo"])
+    assert lines["eval"] == "stale: models.ppo: other weights"
+    assert lines["sft"].startswith("up to date") and lines["reward"].startswith("up to date")
+    assert (folder / "run/.old/ppo-1/manifest.json").is_file()
