@@ -20,6 +20,7 @@ help: ## list these commands
 
 demo: $(VENV)/.installed ## the whole chain on a small world of its own: minutes on a CPU, no network
 	test -e runs/demo || $(RLHF) init demo runs/demo
+	test -e runs/demo/base/sft/manifest.json || $(RLHF) run runs/demo/base
 	$(RLHF) run runs/demo
 
 test: $(VENV)/.installed-test ## all tests but the slow ones

@@ -196,6 +196,7 @@ def init(
     preset: Annotated[str | None, typer.Argument(metavar="PRESET", help="One of `rlhf init --list`.")] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write it.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of its data and of its configs.")] = 0,
     debug: Debug = False,
 ) -> None:
     """Write a ready folder of configs, with what they need."""
@@ -206,7 +207,7 @@ def init(
         return
     if preset is None or folder is None:
         raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
-    presets.init(preset, folder)
+    presets.init(preset, folder, seed=seed)
 
 
 @app.command()

@@ -117,6 +117,12 @@ CONFIG = {
         "Each of the settings is fine alone, together they contradict each other.",
         "Change one of the keys that the message names.",
     ),
+    "C18": Code(
+        "not what it may seem",
+        0,
+        "The setting works as described, but an expert would hardly choose it.",
+        "The hint names what usually is meant.",
+    ),
 }
 DATA = {
     "D01": Code(
@@ -364,6 +370,12 @@ MACHINE_AND_RUN = {
         1,
         "A line of eval.require does not hold for this result.",
         "The message gives the value and the bound.",
+    ),
+    "R07": Code(
+        "the first ratio is not 1",
+        0,
+        "The update's first forward pass disagrees with the judge's, though nothing was trained in between.",
+        "It happens with reduced precision. In float32 it points to dropout, or to a model that is not deterministic.",
     ),
     "S01": Code(
         "control characters",

@@ -32,6 +32,15 @@ class Selection:
     force: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Step:
+    """What is to be done about one stage; `fresh` moves its old output aside first."""
+
+    why: str
+    runs: bool
+    fresh: bool
+
+
 def run(folder: Path, overrides: Sequence[str], selection: Selection, options: Options) -> int:
     """Bring the stages of a folder up to date; returns 0, or the exit code of the stage that failed.
 
@@ -42,31 +51,47 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
     routed = route(overrides, list(files))
     configs = _load_all(files, routed)
     _refuse_what_is_missing(configs)
-    pending: dict[Path, str] = {}  # with --dry-run: what would run first
+    if options.dry_run:
+        _forecast(configs, selection.force)
+        return 0
     for stage, config in configs.items():
-        waits = [pending[Path(one.path)] for one in checkpoints.references(config) if Path(one.path) in pending]
-        if waits:
-            known = "runs again if that changes what it starts from" if config.folder.exists() else "new"
-            terminal.out(f"{stage:<8} after {' and '.join(dict.fromkeys(waits))}: {known}")
-            pending[config.folder] = stage
-            continue
-        status = look(config)
-        forced = stage in selection.force and status.state != "new"
-        skipped = status.state == "finished" and not forced
-        terminal.out(f"{stage:<8} {'forced to run again' if forced else describe(status)}")
-        if not skipped and options.dry_run:
-            pending[config.folder] = stage
-        elif not skipped:
-            again = forced or status.state in ("stale", "damaged")
-            if code := _run_child(child_command(config, routed[stage], options, fresh=again)):
+        step = decide(config, selection.force)
+        terminal.out(f"{stage:<8} {step.why}")
+        if step.runs:
+            command = child_command(config, routed[stage], options, fresh=step.fresh)
+            if code := _run_child(command):
                 terminal.say(f"{stage:<8} ended with exit code {code}; what comes after it was not run")
                 return code
-        elif isinstance(config, EvalConfig) and not options.dry_run:
+        elif isinstance(config, EvalConfig):
             # What the stage itself shows, and holds against its requirements, when it runs.
             verdict.print_verdict(config.folder)
             report = verdict.read_report(config.folder)
             verdict.check_requirements(report, config.eval.require, where=config.where("eval.require"))
     return 0
+
+
+def _forecast(configs: Mapping[str, Config], force: Sequence[str]) -> None:
+    """What would run, and why. A stage behind one that would run can only be told once that one has run."""
+    pending: dict[Path, str] = {}
+    for stage, config in configs.items():
+        waits = [pending[Path(one.path)] for one in checkpoints.references(config) if Path(one.path) in pending]
+        if waits:
+            known = "runs again if that changes what it starts from" if config.folder.exists() else "new"
+            why = f"after {' and '.join(dict.fromkeys(waits))}: {known}"
+        else:
+            step = decide(config, force)
+            why = step.why
+        terminal.out(f"{stage:<8} {why}")
+        if waits or step.runs:
+            pending[config.folder] = stage
+
+
+def decide(config: Config, force: Sequence[str] = ()) -> Step:
+    """Whether a stage has to run, as its config, its data and its parents are now, and why."""
+    status = look(config)
+    if config.stage in force and status.state != "new":
+        return Step("forced to run again", runs=True, fresh=True)
+    return Step(describe(status), runs=status.state != "finished", fresh=status.state in ("stale", "damaged"))
 
 
 def look(config: Config) -> Status:
@@ -89,21 +114,27 @@ def describe(status: Status) -> str:
 def preview(config: Config, *, fresh: bool) -> None:
     """Print a stage's resolved config as YAML on stdout, and in comments what it would read and write.
 
-    A parent that is not ready is told, and no error: an earlier stage may still make it. Raises D01.
+    A parent that an earlier stage of the run may still make is told; any other that is not there is an error.
+    Raises D01, M01, M10.
     """
     checkpoints.check_data(config)
-    terminal.out(yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True).rstrip())
     parents: dict[str, Parent] = {}
-    references = checkpoints.references(config)
-    for reference in references:
+    lines: list[str] = []
+    for reference in checkpoints.references(config):
+        path = Path(reference.path)
         try:
             parent = parents[reference.key] = checkpoints.open_reference(config, reference)
-            terminal.out(f"# reads   {reference.key}: {shown(parent.path)} ({parent.stage}, {parent.sha256[:6]})")
+            lines.append(f"# reads   {reference.key}: {shown(parent.path)} ({parent.stage}, {parent.sha256[:6]})")
         except RLHFError as error:
-            terminal.out(f"# reads   {reference.key}: not ready: {error.problems[0].text}")
-    for key, path in config.data_files().items():
-        terminal.out(f"# reads   {key}: {shown(path)}")
-    terminal.out(f"# writes  {shown(config.folder)}: {_outcome(config, parents, len(references), fresh=fresh)}")
+            earlier = [Path(config.run) / stage for stage in reference.expect]
+            if path not in earlier or (path / "manifest.json").exists():
+                raise
+            lines.append(f"# reads   {reference.key}: not ready: {error.problems[0].text}")
+    outcome = _outcome(config, parents, len(lines), fresh=fresh)
+    terminal.out(yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True).rstrip())
+    for line in lines + [f"# reads   {key}: {shown(path)}" for key, path in config.data_files().items()]:
+        terminal.out(line)
+    terminal.out(f"# writes  {shown(config.folder)}: {outcome}")
 
 
 def _outcome(config: Config, parents: Mapping[str, Parent], wanted: int, *, fresh: bool) -> str:

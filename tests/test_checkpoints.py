@@ -167,11 +167,28 @@ def test_nothing_there_names_what_is_near_or_the_stage_to_run(tmp_path: Path) ->
 def test_an_empty_folder_and_an_uncached_hub_id_hold_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").mkdir()
     assert refusal(tmp_path / "empty", "reward").problems[0].code == "M01"
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for name in ("nobody/no-such-model", "not:an:id"):
         error = refusal(name, "reward")
         assert error.problems[0].code == "M01"
         assert "not a cached hub id" in str(error)
+
+
+def test_a_cached_hub_id_is_a_foreign_parent_at_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for revision in ("a" * 40, "b" * 40):
+        write_model(tmp_path / "models--some--model/snapshots" / revision, revision.encode())
+    (tmp_path / "models--some--model/refs").mkdir()
+    (tmp_path / "models--some--model/refs/main").write_text("a" * 40)
+    found = [
+        checkpoints.open_parent("some/model", expect=("sft",), key="models.sft", where="w", revision=revision)
+        for revision in (None, "b" * 40)
+    ]
+    assert [parent.model.name for parent in found] == ["a" * 40, "b" * 40]
+    assert {(parent.stage, parent.hub) for parent in found} == {("foreign", "some/model")}
+    assert found[0].sha256 != found[1].sha256
+    with pytest.raises(RLHFError, match="at revision cccc"):
+        checkpoints.open_parent("some/model", expect=(), key="models.sft", where="w", revision="cccc")
 
 
 # Which models a config names
@@ -390,13 +407,15 @@ def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
     for name in ("state/checkpoint-1/optimizer.pt", "snapshots/step_000001/w", "report.html", "metrics.jsonl"):
         (config.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (config.folder / name).write_text(name)
-    checkpoints.finish(config, wanted, parents=parents, fields={"metrics": {"loss": 1.0}, "git": "abc"})
+    fields = {"metrics": {"loss": 1.0}, "git": "abc", "template_sha256": None}
+    checkpoints.finish(config, wanted, parents=parents, fields=fields)
     manifest = json.loads((config.folder / "manifest.json").read_text())
     sha256 = parents["model.path"].sha256
     assert manifest["parents"] == {"model.path": {"path": "../../base", "stage": "foreign", "sha256": sha256}}
     assert manifest["data"] == {"data.train": checkpoints.file_sha256(data)}
     assert (manifest["schema"], manifest["stage"], manifest["seed"]) == (1, "sft", 7)
     assert (manifest["metrics"], manifest["git"]) == ({"loss": 1.0}, "abc")
+    assert manifest["template_sha256"] is None  # no template, which is something else than not knowing
     assert manifest["versions"].keys() >= {"rlhf", "python", "torch", "transformers", "trl"}
     assert sorted(manifest["files"]) == [
         "config.yaml",

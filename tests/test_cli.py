@@ -202,11 +202,12 @@ def test_a_dry_run_loads_no_torch(folder: Path) -> None:
     assert result.stdout.splitlines()[-1] == "False"
 
 
-def test_a_dry_run_tells_what_is_not_ready_and_refuses_missing_data(folder: Path) -> None:
+def test_a_dry_run_tells_what_is_not_ready_and_refuses_what_nobody_will_make(folder: Path) -> None:
     said = rlhf("ppo", "-c", "ppo.yaml", "--dry-run")
     assert said.exit_code == 0
     assert "# reads   models.reward: not ready: " in said.stdout
     assert said.stdout.endswith("# writes  ppo: once what it reads is ready\n")
+    assert is_one_error(rlhf("ppo", "-c", "ppo.yaml", "--dry-run", "models.sft=./bse"), "M01")
     (folder / "rows.jsonl").unlink()
     assert is_one_error(rlhf("ppo", "-c", "ppo.yaml", "--dry-run"), "D01")
 
@@ -318,6 +319,25 @@ def test_schema_is_json_schema() -> None:
     result = rlhf("schema", "pppo")
     assert is_one_error(result, "C07")
     assert "did you mean ppo?" in result.stderr
+
+
+def test_init_lists_its_presets_and_says_what_it_needs(folder: Path) -> None:
+    listed = [line.split()[0] for line in rlhf("init", "--list").stdout.splitlines()]
+    assert listed[0] == "preset" and {"demo", "ci"} <= set(listed)
+    assert is_one_error(rlhf("init", "ci"), "C11")
+    result = rlhf("init", "dmo", "x")
+    assert is_one_error(result, "C07")
+    assert "did you mean demo?" in result.stderr
+
+
+def test_init_writes_a_folder_of_a_seed_and_refuses_to_write_over_it(folder: Path) -> None:
+    assert rlhf("init", "ci", "a", "--seed", "0").exit_code == 0
+    assert rlhf("init", "ci", "b", "--seed", "1").exit_code == 0
+    assert config.load("ppo", "a/ppo.yaml").ppo == config.load("ppo", "b/ppo.yaml").ppo
+    assert (folder / "a/data/prompts.jsonl").read_bytes() != (folder / "b/data/prompts.jsonl").read_bytes()
+    before = {path: path.read_bytes() for path in (folder / "a").rglob("*") if path.is_file()}
+    assert is_one_error(rlhf("init", "ci", "a", "--seed", "1"), "C15")
+    assert {path: path.read_bytes() for path in (folder / "a").rglob("*") if path.is_file()} == before
 
 
 def test_env_tells_versions_and_devices() -> None:

@@ -14,7 +14,7 @@ FLOORS = [
     {"rows", "terminal", "statistics", "signals", "ppo.settings", "ppo.records", "ppo.formulas", "ppo.seeds"},
     {"config.*"},
     {"checkpoints.*"},
-    {"models.*", "data.*", "tracking", "verdict", "ppo.advantages", "ppo.optimizer"},
+    {"models.*", "data.*", "tracking", "verdict", "ppo.advantages", "ppo.metrics", "ppo.optimizer"},
     {"ppo.rollout", "ppo.rewards"},
     {"ppo.trainer"},
     {"ppo"},

@@ -299,6 +299,17 @@ def test_c13_response_longer_than_the_context(run_folder):
     assert result.exit_code == 2 and "error[C13]" in result.stderr and "lower it by at least 1" in result.stderr
 
 
+def test_an_estimator_without_the_kls_gradient_is_warned_about(run_folder):
+    warned, silent = ppo(run_folder, "-s", "ppo.kl_estimator=k3"), ppo(run_folder, "--fresh")
+    assert warned.exit_code == 0 and "warning[C18]" in warned.stderr and "hint: k1 has it" in warned.stderr
+    assert "warning" not in silent.stderr
+
+
+def test_a_first_ratio_that_is_off_is_warned_about(run_folder, monkeypatch):
+    monkeypatch.setattr("rlhf_cli.stages.ppo.RATIO_TOLERANCE", -1.0)
+    assert "warning[R07]: step 1: the first ratio of an update is off 1 by 0" in ppo(run_folder).stderr
+
+
 def test_d01_prompts_that_are_not_there(run_folder):
     result = ppo(run_folder, "-s", f"data.prompts={run_folder / 'promts.jsonl'}")
     assert result.exit_code == 2 and "error[D01]" in result.stderr and "prompts.jsonl" in result.stderr

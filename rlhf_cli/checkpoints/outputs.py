@@ -229,10 +229,10 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
         "git": _git_revision(config.file.parent),
         "files": files,
         "model_sha256": model_sha256(files) if any(name.startswith("model/") for name in files) else None,
-        **fields,
     }
+    known = {key: value for key, value in manifest.items() if value is not None}
     sync_files(folder, names)
-    write_json(folder / "manifest.json", {key: value for key, value in manifest.items() if value is not None})
+    write_json(folder / "manifest.json", {**known, **fields})
     release(folder)
 
 

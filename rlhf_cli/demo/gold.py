@@ -15,7 +15,7 @@ ENOUGH_WORDS = 30
 
 
 def gold(prompts: list[str], responses: list[str]) -> list[float]:
-    """True quality of each response to its prompt, in [0, 1]. ValueError for a prompt that is not of the demo's world."""
+    """True quality of each response to its prompt, in [0, 1]. ValueError for a prompt of another world."""
     return [explain(prompt, response)["score"] for prompt, response in zip(prompts, responses, strict=True)]
 
 

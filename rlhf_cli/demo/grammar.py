@@ -137,7 +137,7 @@ def read_request(prompt: str) -> Request:
 
 
 def read_reply(reply: str) -> list[Sentence]:
-    """The reply's sentences in order. A stretch that no template explains, up to its next stop, has the role `unclear`."""
+    """The reply's sentences in order; what no template explains, up to its next stop, has the role `unclear`."""
     sentences, rest = [], reply.strip()
     while rest:
         sentence = _first_sentence(rest)
@@ -150,7 +150,8 @@ def _first_sentence(text: str) -> Sentence:
     for role, family, pattern in _sentence_patterns():
         if found := pattern.match(text):
             return Sentence(role, found[0], family, tuple(found.groupdict().items()))
-    return Sentence("unclear", re.match(r"[^.!?]*[.!?]*", text)[0])
+    stop = re.search(r"[.!?]+", text)
+    return Sentence("unclear", text[: stop.end()] if stop else text)
 
 
 @cache
@@ -174,8 +175,8 @@ def _pattern(template: str, family: Family | None = None) -> re.Pattern[str]:
     """The template as a regular expression, with a named group of the known words for each slot."""
     words: dict[str, tuple[str, ...]] = {"who": PEOPLE}
     if family:
-        details = tuple(detail for of_topic in family.topics.values() for detail in of_topic)
-        words |= {"kind": family.kinds, "topic": tuple(family.topics), "adjective": family.adjectives, "detail": details}
+        words |= {"kind": family.kinds, "topic": tuple(family.topics), "adjective": family.adjectives}
+        words["detail"] = tuple(detail for details in family.topics.values() for detail in details)
         template = template.replace("{link}", family.link)
     pieces = re.split(r"\{(\w+)\}", template)  # text, slot, text, slot, ..., text
     for index in range(1, len(pieces), 2):

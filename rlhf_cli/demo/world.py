@@ -1,12 +1,12 @@
 """The demo's texts, all made from a seed: prose for the base model, demonstrations, rated pairs and prompts.
 
-One request in five is never seen in training: a triple (kind, topic, person), each of whose pairs is. Only the topic of
-a reply can be wrong in a way that shows nowhere but in the prompt; the other faults show in the reply itself.
+One request in five is held out: no training text asks for its triple (kind, topic, person), though some ask for each
+two of the three. Only a wrong topic takes the prompt to be noticed; every other fault shows in the reply itself.
 """
 
 import random
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -14,24 +14,19 @@ from rlhf_cli.demo.gold import explain
 from rlhf_cli.demo.grammar import FAMILIES, FITS, PEOPLE, PHRASES, REQUESTS, Request, fill
 from rlhf_cli.rows import write_jsonl
 
-CROSS = 0.4
-TA = 0.7
-NT = 1
 HELD_OUT = 0.2  # of the requests
-TWINS = 0.5  # of the pairs: two replies that differ in one part alone, from which the raters' taste is learned fastest
-B1 = 0.45
-B2=0.65
+TWINS = 0.5  # of the pairs: two replies that differ in the answer alone, which teach fastest what a topic is worth
 FLIPS = 0.05  # of the pairs: the rater slips
 CHARM = 0.06  # what a rater adds for each courtesy: the bias that PPO can exploit
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows the files get; the prompts are always all there are."""
+    """How many rows the files get; the prompts are always all there are. Without texts there is no base/data."""
 
-    texts: int = 14_000
-    demonstrations: int = 8_000
-    pairs: int = 14_000
+    texts: int = 18_000
+    demonstrations: int = 9_600
+    pairs: int = 12_000
     evaluation: int = 500
 
 
@@ -55,16 +50,16 @@ def write(folder: Path, seed: int, sizes: Sizes) -> None:
     A completion starts with a space, so that prompt + completion reads, and is cut into tokens, like running text.
     """
     train, held_out = split(seed)
-    for name in ("base/data", "data"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    write_jsonl(folder / "base/data/text.jsonl", texts(train, sizes.texts, random.Random(f"{seed} texts")))
-    for suffix, requests, part in (("", train, 1), ("_eval", held_out, 0)):
-        draw = random.Random(f"{seed} rows{suffix}")
-        demonstrated, rated = (sizes.demonstrations, sizes.pairs) if part else (sizes.evaluation,) * 2
-        write_jsonl(folder / f"data/sft{suffix}.jsonl", demonstrations(requests, demonstrated, draw))
-        write_jsonl(folder / f"data/pairs{suffix}.jsonl", pairs(requests, rated, draw))
-    write_jsonl(folder / "data/prompts.jsonl", ({"prompt": prompt} for prompt in prompts(train)))
-    write_jsonl(folder / "data/heldout.jsonl", ({"prompt": prompt} for prompt in prompts(held_out)))
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    if sizes.texts:
+        (folder / "base/data").mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / "base/data/text.jsonl", texts(train, sizes.texts, random.Random(f"{seed} texts")))
+    for make, name, count in ((demonstrations, "sft", sizes.demonstrations), (pairs, "pairs", sizes.pairs)):
+        write_jsonl(folder / f"data/{name}.jsonl", make(train, count, random.Random(f"{seed} {name}")))
+        held_out_rows = make(held_out, sizes.evaluation, random.Random(f"{seed} {name} eval"))
+        write_jsonl(folder / f"data/{name}_eval.jsonl", held_out_rows)
+    for name, requests in (("prompts", train), ("heldout", held_out)):
+        write_jsonl(folder / f"data/{name}.jsonl", ({"prompt": prompt} for prompt in prompts(requests, seed)))
 
 
 def split(seed: int) -> tuple[list[Request], list[Request]]:
@@ -79,23 +74,21 @@ def split(seed: int) -> tuple[list[Request], list[Request]]:
     return every[cut:], every[:cut]
 
 
-def prompts(requests: list[Request]) -> list[str]:
-    """Every way to put each request into words."""
-    return [fill(template, request) for request in requests for template in REQUESTS]
+def prompts(requests: list[Request], seed: int) -> list[str]:
+    """Every way to put each request into words, shuffled: the first n are a fair sample."""
+    every = [fill(template, request) for request in requests for template in REQUESTS]
+    random.Random(f"{seed} prompts").shuffle(every)
+    return every
 
 
 def texts(requests: list[Request], count: int, draw: random.Random) -> Iterator[dict[str, str]]:
-    """Prose in which requests stand on a notice board (mostly unanswered), are talked over, or are told of."""
+    """Prose about requests: most are called out and left unanswered, some are told of, a few get a reply.
+
+    What is said twice teaches a model to copy words, which it needs to stay on the topic.
+    """
     for _ in range(count):
-        chosen = draw.choices(requests, k=NT)
-        form = draw.random()
-        if form < B1:
-            lines = [line for request in chosen for line in _notice(request, draw)]
-        elif form < B2:
-            lines = [line for request in chosen for line in (_ask(request, draw), str(draw_reply(request, draw)))]
-        else:
-            lines = [line for request in chosen for line in _tale(request, draw)]
-        yield {"text": " ".join(lines)}
+        form = draw.choices((_notice, _tale, _exchange), (0.5, 0.4, 0.1))[0]
+        yield {"text": form(draw.choice(requests), draw)}
 
 
 def demonstrations(requests: list[Request], count: int, draw: random.Random) -> Iterator[dict[str, str]]:
@@ -121,8 +114,7 @@ def pairs(requests: list[Request], count: int, draw: random.Random) -> Iterator[
 def _two_replies(request: Request, draw: random.Random) -> tuple[str, str]:
     one, other = draw_reply(request, draw), draw_reply(request, draw)
     if draw.random() < TWINS:
-        part = "answer" if draw.random() < TA else draw.choice([field.name for field in fields(Reply)])
-        other = replace(one, **{part: getattr(other, part)})
+        other = replace(one, answer=other.answer)
     return str(one), str(other)
 
 
@@ -164,8 +156,8 @@ def _draw_answer(request: Request, draw: random.Random) -> str:
 
 
 def _other_topic(request: Request, draw: random.Random) -> Request:
-    """Another request for the same person: of another family in three cases of five, else on another topic."""
-    if draw.random() < CROSS:
+    """Another request for the same person: of another family in two cases of five, else on another topic."""
+    if draw.random() < 0.4:
         name = draw.choice([name for name in FAMILIES if name != request.family])
         family = FAMILIES[name]
         return Request(name, draw.choice(family.kinds), draw.choice(list(family.topics)), request.who)
@@ -190,12 +182,16 @@ def _ask(request: Request, draw: random.Random) -> str:
     return fill(draw.choice(REQUESTS), request)
 
 
-def _notice(request: Request, draw: random.Random) -> list[str]:
-    stray = [draw.choice(PHRASES["aside"])] if draw.random() < 0.3 else []
-    request_text = _ask(request, draw)
-    return [request_text, *stray, "Once more:", request_text]
+def _notice(request: Request, draw: random.Random) -> str:
+    wish = _ask(request, draw)
+    aside = [draw.choice(PHRASES["aside"])] if draw.random() < 0.3 else []
+    return " ".join([wish, *aside, "Once more:", wish])
 
 
-def _tale(request: Request, draw: random.Random) -> list[str]:
+def _tale(request: Request, draw: random.Random) -> str:
     wish = fill("My {who} wanted a {kind} {link} {topic}, and I said:", request)
-    return [wish, _concrete(request, draw, request.topic), fill(draw.choice(FITS), request)]
+    return " ".join([wish, _concrete(request, draw, request.topic), fill(draw.choice(FITS), request)])
+
+
+def _exchange(request: Request, draw: random.Random) -> str:
+    return f"{_ask(request, draw)} {draw_reply(request, draw)}"

@@ -5,7 +5,8 @@ Masks are bool, True = counts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -189,8 +190,12 @@ class Experience:
     rewards: Tensor  # (B, R) float32: score and, with kl_in reward, the KL penalty
     advantages: Tensor  # (B, R) float32
     returns: Tensor  # (B, R) float32
-    tokens_padded: int = field(default=0)  # positions, padding included, of one pass over the plan
 
     @property
     def mask(self) -> Tensor:
         return self.rollout.response_mask
+
+    @property
+    def padded_tokens(self) -> int:
+        """Positions, padding included, of one pass over the plan."""
+        return sum(len(rows) * int(self.rollout.lengths[rows].max()) for rows in chain.from_iterable(self.plan))

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -13,25 +13,23 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import reading
-from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo import formulas, metrics
 from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.advantages import gae
+from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.records import Experience, MicroBatch, Prompts, Rollout, micro_batches
 from rlhf_cli.ppo.rewards import RewardSource
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 
-Stats = dict[str, float]
-
 
 class PPOTrainer:
     """Four models and a schedule of updates.
 
     `policy` and `ref` are causal models, `value` a one-label sequence classifier with the policy's tokenizer; `rewards`
-    are named
-    sources whose scores are added with `weights` (1 each by default). Dropout is switched off in all. `ref` is frozen.
-    `num_updates` is the length of the learning-rate schedule; by default what `settings.total_episodes` makes.
+    are named sources whose scores are added with `weights` (1 each by default). Dropout is switched off in all, and
+    `ref` is frozen. `num_updates` is the length of the learning-rate schedule; by default what total_episodes makes.
     """
 
     def __init__(
@@ -64,10 +62,7 @@ class PPOTrainer:
         self.experience: Experience | None = None  # of the last step, for sample tables
 
     def step(self, prompts: Prompts) -> Stats:
-        """One PPO update on responses to `prompts` (each repeated num_samples_per_prompt times).
-
-        Returns its metrics.
-        """
+        """One PPO update on num_samples_per_prompt responses to each of `prompts`; returns its metrics."""
         clock = [time.perf_counter()]
         rollout = self.generate(prompts)
         clock.append(time.perf_counter())
@@ -97,58 +92,29 @@ class PPOTrainer:
 
     @torch.no_grad()
     def judge(self, rollout: Rollout, scores: Tensor | None = None) -> Experience:
-        """Log-probs, values, scores, rewards and advantages of a rollout. `scores` (B,), where given, stand in for the
-        reward sources.
+        """Log-probs, values, scores, rewards and advantages of a rollout.
 
+        `scores` (B,), where given, stand in for the reward sources.
         Raises RLHFError R01 where a number is not finite.
         """
         settings, mask = self.settings, rollout.response_mask
         plan = self._plan(rollout, epoch=0)
         read = self._read(rollout, plan)
-        sources = (
-            {name: source(rollout) for name, source in self.rewards.items()} if scores is None else {"given": scores}
-        )
-        scores = self._place(rollout, sources) if scores is None else scores.float()
-        for name, tensor in {**{f"score `{k}`": v for k, v in sources.items()}, **read}.items():
+        raw = {"given": scores} if scores is not None else {name: ask(rollout) for name, ask in self.rewards.items()}
+        scores = scores.float() if scores is not None else self._place(rollout, raw)
+        for name, tensor in {**{f"score `{name}`": score for name, score in raw.items()}, **read}.items():
             self._refuse_nonfinite(name, tensor)
-        kl = (
-            read["kl"]
-            if settings.kl_estimator == "full"
-            else formulas.kl_tokens(read["logprobs"], read["ref_logprobs"], settings.kl_estimator)
-        )
-        kl = torch.where(mask, kl, 0)
-        rewards = formulas.shape_rewards(scores, self._penalty_coef * kl, mask)
+        penalty = settings.kl_coef * read["kl"] if settings.kl_in == "reward" else torch.zeros_like(read["kl"])
+        rewards = formulas.shape_rewards(scores, penalty, mask)
         if settings.whiten_rewards:
             rewards = formulas.masked_whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(rewards, read["values"], mask, settings.gamma, settings.lam)
         if settings.advantage_norm == "batch":
             advantages = formulas.masked_whiten(advantages, mask)
-        padded = sum(len(rows) * int(rollout.lengths[rows].max()) for minibatch in plan for rows in minibatch)
-        return Experience(
-            rollout,
-            plan,
-            scores,
-            sources,
-            read["logprobs"],
-            read["ref_logprobs"],
-            read["values"],
-            read["entropy"],
-            kl,
-            rewards,
-            advantages,
-            returns,
-            padded,
-        )
-
-    @property
-    def _penalty_coef(self) -> float:
-        return self.settings.kl_coef if self.settings.kl_in == "reward" else 0.0
+        return Experience(rollout, plan, scores, raw, **read, rewards=rewards, advantages=advantages, returns=returns)
 
     def _place(self, rollout: Rollout, sources: dict[str, Tensor]) -> Tensor:
-        """The score (B,) of each row:
-
-        weighted sum of the sources, less the penalty for a response that reached its limit.
-        """
+        """The score (B,) of each row: the sources by weight, less the penalty for a response that reached its limit."""
         scores = torch.stack([self.weights[name] * raw.float() for name, raw in sources.items()]).sum(0)
         if self.settings.missing_eos_penalty and self.settings.stop_token != "none":
             scores = scores - self.settings.missing_eos_penalty * ~rollout.ended
@@ -157,9 +123,8 @@ class PPOTrainer:
     def _plan(self, rollout: Rollout, epoch: int) -> tuple[tuple[Tensor, ...], ...]:
         """An epoch's minibatches, drawn at random, each split into micro-batches of rows of like length."""
         settings = self.settings
-        order = torch.randperm(
-            len(rollout), generator=torch.Generator().manual_seed(derive(self.seed, "minibatches", self.updates, epoch))
-        )
+        draw = torch.Generator().manual_seed(derive(self.seed, "minibatches", self.updates, epoch))
+        order = torch.randperm(len(rollout), generator=draw)
         tokens = None if settings.micro_batch_tokens == "auto" else settings.micro_batch_tokens
         size = settings.per_device_train_batch_size
         return tuple(
@@ -168,24 +133,23 @@ class PPOTrainer:
         )
 
     def _read(self, rollout: Rollout, plan: tuple[tuple[Tensor, ...], ...]) -> dict[str, Tensor]:
-        """What the three models say of each response token, (B, R) each, 0 elsewhere.
-
-        Runs on the update's own micro-batches.
-        """
-        temperature, mask = self.settings.temperature, rollout.response_mask
+        """What the models say of each response token, (B, R) each, 0 elsewhere; on the update's own micro-batches."""
+        temperature, kind = self.settings.temperature, self.settings.kl_estimator
         read: dict[str, Tensor] = {}
-        for rows in (rows for minibatch in plan for rows in minibatch):
+        for rows in chain.from_iterable(plan):
             micro = rollout.micro_batch(rows)
             with self._autocast():
                 logits, ref_logits = (reading.response_logits(model, micro) for model in (self.policy, self.ref))
                 values = reading.response_values(self.value, micro)
             logprobs, entropy = formulas.token_logprobs(logits, micro.targets, temperature)
             ref_logprobs, _ = formulas.token_logprobs(ref_logits, micro.targets, temperature)
-            found = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values, "entropy": entropy}
-            if self.settings.kl_estimator == "full":
-                found["kl"] = formulas.kl_full(logits, ref_logits, temperature)
+            if kind == "full":
+                kl = formulas.kl_full(logits, ref_logits, temperature)
+            else:
+                kl = formulas.kl_tokens(logprobs, ref_logprobs, kind)
+            found = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values, "entropy": entropy, "kl": kl}
             for name, flat in found.items():
-                read.setdefault(name, flat.new_zeros(mask.shape))[micro.cells] = flat
+                read.setdefault(name, flat.new_zeros(rollout.response_mask.shape))[micro.cells] = flat
         return read
 
     # Update
@@ -201,8 +165,8 @@ class PPOTrainer:
         self.updates += 1
         return {
             "episode": self.updates * len(experience.rollout),
-            **self._objective(experience),
-            **_averages(steps),
+            **metrics.objective(experience, kl_coef=self.settings.kl_coef, in_reward=self.settings.kl_in == "reward"),
+            **metrics.averages(steps),
             "lr": lr,
         }
 
@@ -210,13 +174,13 @@ class PPOTrainer:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=experience.mask.device))
-        first_error = torch.zeros((), device=experience.mask.device)
+        error = torch.zeros((), device=experience.mask.device)
         self.optimizer.zero_grad(set_to_none=True)
         with reading.recomputing(self.policy, self.value):
             for rows in minibatch:
                 loss, gauges, ratio = self._loss(experience, experience.rollout.micro_batch(rows))
                 (loss / tokens).backward()
-                first_error = torch.maximum(first_error, (ratio - 1).abs().max())
+                error = torch.maximum(error, (ratio - 1).abs().max())
                 for name, gauge in gauges.items():
                     totals[name] += gauge.detach().sum()
         norms = {
@@ -227,16 +191,12 @@ class PPOTrainer:
             self._refuse_nonfinite(f"{name} gradient", norm)
         self.optimizer.step()
         stats = {name: float(total) / tokens for name, total in totals.items()}
-        return (
-            stats
-            | {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
-            | {"ratio_error": float(first_error)}
-        )
+        stats |= {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
+        return stats | {"ratio_error": float(error)}
 
     def _loss(self, experience: Experience, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Summed loss of a micro-batch, the gauges of each token (N,), and the ratio (N,)."""
         settings = self.settings
-
         old_logprobs, advantages, old_values, returns = (
             x[micro.cells] for x in (experience.logprobs, experience.advantages, experience.values, experience.returns)
         )
@@ -267,31 +227,6 @@ class PPOTrainer:
         old, ref = experience.logprobs[micro.cells], experience.ref_logprobs[micro.cells]
         return formulas.kl_loss_tokens(logprobs, old, ref, self.settings.kl_estimator)
 
-    def _objective(self, experience: Experience) -> Stats:
-        """Metrics of the rollout as it was judged: sums over a response's tokens, means over rows."""
-        mask, rollout = experience.mask, experience.rollout
-
-        def per_row(x: Tensor) -> float:
-            return float(torch.where(mask, x, 0).sum(1).mean())
-
-        penalty, score = -self._penalty_coef * per_row(experience.kl), float(experience.scores.mean())
-        return {
-            "objective/kl": per_row(experience.kl),
-            "objective/kl_k1": per_row(experience.logprobs - experience.ref_logprobs),
-            "objective/entropy": per_row(-experience.logprobs),
-            "objective/non_score_reward": penalty,
-            "objective/rlhf_reward": penalty + score,
-            "objective/scores": score,
-            **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in experience.source_scores.items()},
-            "objective/kl_coef": self.settings.kl_coef,
-            "objective/response_length": float(rollout.response_lengths.float().mean()),
-            "objective/eos_fraction": float(rollout.ended.float().mean()),
-            "val/num_eos_tokens": int(rollout.ended.sum()),
-            "val/explained_variance": float(formulas.explained_variance(experience.values, experience.returns, mask)),
-            "tokens/real": int(rollout.mask.sum()),
-            "tokens/padded": experience.tokens_padded,
-        }
-
     # State
 
     def state_dict(self) -> dict[str, Any]:
@@ -311,22 +246,11 @@ class PPOTrainer:
         return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16)
 
     def _refuse_nonfinite(self, name: str, numbers: Tensor) -> None:
-        if not torch.isfinite(numbers).all():
-            rows = (
-                (~torch.isfinite(numbers.reshape(len(numbers) if numbers.ndim else 1, -1)).all(1))
-                .nonzero()[:, 0]
-                .tolist()
-            )
-            at = f", first in row {rows[0]}" if numbers.ndim else ""
+        bad = ~torch.isfinite(numbers)
+        if bad.any():
+            at = f" in row {int(bad.nonzero()[0, 0])}" if numbers.ndim else ""
             raise RLHFError(
                 "R01",
-                f"step {self.updates + 1}: {name} is not finite in {len(rows)} places{at}",
+                f"step {self.updates + 1}: {name} is not finite{at}; no weight was changed in this optimizer step",
                 hint="lower ppo.learning_rate, or look at the reward of that row",
             )
-
-
-def _averages(steps: list[Stats]) -> Stats:
-    """Means over the update's optimizer steps, and how far the first one was from the judge's log-probs."""
-    stats = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0] if name != "ratio_error"}
-    stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in steps) / len(steps)
-    return stats | {"policy/first_ratio_error": steps[0]["ratio_error"]}

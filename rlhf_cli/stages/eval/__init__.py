@@ -10,7 +10,7 @@ from rlhf_cli.stages.eval import answers, report
 
 
 def run(config: EvalConfig, options: Options) -> None:
-    """Leave RUN/eval with report.json and samples.jsonl, print the verdict, and hold it against `eval.require` (R06)."""
+    """Leave RUN/eval with report.json and samples.jsonl, print the verdict, hold it against `eval.require` (R06)."""
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.data_files())
     if checkpoints.begin(config, identity, fresh=options.fresh) == "finished":

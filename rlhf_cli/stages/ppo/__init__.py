@@ -3,14 +3,15 @@
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.models import loading, tokenizers, trees
+from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.settings import PPOSettings
-from rlhf_cli.ppo.trainer import Stats
 from rlhf_cli.signals import StopWish
 from rlhf_cli.stages.ppo import parts as making
 from rlhf_cli.stages.ppo.samples import SampleTables
 from rlhf_cli.tracking import MetricsLog
 
+RATIO_TOLERANCE = 1e-3  # in float32 it is 0, the update runs on the judge's own micro-batches
 HEADLINE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
 
 
@@ -47,6 +48,9 @@ def train(config: PPOConfig, parts: making.Parts) -> Stats:
     """
     trainer, settings, folder = parts.trainer, config.ppo, config.folder
     terminal.say(arithmetic(settings, len(parts.prompts), parts.updates))
+    if settings.kl_in == "reward" and settings.kl_estimator != "k1":
+        text = f"kl_estimator {settings.kl_estimator} in the reward does not have the KL's policy gradient"
+        terminal.warn("C18", text, where=config.where("ppo.kl_estimator"), hint="k1 has it; or set kl_in: loss")
     metrics = MetricsLog(folder / "metrics.jsonl", resume_at=trainer.updates)
     samples = SampleTables(folder / "samples.jsonl", parts, settings, resume_at=trainer.updates)
     save_every = config.output.save_steps or max(1, parts.updates // 10)
@@ -61,6 +65,9 @@ def train(config: PPOConfig, parts: making.Parts) -> Stats:
             stats = trainer.step(Prompts.from_lists([parts.prompts[i].ids for i in picked]))
             step = trainer.updates
             metrics.log(step, stats)
+            if stats["policy/first_ratio_error"] > RATIO_TOLERANCE:
+                text = f"the first ratio of an update is off 1 by {stats['policy/first_ratio_error']:.2g}"
+                terminal.warn("R07", text, where=f"step {step}", hint="another precision or attention code may help")
             samples.show(step)
             bar.advance(note=status_line(stats))
             if step in snapshots:

@@ -1,0 +1,42 @@
+"""What an update is measured by, under TRL's names. Sums are over a response's tokens, means over rows."""
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo.records import Experience
+
+Stats = dict[str, float]
+
+
+def objective(experience: Experience, *, kl_coef: float, in_reward: bool) -> Stats:
+    """The rollout as it was judged. `objective/non_score_reward` is the KL penalty as applied: 0 with kl_in loss."""
+    mask, rollout = experience.mask, experience.rollout
+
+    def per_row(x: Tensor) -> float:
+        return float(torch.where(mask, x, 0).sum(1).mean())
+
+    penalty, score = -kl_coef * per_row(experience.kl) if in_reward else 0.0, float(experience.scores.mean())
+    return {
+        "objective/kl": per_row(experience.kl),
+        "objective/kl_k1": per_row(experience.logprobs - experience.ref_logprobs),
+        "objective/entropy": per_row(-experience.logprobs),
+        "objective/non_score_reward": penalty,
+        "objective/rlhf_reward": penalty + score,
+        "objective/scores": score,
+        **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in experience.source_scores.items()},
+        "objective/kl_coef": kl_coef,
+        "objective/response_length": float(rollout.response_lengths.float().mean()),
+        "objective/eos_fraction": float(rollout.ended.float().mean()),
+        "val/num_eos_tokens": int(rollout.ended.sum()),
+        "val/explained_variance": float(formulas.explained_variance(experience.values, experience.returns, mask)),
+        "tokens/real": int(rollout.mask.sum()),
+        "tokens/padded": experience.padded_tokens,
+    }
+
+
+def averages(steps: list[Stats]) -> Stats:
+    """Means over the update's optimizer steps; `ratio_error` only of the first, where it should be 0."""
+    stats = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0] if name != "ratio_error"}
+    stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in steps) / len(steps)
+    return stats | {"policy/first_ratio_error": steps[0]["ratio_error"]}
