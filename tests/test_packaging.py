@@ -91,7 +91,9 @@ def test_every_dependency_is_pinned_inside_its_range() -> None:
 
 
 def make(*arguments: str) -> str:
-    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ["make", "--no-print-directory", *arguments]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True).stdout
 
 
 def test_make_lists_every_target() -> None:

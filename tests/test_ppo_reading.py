@@ -41,6 +41,15 @@ def test_scores_are_the_pooled_ones(family):
     torch.testing.assert_close(scores, pooled, atol=1e-5, rtol=1e-5)
 
 
+def test_a_foreign_scorer_whose_pad_is_its_eos_is_read_as_transformers_pools_it():
+    """transformers looks for the last token that is not padding: with pad == eos, the one before the EOS."""
+    model, rollout = tiny.scorer(pad_token_id=tiny.EOS), Rollout.from_lists(QUERIES, RESPONSES)
+    pooled = torch.cat([plain_outputs(model, row).logits[0].detach() for row in range(3)])
+    torch.testing.assert_close(reading.rollout_scores(model, rollout, max_rows=3), pooled, atol=1e-5, rtol=1e-5)
+    at_the_end = reading.rollout_scores(tiny.scorer(), rollout, max_rows=3)
+    assert (at_the_end - pooled).abs().min() > 1e-3
+
+
 def test_values_end_where_the_score_begins():
     """The value before token t reads the state that predicts it; the score reads the state at the last token."""
     model, rollout = tiny.scorer(), Rollout.from_lists(QUERIES, RESPONSES)

@@ -54,9 +54,18 @@ def response_values(model: nn.Module, micro: MicroBatch) -> Tensor:
     return _scores_at(model, micro.ids, micro.row, micro.column)
 
 
-def final_scores(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """Score (n,) of each row: at its last real token."""
-    return _scores_at(model, micro.ids, torch.arange(len(micro.rows), device=micro.ids.device), micro.lengths - 1)
+def final_scores(model: Any, micro: MicroBatch) -> Tensor:
+    """Score (n,) of each row, where transformers pools it: at the last real token that is not the model's pad token.
+
+    That is the EOS for models of ours, whose pad token is never in a text. A foreign model whose pad token is its EOS was
+    trained on the token before, and is read there.
+    """
+    places = torch.arange(micro.ids.shape[1], device=micro.ids.device)
+    counts = places < micro.lengths[:, None]
+    if model.config.pad_token_id is not None:
+        counts &= micro.ids != model.config.pad_token_id
+    last = torch.where(counts, places, 0).amax(1)
+    return _scores_at(model, micro.ids, torch.arange(len(micro.rows), device=micro.ids.device), last)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlhf_cli import checkpoints, data
+from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError
@@ -45,7 +45,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
         loading.device()
     )
     prompts, eval_prompts = (_prompts(config, key, tokenizer, policy) for key in ("prompts", "eval_prompts"))
-    scorers = _Scorers(config, options, parents)
+    scorers = _Scorers(config, options, parents, stop_token_id)
     for key in ("models.reward", "rewards.reward.model"):
         if key in parents:
             check_probes(scorers.frozen(key), parents[key], where=config.where(key))
@@ -79,6 +79,7 @@ class _Scorers:
     config: PPOConfig
     options: Options
     parents: Mapping[str, Parent]
+    stop_token_id: int | None
     loaded: dict[Path, Any] = field(default_factory=dict)
 
     def load(self, key: str) -> Any:
@@ -91,7 +92,11 @@ class _Scorers:
         """A model that is only read."""
         folder = self.parents[key].model
         if folder not in self.loaded:
-            self.loaded[folder] = self.load(key).eval().requires_grad_(False)
+            model = self.load(key).eval().requires_grad_(False)
+            self.loaded[folder] = model
+            if model.config.pad_token_id == self.stop_token_id:
+                text = "the reward model's pad token ends a text: it is read at the token before, as it was trained"
+                terminal.warn("T01", text, where=self.config.where(key))
         return self.loaded[folder]
 
 
