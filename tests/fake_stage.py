@@ -50,6 +50,7 @@ REPORT = {
     "win_rate": {"ppo_vs_sft": {"reward": {"value": 0.5, "ci95": [0.2, 0.8], "n": 2, "ties": 2}}},
 }
 
+
 def main(arguments: list[str]) -> int:
     """The exit code, as the command's."""
     asked = parser.parse_args(arguments)

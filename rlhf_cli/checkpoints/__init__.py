@@ -1,6 +1,6 @@
 """What stages leave on disk for one another: manifests, parents, states to resume from. Torch-free."""
 
-from rlhf_cli.checkpoints.files import file_sha256, model_sha256, write_json
+from rlhf_cli.checkpoints.files import file_sha256, write_json
 from rlhf_cli.checkpoints.locks import release
 from rlhf_cli.checkpoints.outputs import (
     Status,
@@ -10,14 +10,12 @@ from rlhf_cli.checkpoints.outputs import (
     examine,
     finish,
     identity,
-    move_aside,
     versions,
 )
 from rlhf_cli.checkpoints.parents import (
     FOREIGN,
     Parent,
     check_same_tokenizer,
-    is_function,
     open_parent,
     open_parents,
     open_reference,
@@ -39,10 +37,7 @@ __all__ = [
     "file_sha256",
     "finish",
     "identity",
-    "is_function",
     "latest_state",
-    "model_sha256",
-    "move_aside",
     "newest_step",
     "open_parent",
     "open_parents",

@@ -175,7 +175,7 @@ def begin(config: Any, wanted: dict[str, Any], *, fresh: bool) -> Literal["new",
         text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
         raise RLHFError("E03", text, where=config.where("run")) from error
     if fresh:
-        move_aside(folder)
+        _move_aside(folder)
     status = examine(config, wanted)
     if status.state == "stale":
         raise _of_another_config(config, status.reasons)
@@ -200,7 +200,7 @@ def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:
     return RLHFError("C15", text, where=shown(config.file), hint=hint)
 
 
-def move_aside(folder: Path) -> Path | None:
+def _move_aside(folder: Path) -> Path | None:
     """Move a stage's folder to RUN/.old/<stage>-<n>; None where there was nothing to move. Nothing is deleted."""
     if not folder.exists():
         return None

@@ -48,7 +48,7 @@ def references(config: Any) -> list[Reference]:
         found.append(Reference("models.reward", config.models.reward, ("reward",)))
         if config.models.base:
             found.append(Reference("models.base", config.models.base, ("sft", "ppo")))
-        judges = {name: value for name, value in config.judges.items() if not is_function(value)}
+        judges = {name: value for name, value in config.judges.items() if not _is_function(value)}
         return found + [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
     found = [Reference("models.sft", config.models.sft, ("sft",), config.models.revision)]
     if _needs_reward(config):
@@ -65,7 +65,7 @@ def _needs_reward(config: Any) -> bool:
     return config.models.value == "reward" or not config.rewards or unnamed
 
 
-def is_function(value: str) -> bool:
+def _is_function(value: str) -> bool:
     """Whether a judge is `package.module:function` rather than a path or a hub id."""
     module, colon, name = value.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))

@@ -57,8 +57,8 @@ def response_values(model: nn.Module, micro: MicroBatch) -> Tensor:
 def final_scores(model: Any, micro: MicroBatch) -> Tensor:
     """Score (n,) of each row, where transformers pools it: at the last real token that is not the model's pad token.
 
-    That is the EOS for models of ours, whose pad token is never in a text. A foreign model whose pad token is its EOS was
-    trained on the token before, and is read there.
+    That is the EOS for models of ours, whose pad token is never in a text. A foreign model whose pad token is its EOS
+    was trained on the token before, and is read there.
     """
     places = torch.arange(micro.ids.shape[1], device=micro.ids.device)
     counts = places < micro.lengths[:, None]

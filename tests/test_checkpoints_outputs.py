@@ -1,0 +1,204 @@
+"""The folder that a stage writes: what made it, whether that still holds, and the manifest that ends it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from fake_config import FakeConfig, make_stage, write_model
+
+from rlhf_cli import checkpoints
+from rlhf_cli.errors import RLHFError
+
+
+def test_differences_read_like_a_changelog() -> None:
+    old = {
+        "config": {"ppo": {"kl_coef": 0.05, "whiten": True}, "rewards": {}, "gone": 1},
+        "parents": {"models.sft": "a", "models.reward": "b"},
+        "data": {"data.prompts": "c"},
+    }
+    new = {
+        "config": {"ppo": {"kl_coef": 0.1, "whiten": False, "x": 3}, "rewards": {"short": {"weight": 1.0}}},
+        "parents": {"models.sft": "z", "models.reward": "b", "models.value": "v"},
+        "data": {"data.prompts": "y"},
+    }
+    assert set(checkpoints.difference(old, new)) == {
+        "ppo.kl_coef 0.05 -> 0.1",
+        "ppo.whiten true -> false",
+        "ppo.x: new key 3",
+        "gone: no longer set (was 1)",
+        "rewards.short.weight: new key 1.0",
+        "models.sft: other weights",
+        "models.value: was not set",
+        "data.prompts: other content",
+    }
+    assert checkpoints.difference(old, old) == []
+
+
+def test_a_key_that_a_newer_version_brought_is_no_difference_at_its_default() -> None:
+    old, new = {"config": {"ppo": {}}}, {"config": {"ppo": {"new": 0.5}}}
+    assert checkpoints.difference(old, new, {"ppo.new": 0.5}.get) == []
+    assert checkpoints.difference(old, new, {"ppo.new": 0.4}.get) == ["ppo.new: new key 0.5"]
+    assert checkpoints.difference(new, old, {"ppo.new": 0.5}.get) == ["ppo.new: no longer set (was 0.5)"]
+
+
+def test_identity_follows_content_and_not_dates(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}\n")
+    config = FakeConfig(tmp_path)
+    first = checkpoints.identity(config, {}, {"data.train": data})
+    os.utime(data, (1, 1))
+    assert checkpoints.identity(config, {}, {"data.train": data}) == first
+    data.write_text("{} \n")
+    assert checkpoints.difference(first, checkpoints.identity(config, {}, {"data.train": data})) == [
+        "data.train: other content"
+    ]
+
+
+def test_missing_data_files_are_all_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    with pytest.raises(RLHFError) as caught:
+        data = {"data.train": tmp_path / "row.jsonl", "data.eval": tmp_path / "nothing-like-it"}
+        checkpoints.identity(FakeConfig(tmp_path), {}, data)
+    assert [problem.code for problem in caught.value.problems] == ["D01", "D01"]
+    assert f"did you mean {tmp_path}/rows.jsonl?" in str(caught.value)
+
+
+def test_a_stage_begins_new_resumes_and_is_finished(tmp_path: Path) -> None:
+    config = FakeConfig(tmp_path)
+    wanted = checkpoints.identity(config, {}, {})
+    assert checkpoints.begin(config, wanted, fresh=False) == "new"
+    assert yaml.safe_load((tmp_path / "sft/config.yaml").read_text()) == {"run": "..", **config.settings}
+    (tmp_path / "sft/state/checkpoint-12").mkdir(parents=True)
+    assert checkpoints.examine(config, wanted).step == 12
+    assert checkpoints.begin(config, wanted, fresh=False) == "resume"
+    write_model(tmp_path / "sft/model")
+    checkpoints.finish(config, wanted, parents={}, fields={})
+    assert checkpoints.begin(config, wanted, fresh=False) == "finished"
+
+
+def test_a_start_that_came_to_nothing_holds_no_place(tmp_path: Path) -> None:
+    """Bad data end a stage before its first step; with mended data, another identity, the same command must do."""
+    config = FakeConfig(tmp_path)
+    before, after = ({**checkpoints.identity(config, {}, {}), "data": {"data.train": sha}} for sha in ("bad", "mended"))
+    assert checkpoints.begin(config, before, fresh=False) == "new"
+    checkpoints.release()
+    assert checkpoints.begin(config, after, fresh=False) == "new"
+    checkpoints.release()
+    (config.folder / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(RLHFError, match="other content"):
+        checkpoints.begin(config, before, fresh=False)
+
+
+def test_another_config_is_refused_until_fresh_moves_the_old_output_aside(tmp_path: Path) -> None:
+    for n, rate in enumerate((1e-5, 2e-5, 3e-5)):
+        config = FakeConfig(tmp_path, settings={"sft": {"learning_rate": rate}})
+        wanted = checkpoints.identity(config, {}, {})
+        if n:
+            with pytest.raises(RLHFError) as caught:
+                checkpoints.begin(config, wanted, fresh=False)
+            assert caught.value.problems[0].code == "C15"
+            assert f"sft.learning_rate {n}e-05 -> {n + 1}e-05" in str(caught.value)
+            assert "--fresh" in str(caught.value)
+        assert checkpoints.begin(config, wanted, fresh=True) == "new"
+        (tmp_path / "sft/mark").write_text(str(rate))
+    assert (tmp_path / ".old/sft-1/mark").read_text() == "1e-05"
+    assert (tmp_path / ".old/sft-2/mark").read_text() == "2e-05"
+
+
+def test_a_folder_of_unknown_origin_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    config = FakeConfig(tmp_path)
+    wanted = checkpoints.identity(config, {}, {})
+    assert checkpoints.examine(config, wanted).state == "new"  # an empty folder is no output
+    (tmp_path / "sft/thesis.tex").write_text("years of work")
+    with pytest.raises(RLHFError, match="C15"):
+        checkpoints.begin(config, wanted, fresh=False)
+
+
+def test_a_finished_stage_whose_files_went_missing_says_so(tmp_path: Path) -> None:
+    folder = make_stage(tmp_path, "sft")
+    config = FakeConfig(tmp_path)
+    wanted = checkpoints.identity(config, {}, {})
+    (folder / "model/model.safetensors").unlink()
+    with pytest.raises(RLHFError) as caught:
+        checkpoints.begin(config, wanted, fresh=False)
+    assert caught.value.problems[0].code == "M05"
+    assert "model/model.safetensors is missing" in str(caught.value)
+
+
+def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
+    write_model(tmp_path / "base")
+    data = tmp_path / "rows.jsonl"
+    data.write_text("{}\n")
+    config = FakeConfig(tmp_path / "run", seed=7)
+    parents = {"model.path": checkpoints.open_parent(str(tmp_path / "base"), expect=(), key="model.path", where="w")}
+    wanted = checkpoints.identity(config, parents, {"data.train": data})
+    checkpoints.begin(config, wanted, fresh=False)
+    write_model(config.folder / "model")
+    for name in ("state/checkpoint-1/optimizer.pt", "snapshots/step_000001/w", "report.html", "metrics.jsonl"):
+        (config.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (config.folder / name).write_text(name)
+    fields = {"metrics": {"loss": 1.0}, "git": "abc", "template_sha256": None}
+    checkpoints.finish(config, wanted, parents=parents, fields=fields)
+    manifest = json.loads((config.folder / "manifest.json").read_text())
+    sha256 = parents["model.path"].sha256
+    assert manifest["parents"] == {"model.path": {"path": "../../base", "stage": "foreign", "sha256": sha256}}
+    assert manifest["data"] == {"data.train": checkpoints.file_sha256(data)}
+    assert (manifest["schema"], manifest["stage"], manifest["seed"]) == (1, "sft", 7)
+    assert (manifest["metrics"], manifest["git"]) == ({"loss": 1.0}, "abc")
+    assert manifest["template_sha256"] is None  # no template, which is something else than not knowing
+    assert manifest["versions"].keys() >= {"rlhf", "python", "torch", "transformers", "trl"}
+    assert sorted(manifest["files"]) == [
+        "config.yaml",
+        "identity.json",
+        "metrics.jsonl",
+        "model/README.md",
+        "model/config.json",
+        "model/model.safetensors",
+        "snapshots/step_000001/w",
+    ]
+    assert manifest["files"]["model/model.safetensors"]["bytes"] == len(b"weights")
+
+
+def test_deleted_snapshots_and_edited_logs_leave_a_stage_finished(tmp_path: Path) -> None:
+    config = FakeConfig(tmp_path)
+    wanted = checkpoints.identity(config, {}, {})
+    checkpoints.begin(config, wanted, fresh=False)
+    write_model(tmp_path / "sft/model")
+    write_model(tmp_path / "sft/snapshots/step_000001")
+    checkpoints.finish(config, wanted, parents={}, fields={})
+    for path in (tmp_path / "sft/snapshots/step_000001").iterdir():
+        path.unlink()
+    (tmp_path / "sft/config.yaml").write_text("# a note of mine")
+    assert checkpoints.examine(config, wanted).state == "finished"
+
+
+def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = FakeConfig(tmp_path / "file/run")
+    with pytest.raises(RLHFError) as caught:
+        checkpoints.begin(config, checkpoints.identity(config, {}, {}), fresh=False)
+    assert str(caught.value) == f"error[E03]: sft.yaml:3: {tmp_path}/file/run cannot be written: Not a directory"
+
+
+def test_a_second_process_may_not_write_the_same_folder(tmp_path: Path) -> None:
+    holder = (
+        "import sys, pathlib; from rlhf_cli.checkpoints.locks import hold;"
+        "hold(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    config = FakeConfig(tmp_path)
+    wanted = checkpoints.identity(config, {}, {})
+    command = [sys.executable, "-c", holder, str(config.folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        with pytest.raises(RLHFError) as caught:
+            checkpoints.begin(config, wanted, fresh=False)
+        assert caught.value.problems[0].code == "C15"
+        assert f"another process is writing {config.folder}" in str(caught.value)
+        other.kill()  # however the other one ends, its lock is gone
+    assert checkpoints.begin(config, wanted, fresh=False) == "new"
+    checkpoints.release()

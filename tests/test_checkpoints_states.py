@@ -1,0 +1,115 @@
+"""States to resume from: whole or not there, verified before they are believed."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli import checkpoints, terminal
+from rlhf_cli.errors import RLHFError
+
+
+def put(text: str) -> Any:
+    return lambda folder: (folder / "weights").write_text(text)
+
+
+def test_states_are_kept_newest_first_and_pruned(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 100):
+        checkpoints.commit_state(tmp_path, f"step_{step:06}", put(f"{step:06}"), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000015", "step_000100"]
+    latest = checkpoints.latest_state(tmp_path)
+    assert latest == tmp_path / "step_000100"
+    assert (latest / "weights").read_text() == "000100"
+
+
+def test_no_states_are_no_state(tmp_path: Path) -> None:
+    assert checkpoints.latest_state(tmp_path / "state") is None
+    assert checkpoints.newest_step(tmp_path / "state") is None
+
+
+def harm(state: Path, how: str) -> None:
+    weights = state / "weights"
+    content = bytearray(weights.read_bytes())
+    content[0] ^= 1
+    {
+        "flipped": lambda: weights.write_bytes(content),
+        "shorter": lambda: weights.write_bytes(content[:-1]),
+        "missing": weights.unlink,
+        "no manifest": (state / "state.json").unlink,
+        "half a manifest": lambda: (state / "state.json").write_text('{"files": {'),
+    }[how]()
+
+
+@pytest.mark.parametrize("how", ["flipped", "shorter", "missing", "no manifest", "half a manifest"])
+def test_a_damaged_state_is_passed_over_with_a_warning(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal.forget_warnings()
+    for step in (1, 2):
+        checkpoints.commit_state(tmp_path, f"step_{step:06}", put(f"state {step}"), keep=2)
+    harm(tmp_path / "step_000002", how)
+    assert checkpoints.latest_state(tmp_path) == tmp_path / "step_000001"
+    said = capsys.readouterr().err
+    assert said.startswith("warning[M05]: ")
+    assert "step_000002" in said and "resuming from step_000001" in said
+    harm(tmp_path / "step_000001", how)
+    assert checkpoints.latest_state(tmp_path) is None
+    assert "starting from the beginning" in capsys.readouterr().err
+
+
+def test_a_state_that_cannot_be_written_leaves_the_older_ones_alone(tmp_path: Path) -> None:
+    checkpoints.commit_state(tmp_path, "step_000001", put("one"), keep=2)
+
+    def fail(folder: Path) -> None:
+        (folder / "weights").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.commit_state(tmp_path, "step_000002", fail, keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        checkpoints.commit_state(tmp_path, "step_000001", put(text), keep=2)
+    latest = checkpoints.latest_state(tmp_path)
+    assert latest and (latest / "weights").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_what_a_killed_process_left_is_cleared_and_never_a_candidate(tmp_path: Path) -> None:
+    for name in (".tmp-step_000009-1", ".trash-step_000001-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("half")
+    assert checkpoints.latest_state(tmp_path) is None
+    checkpoints.commit_state(tmp_path, "step_000002", put("two"), keep=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+
+
+@pytest.mark.parametrize("name", ["../step_000001", "a/b", "", ".hidden", "x" * 65])
+def test_a_state_name_that_could_leave_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RLHFError, match="S03"):
+        checkpoints.commit_state(tmp_path / "state", name, put("x"), keep=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["write", "describe", "rename"])
+def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path: Path, moment: str) -> None:
+    """A child process dies inside its second commit: the first state, or the whole second one, is what is found."""
+    script = f"""
+import os, sys, pathlib
+from rlhf_cli.checkpoints import states
+folder = pathlib.Path(sys.argv[1])
+states.commit_state(folder, "step_000001", lambda path: (path / "weights").write_text("1"), keep=1)
+def die(*a, **k): os._exit(137)
+write = lambda path: (path / "weights").write_text("2")
+if {moment!r} == "write": write = die
+if {moment!r} == "describe": states.describe = die
+if {moment!r} == "rename": states.sync = die
+states.commit_state(folder, "step_000002", write, keep=1)
+"""
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == 137
+    latest = checkpoints.latest_state(tmp_path)
+    assert latest and latest.name == ("step_000002" if moment == "rename" else "step_000001")
