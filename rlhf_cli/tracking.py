@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.rows import append_jsonl, write_jsonl
 
 
@@ -23,8 +24,10 @@ class MetricsLog:
         self._began = time.monotonic() - (kept[-1].get("time_s", 0.0) if kept else 0.0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a line. All metrics must be finite: what is not belongs into an error (R01)."""
-        assert all(math.isfinite(value) for value in metrics.values()), f"not finite at step {step}: {metrics}"
+        """Add a line. Raises RLHFError R01 for a metric that is not finite."""
+        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if bad:
+            raise RLHFError("R01", f"step {step}: {bad[0]} is {metrics[bad[0]]}")
         self._last = dict(metrics)
         append_jsonl(self.path, {"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)})
 
@@ -49,12 +52,14 @@ def _keep(path: Path, step: int) -> list[dict[str, Any]]:
     """Leave only the lines up to `step` in the file, and return them."""
     rows = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n"):  # model text may hold other line separators
             try:
                 row = json.loads(line)
             except ValueError:
-                break  # the line that a killed process was writing
+                break  # the line that a killed process was writing, or the end
             if row["step"] <= step:
                 rows.append(row)
-        write_jsonl(path, rows)
+        scratch = path.with_name(f".tmp-{path.name}")
+        write_jsonl(scratch, rows)
+        scratch.replace(path)
     return rows

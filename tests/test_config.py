@@ -124,9 +124,9 @@ def test_overrides_win_and_their_paths_start_from_the_working_directory(here: Pa
 
 def test_an_override_may_hold_a_requirement_and_a_section(here: Path) -> None:
     line = "eval.require.win_rate.ppo_vs_sft.gold.value=>= 0.6"
-    found = load("eval", written(here, "eval", EVAL), [line, "eval.modes=[greedy]", "judges={gold: 'a:b'}"])
+    found = load("eval", written(here, "eval", EVAL), [line, "eval.modes=[sampled]", "judges={gold: 'a:b'}"])
     assert found.eval.require == {"win_rate.ppo_vs_sft.gold.value": ">= 0.6"}
-    assert (found.eval.modes, found.judges) == (["greedy"], {"gold": "a:b"})
+    assert (found.eval.modes, found.judges) == (["sampled"], {"gold": "a:b"})
 
 
 def test_where_a_key_was_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

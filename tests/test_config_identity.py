@@ -35,7 +35,7 @@ ppo: {num_train_epochs: 2, response_length: {min: 8, max: 16}}
     "eval": """\
 judges: {gold: "judges.gold:judge", second: ./second-reward}
 data: {prompts: held-out.jsonl}
-eval: {n: 8, modes: [greedy], best_of: [], require: {win_rate.ppo_vs_sft.gold.value: ">= 0.6"}}
+eval: {n: 8, modes: [sampled], best_of: [], require: {win_rate.ppo_vs_sft.gold.value: ">= 0.6"}}
 """,
 }
 

@@ -121,7 +121,7 @@ micro_batch_tokens: aut
     C07 ppo.micro_batch_tokens: "aut" is not one of auto, a whole number
     hint: did you mean auto?
 micro_batch_tokens: true
-    C06 ppo.micro_batch_tokens: expected a whole number or auto, got true
+    C06 ppo.micro_batch_tokens: expected a whole number >= 1 or auto, got true
 response_length: [3]
     C05 ppo.response_length: expected a whole number >= 1 or keys and values, got a list
 response_length: {min: 3}

@@ -123,7 +123,7 @@ def test_losses_have_their_numerical_gradients():
     assert gradcheck(lambda x: formulas.value_loss(x, old, advantages * 3, 0.2)[0], (new,))
     logits = torch.randn(4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([0, 2, 1, 1])
-    assert gradcheck(lambda x: formulas.token_logprobs(x, ids, 0.7)[0], (logits,))
+    assert gradcheck(lambda x: formulas.token_logprobs(x, ids, 0.7), (logits,))
     ref = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     assert gradcheck(lambda x: formulas.kl_full(x, ref, 0.7), (logits,))
 
@@ -186,6 +186,23 @@ def test_kl_loss_has_the_kl_gradient_on_and_off_policy(kind, old):
         assert loss.item() == pytest.approx(EXACT)
 
 
+def test_full_kl_at_a_temperature_by_hand():
+    """logits / T is what is compared: at T = 0.5 they count twice, and a token that neither gives counts nothing."""
+    one, other = torch.tensor([[1.0, 0.0, -math.inf]]), torch.tensor([[0.0, 0.0, -math.inf]])
+    p = 1 / (1 + math.exp(-2.0))
+    wanted = p * math.log(p / 0.5) + (1 - p) * math.log((1 - p) / 0.5)
+    assert float(formulas.kl_full(one, other, 0.5)) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_half_precision_logits_are_widened():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids = torch.tensor([1, 2, 3, 4])
+    wanted = torch.log_softmax(logits.double() / 0.7, -1).gather(-1, ids[:, None])[:, 0]
+    got = formulas.token_logprobs(logits, ids, 0.7)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_full_kl_loss_has_the_kl_gradient():
     logits = PI.log().float().requires_grad_(True)
     loss = formulas.kl_full(logits[None], REF.log().float()[None], 1.0).sum()
@@ -194,7 +211,8 @@ def test_full_kl_loss_has_the_kl_gradient():
 
 def test_token_logprobs_and_entropy():
     logits = torch.tensor([[0.0, 0.0, 0.0], [2.0, 0.0, -math.inf], [1000.0, 0.0, -1000.0]])
-    logprobs, entropy = formulas.token_logprobs(logits, torch.tensor([1, 0, 0]), temperature=2.0)
+    logprobs = formulas.token_logprobs(logits, torch.tensor([1, 0, 0]), temperature=2.0)
+    entropy = formulas.token_entropy(logits, temperature=2.0)
     p = 1 / (1 + math.exp(-1.0))
     assert logprobs.tolist() == pytest.approx([-math.log(3), math.log(p), 0.0], abs=1e-6)
     assert entropy.tolist() == pytest.approx([math.log(3), -p * math.log(p) - (1 - p) * math.log(1 - p), 0.0], abs=1e-6)

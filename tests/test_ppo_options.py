@@ -166,7 +166,8 @@ def test_kl_estimator_in_the_reward(kind):
     if kind == "full":
         micro = experience.rollout.micro_batch(torch.arange(4))
         logp, ref = (
-            torch.log_softmax(reading.response_logits(m, micro).detach(), -1) for m in (trainer.policy, trainer.ref)
+            torch.log_softmax(reading.response_logits(m, micro).detach() / 0.7, -1)
+            for m in (trainer.policy, trainer.ref)
         )
         wanted = torch.zeros(mask.shape)
         wanted[micro.cells] = (logp.exp() * (logp - ref)).sum(-1)
@@ -308,7 +309,7 @@ def test_adam_options_reach_the_optimizer():
         ({"num_mini_batches": 3}, "C12", "16 x 4 = 64 episodes an update cannot be divided by num_mini_batches 3"),
         ({"num_samples_per_prompt": 5}, "C12", "num_samples_per_prompt 5"),
         ({"num_train_epochs": 1.0}, "C17", "one of total_episodes and num_train_epochs"),
-        ({"stop_token": "eos", "stop_token_id": 3}, "C17", "twice"),
+        ({"stop_token": "none", "stop_token_id": 3}, "C17", "contradict"),
         ({"warmup_steps": 1, "warmup_ratio": 0.1}, "C17", "twice"),
         ({"kl_in": "loss"}, "C17", "k1 in the loss"),
         ({"fp16": True}, "C17", "fp16"),

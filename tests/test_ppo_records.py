@@ -33,6 +33,18 @@ def test_micro_batch_is_flush_left():
     assert scattered.tolist() == [[3.0, 0.0], [1.0, 2.0]]
 
 
+def test_lists_of_tensors_are_lists_too():
+    plain = Rollout.from_lists([[7, 8], [9]], [[3], [4, 2]], [[1], [1, 0]])
+    tensors = Rollout.from_lists(
+        [torch.tensor([7, 8]), torch.tensor([9])],
+        [torch.tensor([3]), torch.tensor([4, 2])],
+        [torch.tensor([1]), torch.tensor([1, 0])],
+    )
+    assert torch.equal(plain.ids, tensors.ids) and torch.equal(plain.response_mask, tensors.response_mask)
+    with pytest.raises(ValueError, match="token that counts"):
+        Rollout.from_lists([[1]], [[2]], [[0]])
+
+
 @pytest.mark.parametrize("bad", [([], []), ([[1]], [[]]), ([[]], [[1]]), ([[1], [2]], [[1]])])
 def test_what_does_not_match_is_refused(bad):
     with pytest.raises(ValueError):

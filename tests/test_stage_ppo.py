@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from rlhf_cli import rows
 from rlhf_cli.cli import app
 from rlhf_cli.models import loading, tokenizers
-from rlhf_cli.ppo import Rollout
+from rlhf_cli.ppo import HFEngine, Rollout
 from rlhf_cli.stages.eval import answers
 
 pytestmark = pytest.mark.training
@@ -37,7 +37,7 @@ PPO = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "response_length": 8,
-        "temperature": 1.0,
+        "temperature": 0.7,
         "learning_rate": 1e-3,
         "num_sample_generations": 2,
     },
@@ -229,6 +229,42 @@ def test_r05_a_reward_function_that_misbehaves(run_folder, body, says):
     )
 
 
+def test_rollout_options_reach_the_engine(run_folder, monkeypatch):
+    batches, plain = [], HFEngine._write
+
+    def spy(engine, prompts):
+        batches.append((len(prompts), engine.temperature, engine.stop_token_id))
+        return plain(engine, prompts)
+
+    monkeypatch.setattr(HFEngine, "_write", spy)
+    options = ("ppo.stop_token=none", "ppo.local_rollout_forward_batch_size=3", "ppo.temperature=0.9")
+    assert ppo(run_folder, *(part for option in options for part in ("-s", option))).exit_code == 0
+    assert set(batches) == {(3, 0.9, None), (2, 0.9, None)}
+    assert all(row["length"] == 8 and not row["ended"] for row in lines(run_folder / "ppo/samples.jsonl"))
+    batches.clear()
+    assert ppo(run_folder, "-s", "ppo.stop_token_id=40", "--fresh").exit_code == 0
+    assert {stop for _, _, stop in batches} == {40}
+    refused = ppo(run_folder, "-s", "ppo.stop_token_id=99999", "--fresh")
+    assert refused.exit_code == 2 and "error[C06]" in refused.stderr
+
+
+def test_every_update_takes_other_prompts(run_folder):
+    assert ppo(run_folder, "-s", "ppo.num_sample_generations=4").exit_code == 0
+    samples = lines(run_folder / "ppo/samples.jsonl")
+    asked = [{row["prompt"] for row in samples if row["step"] == step} for step in (1, 2, 3, 4)]
+    assert len(asked[0] | asked[1]) == 16, "two updates of 8 out of 20 prompts share none"
+    assert asked[2] != asked[0] and asked[3] != asked[1]
+
+
+def test_t04_a_judge_of_another_tokenizer(run_folder):
+    rows.write_jsonl(run_folder / "other.jsonl", [{"prompt": "entirely different words zebra quartz"}])
+    shutil.copytree(run_folder / "reward_model", run_folder / "judge")
+    tokenizers.train_tokenizer([run_folder / "other.jsonl"], 270).save_pretrained(run_folder / "judge")
+    assert ppo(run_folder).exit_code == 0
+    result = rlhf("eval", "-c", run_folder / "eval.yaml", "-s", f"judges.strange={run_folder / 'judge'}")
+    assert result.exit_code == 2 and "error[T04]" in result.stderr and "judges.strange" in result.stderr
+
+
 def test_t04_reward_of_another_tokenizer(run_folder):
     rows.write_jsonl(run_folder / "other.jsonl", [{"prompt": "entirely different words zebra quartz"}])
     tokenizers.train_tokenizer([run_folder / "other.jsonl"], 270).save_pretrained(run_folder / "reward_model")
@@ -363,6 +399,8 @@ def test_eval_report_by_its_own_samples(run_folder):
         assert best["reward_mean"] == pytest.approx(
             sum(by[f"best_of_{n}", "sampled", i]["scores"]["reward"] for i in range(10)) / 10
         )
+    draws = [(by["best_of_2", "sampled", i]["response"], by["sft", "sampled", i]["response"]) for i in range(10)]
+    assert any(best != first for best, first in draws), "best-of draws are draws of their own"
     assert all(
         by["best_of_3", "sampled", i]["scores"]["reward"] >= by["best_of_2", "sampled", i]["scores"]["reward"]
         for i in range(10)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli import rows
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.tracking import MetricsLog, SamplesLog
 
 
@@ -38,8 +39,8 @@ def test_a_new_log_starts_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_finite_number_is_a_programmers_error(tmp_path: Path, value: float) -> None:
-    with pytest.raises(AssertionError, match="step 7"):
+def test_what_is_no_finite_number_ends_the_run(tmp_path: Path, value: float) -> None:
+    with pytest.raises(RLHFError, match="step 7"):
         MetricsLog(tmp_path / "metrics.jsonl").log(7, {"loss": value})
 
 

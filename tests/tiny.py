@@ -7,6 +7,7 @@ from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts
 
 VOCABULARY, EOS, PAD = 16, 2, 0
 FAMILIES = {
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 4},
     "llama": {"num_key_value_heads": 2},
     "gpt2": {},
     "gpt_neox": {},
@@ -65,7 +66,7 @@ def settings(**changes) -> PPOSettings:
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "response_length": 8,
-        "temperature": 1.0,
+        "temperature": 0.7,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
     }

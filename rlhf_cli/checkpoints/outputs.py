@@ -225,6 +225,7 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
         "config_sha256": wanted["config_sha256"],
         "data": wanted["data"],
         "seed": config.seed,
+        "run_name": config.output.run_name,
         "versions": versions(),
         "git": _git_revision(config.file.parent),
         "files": files,

@@ -67,7 +67,7 @@ class PPOModels(Section):
         ),
     )
     revision: str | None = Field(None, description=REVISION)
-    dtype: Dtype = Field("auto", description=DTYPE)
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description=DTYPE)
     attn_implementation: str | None = Field(None, description=ATTENTION)
 
 
@@ -200,6 +200,14 @@ class EvalSettings(Section):
             "exits with 1. [none]"
         ),
     )
+
+    @model_validator(mode="after")
+    def _headline_is_sampled(self) -> Self:
+        if "sampled" not in self.modes:
+            raise PydanticCustomError(
+                "C17", "the report's headline is of sampled answers", {"hint": "add sampled to modes"}
+            )
+        return self
 
 
 class EvalConfig(Config):

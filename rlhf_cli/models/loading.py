@@ -45,6 +45,18 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def prompt_room(config: Any, response_length: int, where: str) -> int | None:
+    """Tokens that a response leaves to its prompt in the context of a model with this config; None without a limit.
+
+    Raises RLHFError C13 where it leaves none; `where` names the key of the response's length.
+    """
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is None or response_length < context:
+        return context and context - response_length
+    text = f"response_length {response_length} leaves no room for a prompt in the model's context of {context} tokens"
+    raise RLHFError("C13", text, where=where, hint=f"lower it by at least {response_length - context + 1}")
+
+
 def load_causal(
     folder: Path | str, *, dtype: str = "auto", attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> Any:

@@ -44,7 +44,8 @@ def _scores_at(model: Any, ids: Tensor, row: Tensor, column: Tensor) -> Tensor:
     reward_std where set.
     """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    raw = model.score(hidden[row, column])[:, 0]
+    with torch.autocast(ids.device.type, enabled=False):  # a score rounded to bfloat16 would lose two digits
+        raw = model.score(hidden[row, column].to(model.score.weight.dtype))[:, 0]
     raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
     return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlhf_cli import terminal
+from rlhf_cli import checkpoints, terminal
+from rlhf_cli.checkpoints import Parent
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rows import read_jsonl
 
@@ -119,6 +120,20 @@ def template_sha256(tokenizer: Any) -> str | None:
     """A hash of the chat template's text; None without one."""
     template = tokenizer.chat_template
     return hashlib.sha256(template.encode()).hexdigest() if template else None
+
+
+def check_alike(parents: Mapping[str, Parent], where: Callable[[str], str], *, trust_remote_code: bool) -> None:
+    """Refuse parents that read text in another way than `models.sft` (T04, T05); `where(key)` is the place of a key."""
+    foreign = {}
+    for key, parent in parents.items():
+        if parent.stage == checkpoints.FOREIGN:
+            tokenizer = load_tokenizer(parent.model, trust_remote_code=trust_remote_code)
+            hashes = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "template_sha256": template_sha256(tokenizer)}
+            foreign[key] = hashes
+    first = parents["models.sft"]
+    for key, parent in parents.items():
+        if parent is not first:
+            checkpoints.check_same_tokenizer(first, parent, where=where(key), foreign=foreign)
 
 
 def special_ids(tokenizer: Any) -> dict[str, int | None]:

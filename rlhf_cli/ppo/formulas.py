@@ -19,24 +19,23 @@ def response_mask(ids: Tensor, stop_token_id: int | None) -> Tensor:
     return stops.cumsum(1) - stops == 0
 
 
-def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities (..., V) under softmax(logits / temperature), full softmax.
-
-    In float32, or wider where the logits are.
-    """
-    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, (..., V), in float32, or wider where the logits are."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if temperature == 1.0 else wide / temperature
 
 
-def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability of `ids` (...) and entropy (...) under softmax(logits / temperature), logits (..., V).
+def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Log-probability (...) of `ids` (...) under the full softmax of z = logits / temperature: z_i - logsumexp(z)."""
+    z = scaled(logits, temperature)
+    return z.gather(-1, ids[..., None])[..., 0] - torch.logsumexp(z, -1)
 
-    log p_i = z_i - logsumexp(z);  H = -sum_i p_i log p_i. The entropy carries no gradient.
-    """
-    logp = log_softmax(logits, temperature)
-    with torch.no_grad():
-        probs = logp.exp()
-        entropy = -torch.where(probs > 0, probs * logp, 0).sum(-1)
-    return logp.gather(-1, ids[..., None])[..., 0], entropy
+
+@torch.no_grad()
+def token_entropy(logits: Tensor, temperature: float) -> Tensor:
+    """Entropy (...) of the softmax of logits (..., V) / temperature in nats: -sum_i p_i log p_i. It has no gradient."""
+    logp = torch.log_softmax(scaled(logits, temperature), -1)
+    return -torch.where(logp > -torch.inf, logp.exp() * logp, 0).sum(-1)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -81,8 +80,8 @@ def kl_tokens(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 def kl_full(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     """Exact KL(pi || ref) = sum_v pi(v) (log pi(v) - log ref(v)) at each position; logits (..., V) -> (...)."""
-    logp, ref = log_softmax(logits, temperature), log_softmax(ref_logits, temperature)
-    return (logp.exp() * (logp - ref)).sum(-1)
+    logp, ref = (torch.log_softmax(scaled(x, temperature), -1) for x in (logits, ref_logits))
+    return torch.where(logp > -torch.inf, logp.exp() * (logp - ref), 0).sum(-1)
 
 
 def kl_loss_tokens(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:

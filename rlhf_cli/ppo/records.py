@@ -105,6 +105,7 @@ class Rollout:
         `stop_token_id`;
         with none, every response counts as ended. Raises ValueError where the lists do not match or one is empty.
         """
+        queries, responses = ([[int(token) for token in row] for row in rows] for rows in (queries, responses))
         if len(queries) != len(responses) or not queries or not all(queries) or not all(responses):
             raise ValueError("queries and responses must be as many, and none of them empty")
         prompt_ids, prompt_mask = left_pad(queries, pad)
@@ -113,6 +114,8 @@ class Rollout:
         if response_masks is not None:
             if [len(mask) for mask in response_masks] != [len(row) for row in responses]:
                 raise ValueError("each response mask must be as long as its response")
+            if not all(any(mask) for mask in response_masks):
+                raise ValueError("each response needs a token that counts")
             counts = real & right_pad([[int(x) for x in mask] for mask in response_masks])[0].bool()
         ended = torch.tensor([stop_token_id is None or row[-1] == stop_token_id for row in responses])
         return cls(torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, real], 1), counts, ended)
@@ -164,12 +167,12 @@ def micro_batches(lengths: Tensor, rows: Tensor, *, max_rows: int, max_tokens: i
     Each holds at most `max_rows` rows and, padding included, `max_tokens` tokens (a longer single row stands alone).
     """
     batches: list[list[int]] = []
-    widest = 0
-    for row in sorted(rows.tolist(), key=lambda r: (-int(lengths[r]), r)):
+    widest, tokens = 0, lengths.tolist()
+    for row in sorted(rows.tolist(), key=lambda r: (-tokens[r], r)):
         full = not batches or len(batches[-1]) >= max_rows
         if full or (max_tokens is not None and (len(batches[-1]) + 1) * widest > max_tokens):
             batches.append([])
-            widest = int(lengths[row])
+            widest = tokens[row]
         batches[-1].append(row)
     return [torch.tensor(batch, dtype=torch.int64, device=rows.device) for batch in batches]
 
@@ -185,7 +188,6 @@ class Experience:
     logprobs: Tensor  # (B, R) float32: the policy's, at the sampling temperature
     ref_logprobs: Tensor  # (B, R) float32
     values: Tensor  # (B, R) float32: before each response token
-    entropy: Tensor  # (B, R) float32: of the policy's distribution
     kl: Tensor  # (B, R) float32: the chosen estimator
     rewards: Tensor  # (B, R) float32: score and, with kl_in reward, the KL penalty
     advantages: Tensor  # (B, R) float32

@@ -53,10 +53,10 @@ class FunctionReward:
     tokenizer: Any
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        rows = range(len(rollout))
+        device, rollout, rows = rollout.ids.device, rollout.to(torch.device("cpu")), range(len(rollout))
         prompts = [self.tokenizer.decode(rollout.prompt_tokens(row), skip_special_tokens=True) for row in rows]
         responses = [self.tokenizer.decode(rollout.response_tokens(row), skip_special_tokens=True) for row in rows]
-        return torch.tensor(call_text_reward(self.name, self.function, prompts, responses), device=rollout.ids.device)
+        return torch.tensor(call_text_reward(self.name, self.function, prompts, responses), device=device)
 
 
 def call_text_reward(name: str, function: TextReward, prompts: list[str], responses: list[str]) -> list[float]:

@@ -61,7 +61,8 @@ class HFEngine:
     def _write(self, prompts: Prompts) -> Tensor:
         """Response ids (b, response_length); what stands after a row's stop token is padding."""
         device = self.model.device
-        ids, mask = prompts.ids.to(device), prompts.mask.to(device)
+        first = int(prompts.mask.int().argmax(1).min())  # what is padding in all of these rows costs nothing
+        ids, mask = prompts.ids[:, first:].to(device), prompts.mask[:, first:].to(device)
         responses = torch.full((len(prompts), prompts.response_length), self.pad_token_id, device=device)
         draws = [torch.Generator(device).manual_seed(seed) for seed in prompts.seeds]
         open_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `responses`
@@ -69,8 +70,10 @@ class HFEngine:
         state = _Decoder(self.model, ids, mask)
         for step in range(prompts.response_length):
             scaled = state.logits / self.temperature
-            noise = torch.stack([-torch.empty_like(scaled[0]).exponential_(generator=draw).log() for draw in draws])
-            tokens = (scaled + noise).argmax(-1)
+            noise = torch.empty_like(scaled)
+            for row, draw in zip(noise, draws, strict=True):
+                row.exponential_(generator=draw)
+            tokens = (scaled - noise.log_()).argmax(-1)
             responses[open_rows[going], step] = tokens[going]
             if self.stop_token_id is not None:
                 going = going & (tokens != self.stop_token_id)

@@ -14,7 +14,6 @@ from pydantic_core import PydanticCustomError
 TRL = "[TRL 1.12 PPOConfig]"
 HF = "[transformers TrainingArguments]"
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "full")
 SCHEDULERS = Literal[
     "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_min_lr"
 ]
@@ -78,7 +77,7 @@ class PPOSettings(Settings):
     num_mini_batches: int = Field(1, ge=1, description=f"Minibatches of an epoch; each makes one optimizer step. {TRL}")
     num_ppo_epochs: int = Field(4, ge=1, description=f"Passes over an update's episodes. {TRL}")
     num_samples_per_prompt: int = Field(1, ge=1, description="Responses to each prompt of an update. [TRL 1.12: one]")
-    micro_batch_tokens: int | Literal["auto"] = Field(
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description=(
             "Most tokens, padding included, that one forward pass of judge or update holds, with at most "
@@ -89,8 +88,8 @@ class PPOSettings(Settings):
         None,
         ge=1,
         description=(
-            "Rows generated, and scored by reward models, at a time; none: all rows are generated "
-            "together and scored by micro_batch_tokens. [ours]"
+            "Rows generated, and scored by reward models, at a time; none: all rows are generated together, and "
+            "per_device_train_batch_size rows scored. [ours]"
         ),
     )
     num_sample_generations: int = Field(
@@ -102,8 +101,8 @@ class PPOSettings(Settings):
         53, description=f"Most tokens of a response, or {{min, max}} to draw the limit anew for each update. {TRL}"
     )
     temperature: float = Field(0.7, gt=0, description=f"Sampling temperature; log-probs use the same one. {TRL}")
-    stop_token: Literal["eos", "none"] | None = Field(
-        None,
+    stop_token: Literal["eos", "none"] = Field(
+        "eos",
         description=(
             "eos: a response ends with the stop token of the SFT checkpoint; none: it never ends early. "
             "[eos: N+ details, arXiv 2403.17031]"
@@ -175,13 +174,12 @@ class PPOSettings(Settings):
             raise PydanticCustomError(
                 "C17", "give one of total_episodes and num_train_epochs", {"hint": "e.g. total_episodes: 10000"}
             )
-        for one, other in (("warmup_steps", "warmup_ratio"), ("stop_token", "stop_token_id")):
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise PydanticCustomError(
-                    "C17",
-                    "{one} and {other} say the same thing twice",
-                    {"one": one, "other": other, "hint": f"keep {one}"},
-                )
+        if self.stop_token == "none" and self.stop_token_id is not None:
+            text = "stop_token none and a stop_token_id contradict each other"
+            raise PydanticCustomError("C17", text, {"hint": "take one of them out"})
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            text = "warmup_steps and warmup_ratio say the same thing twice"
+            raise PydanticCustomError("C17", text, {"hint": "keep warmup_steps"})
         return self
 
     @model_validator(mode="after")

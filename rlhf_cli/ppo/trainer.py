@@ -48,6 +48,10 @@ class PPOTrainer:
         seed: int = 0,
     ):
         assert policy is not ref, "the reference must be a copy of its own"
+        drawn = getattr(engine, "temperature", settings.temperature)
+        assert drawn == settings.temperature, (
+            f"the engine samples at {drawn}, log-probs are read at {settings.temperature}"
+        )
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value.requires_grad_(True)
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
         self.weights = weights or dict.fromkeys(rewards, 1.0)
@@ -77,8 +81,12 @@ class PPOTrainer:
     # Generate
 
     def generate(self, prompts: Prompts, purpose: str = "sample") -> Rollout:
-        """num_samples_per_prompt responses to each prompt, their draws keyed by (seed, purpose, update, row)."""
-        prompts = prompts.repeat(self.settings.num_samples_per_prompt)
+        """Responses, their draws keyed by (seed, purpose, update, row).
+
+        For training ("sample") num_samples_per_prompt to each prompt, for another purpose one.
+        """
+        if purpose == "sample":
+            prompts = prompts.repeat(self.settings.num_samples_per_prompt)
         seeds = tuple(derive(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
         return self.engine.generate(replace(prompts, seeds=seeds, response_length=self._response_length()))
 
@@ -94,14 +102,16 @@ class PPOTrainer:
     def judge(self, rollout: Rollout, scores: Tensor | None = None) -> Experience:
         """Log-probs, values, scores, rewards and advantages of a rollout.
 
-        `scores` (B,), where given, stand in for the reward sources.
+        `scores` (B,), where given, are placed as they are, in the stead of sources and missing_eos_penalty.
         Raises RLHFError R01 where a number is not finite.
         """
+        rollout = rollout.to(self.policy.device)
         settings, mask = self.settings, rollout.response_mask
         plan = self._plan(rollout, epoch=0)
         read = self._read(rollout, plan)
-        raw = {"given": scores} if scores is not None else {name: ask(rollout) for name, ask in self.rewards.items()}
-        scores = scores.float() if scores is not None else self._place(rollout, raw)
+        sources = {name: ask(rollout) for name, ask in self.rewards.items()} if scores is None else {"given": scores}
+        raw = {name: self._per_row(name, given, rollout) for name, given in sources.items()}
+        scores = self._place(rollout, raw) if scores is None else raw["given"]
         for name, tensor in {**{f"score `{name}`": score for name, score in raw.items()}, **read}.items():
             self._refuse_nonfinite(name, tensor)
         penalty = settings.kl_coef * read["kl"] if settings.kl_in == "reward" else torch.zeros_like(read["kl"])
@@ -115,10 +125,19 @@ class PPOTrainer:
 
     def _place(self, rollout: Rollout, sources: dict[str, Tensor]) -> Tensor:
         """The score (B,) of each row: the sources by weight, less the penalty for a response that reached its limit."""
-        scores = torch.stack([self.weights[name] * raw.float() for name, raw in sources.items()]).sum(0)
+        scores = torch.stack([self.weights[name] * raw for name, raw in sources.items()]).sum(0)
         if self.settings.missing_eos_penalty and self.settings.stop_token != "none":
             scores = scores - self.settings.missing_eos_penalty * ~rollout.ended
         return scores
+
+    @staticmethod
+    def _per_row(name: str, scores: Any, rollout: Rollout) -> Tensor:
+        """Scores as (B,) float32 on the rollout's device. Raises RLHFError R05 for another shape."""
+        given = torch.as_tensor(scores, dtype=torch.float32, device=rollout.ids.device)
+        if given.shape != (len(rollout),):
+            text = f"reward `{name}` gave scores of shape {tuple(given.shape)} for {len(rollout)} responses"
+            raise RLHFError("R05", text, hint="return one number a response")
+        return given
 
     def _plan(self, rollout: Rollout, epoch: int) -> tuple[tuple[Tensor, ...], ...]:
         """An epoch's minibatches, drawn at random, each split into micro-batches of rows of like length."""
@@ -129,7 +148,7 @@ class PPOTrainer:
         size = settings.per_device_train_batch_size
         return tuple(
             tuple(micro_batches(rollout.lengths, rows.to(rollout.ids.device), max_rows=size, max_tokens=tokens))
-            for rows in order.chunk(settings.num_mini_batches)
+            for rows in order.tensor_split(settings.num_mini_batches)
         )
 
     def _read(self, rollout: Rollout, plan: tuple[tuple[Tensor, ...], ...]) -> dict[str, Tensor]:
@@ -141,13 +160,13 @@ class PPOTrainer:
             with self._autocast():
                 logits, ref_logits = (reading.response_logits(model, micro) for model in (self.policy, self.ref))
                 values = reading.response_values(self.value, micro)
-            logprobs, entropy = formulas.token_logprobs(logits, micro.targets, temperature)
-            ref_logprobs, _ = formulas.token_logprobs(ref_logits, micro.targets, temperature)
+            logprobs = formulas.token_logprobs(logits, micro.targets, temperature)
+            ref_logprobs = formulas.token_logprobs(ref_logits, micro.targets, temperature)
             if kind == "full":
                 kl = formulas.kl_full(logits, ref_logits, temperature)
             else:
                 kl = formulas.kl_tokens(logprobs, ref_logprobs, kind)
-            found = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values, "entropy": entropy, "kl": kl}
+            found = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values, "kl": kl}
             for name, flat in found.items():
                 read.setdefault(name, flat.new_zeros(rollout.response_mask.shape))[micro.cells] = flat
         return read
@@ -202,7 +221,7 @@ class PPOTrainer:
         )
         with self._autocast():
             logits, values = reading.response_logits(self.policy, micro), reading.response_values(self.value, micro)
-        logprobs, entropy = formulas.token_logprobs(logits, micro.targets, settings.temperature)
+        logprobs = formulas.token_logprobs(logits, micro.targets, settings.temperature)
         surrogate, ratio, clipped = formulas.policy_loss(logprobs, old_logprobs, advantages, settings.cliprange)
         error, value_clipped = formulas.value_loss(values, old_values, returns, settings.cliprange_value)
         loss = surrogate.sum() + settings.vf_coef * error.sum()
@@ -212,7 +231,7 @@ class PPOTrainer:
             "loss/policy_avg": surrogate,
             "loss/value_avg": error,
             "policy/clipfrac_avg": clipped.float(),
-            "policy/entropy_avg": entropy,
+            "policy/entropy_avg": formulas.token_entropy(logits, settings.temperature),
             "policy/approxkl_avg": formulas.approx_kl(logprobs, old_logprobs),
             "val/ratio": ratio,
             "val/clipfrac_avg": value_clipped.float(),

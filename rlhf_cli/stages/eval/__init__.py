@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_cli import checkpoints, data, rows, terminal, verdict
 from rlhf_cli.config import EvalConfig, Options
-from rlhf_cli.models import tokenizers
+from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.stages.eval import answers, report
 
 
@@ -26,17 +26,19 @@ def run(config: EvalConfig, options: Options) -> None:
 
 def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoints.Parent]) -> dict[str, Any]:
     """Write samples.jsonl and report.json; returns the report."""
+    tokenizers.check_alike(parents, config.where, trust_remote_code=options.trust_remote_code)
     tokenizer = tokenizers.load_tokenizer(parents["models.sft"].model, trust_remote_code=options.trust_remote_code)
+    sampling = answers.sampling(config, parents["models.ppo"], tokenizer)
+    body = loading.read_config(parents["models.sft"].model, options.trust_remote_code)
     prompts = data.prompt_rows(
         Path(config.data.prompts),
         tokenizer,
         columns=config.data.columns,
-        max_length=None,
+        max_length=loading.prompt_room(body, sampling.response_length, config.where("eval.response_length")),
         where=config.where("data.prompts"),
     )[: config.eval.n]
     if len(prompts) < config.eval.n:
         terminal.say(f"eval     {len(prompts)} held-out prompts (eval.n asks for {config.eval.n})")
-    sampling = answers.sampling(config, parents["models.ppo"], tokenizer)
     judged = answers.collect(config, options, parents, tokenizer, prompts, sampling)
     found = report.build(config, judged, len(prompts), sampling, parents.get("models.reward"))
     rows.write_jsonl(config.folder / "samples.jsonl", report.sample_rows(judged))

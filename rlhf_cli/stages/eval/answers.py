@@ -81,13 +81,16 @@ def collect(
     names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
     rounds = len(names) * len(config.eval.modes) + max(config.eval.best_of, default=0)
     found: list[Answers] = []
+
+    def policy(name: str) -> Any:
+        return loading.load_causal(parents[f"models.{name}"].model, **load).to(loading.device()).eval()
+
+    sft = policy("sft")
     with terminal.Progress("eval", rounds, "round") as bar:
-        sft = None
         for name in names:
-            policy = loading.load_causal(parents[f"models.{name}"].model, **load).to(loading.device()).eval()
-            sft = policy if name == "sft" else sft
+            asked = sft if name == "sft" else policy(name)
             for mode in config.eval.modes:
-                found.append(desk.answer(name, mode, policy, sft))
+                found.append(desk.answer(name, mode, asked, sft))
                 bar.advance(note=f"{name} {mode}")
         draws = []
         for draw in range(max(config.eval.best_of, default=0)):
@@ -139,7 +142,7 @@ class _Desk:
         prompts = [decode(rollout.prompt_tokens(row), skip_special_tokens=True) for row in count]
         responses = [decode(rollout.response_tokens(row), skip_special_tokens=True) for row in count]
         kl = None
-        if mode == "sampled" and sft is not None:
+        if mode == "sampled":
             kl = (
                 [0.0] * len(prompts) if policy is sft else sequence_kl(policy, sft, rollout, temperature, max_rows=size)
             )
@@ -161,7 +164,7 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
     ):
         micro = rollout.micro_batch(rows)
         ours, theirs = (
-            formulas.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)[0]
+            formulas.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)
             for model in (policy, ref)
         )
         totals.index_add_(0, micro.cells[0], (ours - theirs).double())

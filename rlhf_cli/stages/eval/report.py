@@ -19,12 +19,11 @@ def build(config: EvalConfig, judged: list[Answers], n: int, how: Sampling, rewa
     }
     draws = [answers for answers in judged if answers.model.startswith("best_of")]
     found: dict[str, Any] = {"n": n, "temperature": how.temperature, "response_length": how.response_length}
-    headline = by_mode.get("sampled") or by_mode["greedy"]
-    found |= _section(headline, config.seed)
-    if "sampled" in by_mode and "greedy" in by_mode:
+    found |= _section(by_mode["sampled"], config.seed)
+    if "greedy" in by_mode:
         found["greedy"] = _section(by_mode["greedy"], config.seed)
     if draws:
-        found["best_of"] = [_best_of(answers, by_mode.get("sampled", {}), config.seed) for answers in draws]
+        found["best_of"] = [_best_of(answers, by_mode["sampled"], config.seed) for answers in draws]
     metrics = reward.manifest.get("metrics", {}) if reward else {}
     if "accuracy" in metrics:
         found["reward_model"] = {"accuracy": metrics["accuracy"], "ci95": metrics["accuracy_ci95"]}

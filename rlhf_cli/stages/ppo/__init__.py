@@ -3,7 +3,7 @@
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.models import loading, tokenizers, trees
-from rlhf_cli.ppo.metrics import Stats
+from rlhf_cli.ppo.metrics import Stats, objective
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.signals import StopWish
@@ -28,20 +28,20 @@ def run(config: PPOConfig, options: Options) -> None:
     if state:
         parts.trainer.load_state_dict(trees.load_tree(state))
         terminal.say(f"ppo      resumes at step {parts.trainer.updates} of {parts.updates}")
-    last = train(config, parts)
+    train(config, parts)
     save_models(config, parts)
     fields = {
         "tokenizer_sha256": tokenizers.tokenizer_sha256(parts.tokenizer),
         "template_sha256": tokenizers.template_sha256(parts.tokenizer),
         "special_tokens": tokenizers.special_tokens(parts.tokenizer, parts.stop_token_id),
-        "metrics": {name: last[name] for name in HEADLINE},
+        "metrics": headline(config, parts),
         "step": parts.trainer.updates,
         "model_is": "the last step",
     }
     checkpoints.finish(config, identity, parents=parents, fields=fields)
 
 
-def train(config: PPOConfig, parts: making.Parts) -> Stats:
+def train(config: PPOConfig, parts: making.Parts) -> None:
     """The loop over updates.
 
     Returns the metrics of the last one. SIGTERM or SIGINT: saves after the step and exits 143 or 130.
@@ -55,7 +55,6 @@ def train(config: PPOConfig, parts: making.Parts) -> Stats:
     samples = SampleTables(folder / "samples.jsonl", parts, settings, resume_at=trainer.updates)
     save_every = config.output.save_steps or max(1, parts.updates // 10)
     snapshots = snapshot_steps(parts.updates, config.output.snapshots)
-    stats = metrics.last()
     with StopWish() as stop, terminal.Progress("ppo", parts.updates, "update") as bar:
         bar.advance(trainer.updates)
         while trainer.updates < parts.updates:
@@ -84,7 +83,14 @@ def train(config: PPOConfig, parts: making.Parts) -> Stats:
                     f"ppo      stopped at step {step} of {parts.updates}, saved; the same command goes on from here"
                 )
                 raise SystemExit(stop.exit_code)
-    return stats
+
+
+def headline(config: PPOConfig, parts: making.Parts) -> Stats:
+    """Score, KL and length of the finished policy, over new responses to the run's first prompts."""
+    asked = Prompts.from_lists([prompt.ids for prompt in parts.prompts[: config.ppo.episodes_per_update]])
+    judged = parts.trainer.judge(parts.trainer.generate(asked, purpose="headline"))
+    found = objective(judged, kl_coef=config.ppo.kl_coef, in_reward=config.ppo.kl_in == "reward")
+    return {name: found[name] for name in HEADLINE}
 
 
 def arithmetic(settings: PPOSettings, prompts: int, updates: int) -> str:

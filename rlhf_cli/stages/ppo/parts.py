@@ -18,7 +18,8 @@ from rlhf_cli.ppo.rewards import FunctionReward, ModelReward, RewardSource, load
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 
-PROBE_TOLERANCE = 1e-3  # float32; another padding moves a score by about 1e-6
+# Another padding moves a score by about 1e-6 in float32; in bfloat16, with deviation 1, by some hundredths.
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Parts:
 def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> Parts:
     """Load all that the run needs, checks first. Raises RLHFError: C13, D01-D14, T04, T05, M01-M09."""
     settings, sft = config.ppo, parents["models.sft"]
-    check_tokenizers(parents, config, trust_remote_code=options.trust_remote_code)
+    tokenizers.check_alike(parents, config.where, trust_remote_code=options.trust_remote_code)
     tokenizer = tokenizers.load_tokenizer(sft.model, trust_remote_code=options.trust_remote_code)
     stop_token_id = settings.stop_token_id
     if stop_token_id is None and settings.stop_token != "none":
@@ -46,10 +47,12 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     )
     prompts, eval_prompts = (_prompts(config, key, tokenizer, policy) for key in ("prompts", "eval_prompts"))
     scorers = _Scorers(config, options, parents, stop_token_id)
-    for key in ("models.reward", "rewards.reward.model"):
-        if key in parents:
-            check_probes(scorers.frozen(key), parents[key], where=config.where(key))
-            break
+    for key, parent in parents.items():
+        if parent.manifest.get("probes"):
+            check_probes(scorers.frozen(key), parent, where=config.where(key))
+    if stop_token_id is not None and stop_token_id >= policy.get_input_embeddings().weight.shape[0]:
+        text = f"ppo.stop_token_id {stop_token_id} is no token of the model"
+        raise RLHFError("C06", text, where=config.where("ppo.stop_token_id"), hint="see the tokenizer's eos_token_id")
     value = (
         copy.deepcopy(scorers.frozen("models.reward"))
         if config.models.value == "reward"
@@ -118,50 +121,24 @@ def _prompts(config: PPOConfig, key: str, tokenizer: Any, policy: Any) -> list[d
     path = getattr(config.data, key)
     if path is None:
         return []
-    context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-    response = config.ppo.max_response_length
-    if context is not None and response >= context:
-        raise RLHFError(
-            "C13",
-            f"ppo.response_length ({response}) leaves no room for a prompt in the model's context of {context} tokens",
-            where=config.where("ppo.response_length"),
-            hint=f"lower it by at least {response - context + 1}",
-        )
+    room = loading.prompt_room(policy.config, config.ppo.max_response_length, config.where("ppo.response_length"))
     return data.prompt_rows(
         Path(path),
         tokenizer,
         columns=config.data.columns,
-        max_length=context and context - response,
+        max_length=room,
         on_long=config.data.on_long,
         where=config.where(f"data.{key}"),
     )
 
 
-def check_tokenizers(parents: Mapping[str, Parent], config: Any, *, trust_remote_code: bool) -> None:
-    """Refuse parents that read text in another way than the SFT checkpoint (T04, T05)."""
-    foreign = {}
-    for key, parent in parents.items():
-        if parent.stage == checkpoints.FOREIGN:
-            tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=trust_remote_code)
-            foreign[key] = {
-                "tokenizer_sha256": tokenizers.tokenizer_sha256(tokenizer),
-                "template_sha256": tokenizers.template_sha256(tokenizer),
-            }
-    first = parents["models.sft"]
-    for key, parent in parents.items():
-        if parent is not first:
-            checkpoints.check_same_tokenizer(first, parent, where=config.where(key), foreign=foreign)
-
-
 def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     """The reward model must give the scores that its stage stored with it, read in PPO's own way (M09)."""
-    probes = parent.manifest.get("probes", [])
-    if not probes:
-        return
+    probes = parent.manifest["probes"]
     rollout = Rollout.from_lists([probe["prompt_ids"] for probe in probes], [probe["response_ids"] for probe in probes])
     scores = reading.rollout_scores(model, rollout.to(model.device), max_rows=len(probes)).cpu()
     stored = torch.tensor([probe["score"] for probe in probes])
-    off = ((scores - stored).abs() > PROBE_TOLERANCE).nonzero()[:, 0].tolist()
+    off = ((scores - stored).abs() > PROBE_TOLERANCE[model.dtype]).nonzero()[:, 0].tolist()
     if off:
         rows = ", ".join(f"row {row}: {scores[row]:.4f}, stored {stored[row]:.4f}" for row in off[:3])
         raise RLHFError(

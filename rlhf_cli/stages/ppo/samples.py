@@ -56,7 +56,7 @@ class SampleTables:
         mask = experience.mask[row]
         return {
             "step": step,
-            "episode": (step - 1) * self.episodes + row,
+            "episode": step * self.episodes if self.parts.eval_prompts else (step - 1) * self.episodes + row,
             "index": row,
             "prompt": decode(rollout.prompt_tokens(row), skip_special_tokens=True),
             "response": decode(rollout.response_tokens(row), skip_special_tokens=True),
