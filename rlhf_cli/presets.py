@@ -57,6 +57,7 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
         done = subprocess.run([sys.executable, "-m", "rlhf_cli", "run", str(folder / BASE)], check=False)
         if done.returncode:
+            terminal.say(f"init     not finished; go on with: rlhf run {shown(folder / BASE)}")
             raise SystemExit(done.returncode)
     terminal.out(f"{shown(folder)} is ready; next: rlhf run {shown(folder)}")
 

@@ -212,6 +212,7 @@ def test_reward_functions_and_weights(run_folder):
     "body,says",
     [
         ("raise KeyError('x')", "raised KeyError"),
+        ("raise SystemExit(3)", "raised SystemExit"),
         ("return [1.0]", "returned 1 scores for 8"),
         ("return [float('nan')] * 8", "nan for row 0"),
     ],
@@ -287,6 +288,11 @@ def test_t05_reward_of_another_template(run_folder):
         tokenizer.save_pretrained(run_folder / name)
     result = ppo(run_folder)
     assert result.exit_code == 2 and "error[T05]" in result.stderr
+
+
+def test_a_scorer_is_no_policy(run_folder):
+    result = ppo(run_folder, "-s", f"models.sft={run_folder / 'reward_model'}")
+    assert result.exit_code == 2 and "error[M10]" in result.stderr and "not a language model" in result.stderr
 
 
 def test_m01_and_m02_models_that_are_not_there_or_not_rewards(run_folder):

@@ -390,3 +390,13 @@ def test_bad_rows_end_the_command_with_2_and_a_place(
     result = CliRunner().invoke(app, ["sft", "-c", str(config.file)])
     assert result.exit_code == 2 and f"error[{code}]" in result.stderr and place in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_model_that_diverged_never_counts_as_finished(world: World, tmp_path: Path) -> None:
+    """Neither at once, nor by running the same command again."""
+    config = config_of(world, tmp_path, sft={"max_steps": 1, "learning_rate": 1e30, "warmup_ratio": 0.0})
+    for _ in range(2):
+        with pytest.raises(RLHFError) as caught:
+            train(config)
+        assert caught.value.problems[0].code == "R01"
+        assert not (config.folder / "manifest.json").exists()

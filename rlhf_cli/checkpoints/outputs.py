@@ -118,7 +118,9 @@ def difference(
 
 def _default(config: Any, key: str) -> Any:
     field = field_at(type(config), tuple(key.split(".")))
-    return _NONE if field is None else to_jsonable_python(field.get_default(call_default_factory=True))
+    if field is None or field.is_required():
+        return _NONE
+    return to_jsonable_python(field.get_default(call_default_factory=True))
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -111,7 +111,7 @@ def open_parent(path: str, *, expect: tuple[str, ...], key: str, where: str, rev
         if folder.is_absolute() or path.startswith((".", "~")):
             raise _nothing_there(folder, expect, key, where)
         return _foreign(_from_hub(path, revision, key, where), key, hub=path)
-    if folder.name == "model" and (folder.parent / "identity.json").is_file():
+    if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
         text = f"{key}: {shown(folder)} is the inside of a stage's folder"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {shown(folder.parent)}")
     if (folder / "config.json").is_file():

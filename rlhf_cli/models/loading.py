@@ -60,7 +60,10 @@ def prompt_room(config: Any, response_length: int, where: str) -> int | None:
 def load_causal(
     folder: Path | str, *, dtype: str = "auto", attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The causal language model of a folder, on the CPU. Raises RLHFError M01, M07, M08."""
+    """The causal language model of a folder, on the CPU. Raises RLHFError M01, M07, M08, M10 for a classifier."""
+    if is_classifier(read_config(folder, trust_remote_code)):
+        text = f"{shown(folder)} holds a sequence classifier, not a language model"
+        raise RLHFError("M10", text, hint="name the folder of an SFT or PPO stage, or another language model")
     return _load(AutoModelForCausalLM, folder, dtype, attn_implementation, trust_remote_code)[0]
 
 
@@ -123,8 +126,12 @@ def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation
             text = f"model.new.{name}: a {kind} config has no such field"
             raise RLHFError("C01", text, hint=near and f"did you mean {near}?")
     settings = {name: value for name, value in fields.items() if name != "model_type"}
-    config = AutoConfig.for_model(kind, **settings, **decided)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    try:
+        config = AutoConfig.for_model(kind, **settings, **decided)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    except Exception as error:  # each family checks its numbers in a way of its own
+        text = f"model.new: transformers refuses these fields: {' '.join(str(error).split())}"
+        raise RLHFError("C17", text, hint="hidden_size must be a multiple of num_attention_heads, for one") from error
     fit_threads(model)
     return model
 
@@ -205,7 +212,7 @@ def _load(
             output_loading_info=True,
             **changes,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise RLHFError("M01", f"{shown(folder)} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     fit_threads(model)
     return model, sorted(report["missing_keys"])

@@ -63,7 +63,7 @@ def call_text_reward(name: str, function: TextReward, prompts: list[str], respon
     """The function's scores as floats, one a row. Raises RLHFError R05 as FunctionReward does."""
     try:
         scores = list(function(prompts, responses))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RLHFError(
             "R05",
             f"reward `{name}` raised {type(error).__name__}: {error}",
@@ -95,7 +95,7 @@ def load_function(spec: str, *, folder: Path | None = None, where: str | None = 
     sys.path += [path for path in map(str, (folder or Path.cwd(), Path.cwd())) if path not in sys.path]
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever a user's module may raise while it is imported
         raise RLHFError(
             "C17",
             f"cannot import `{spec}`: {error}",

@@ -1,5 +1,6 @@
 """`rlhf reward`: a one-label head on the SFT model, trained on pairs by TRL's RewardTrainer on our tokens."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,9 @@ def headline(config: RewardConfig, scorer: Any, rows: Rows) -> dict[str, Any]:
     chosen = raw_scores(scorer, [row["chosen_ids"] for row in rows], size)
     rejected = raw_scores(scorer, [row["rejected_ids"] for row in rows], size)
     both = list(zip(chosen, rejected, strict=True))
+    if not all(math.isfinite(score) for pair in both for score in pair):
+        text = "the finished model gives scores that are not finite: the training diverged"
+        raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
     wins = sum(good > bad for good, bad in both) + 0.5 * sum(good == bad for good, bad in both)
     return {
         "accuracy": wins / len(both),

@@ -16,7 +16,7 @@ from transformers import set_seed
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, SFTConfig
-from rlhf_cli.errors import shown
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.records import right_pad
 from rlhf_cli.stages import trl_training
@@ -191,6 +191,9 @@ def headline(config: SFTConfig, options: Options, rows: Rows, pad: int) -> dict[
         sums = _sums(model, ids, labels, pad)
         loss, correct, tokens = loss + sums[0], correct + sums[1], tokens + sums[2]
     mean = loss / max(tokens, 1)
+    if not math.isfinite(mean):
+        text = f"the finished model's loss on the evaluation rows is {mean}: the training diverged"
+        raise RLHFError("R01", text, hint="lower sft.learning_rate and start over with --fresh")
     return {
         "eval_loss": mean,
         "eval_perplexity": math.exp(min(mean, 700.0)),
