@@ -146,6 +146,15 @@ def special_tokens(tokenizer: Any, stop_token_id: int | None) -> dict[str, int |
     return {**special_ids(tokenizer), "stop": stop_token_id}
 
 
+def token_fields(tokenizer: Any, stop: int | None) -> dict[str, Any]:
+    """What the manifest tells of the tokens."""
+    return {
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "template_sha256": template_sha256(tokenizer),
+        "special_tokens": special_tokens(tokenizer, stop),
+    }
+
+
 def _texts(file: Path) -> Iterator[str]:
     if file.suffix in (".jsonl", ".json"):
         for _, row in read_jsonl(file):

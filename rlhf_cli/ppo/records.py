@@ -7,6 +7,7 @@ Masks are bool, True = counts.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,6 +149,16 @@ class Rollout:
 
     def response_tokens(self, row: int) -> list[int]:
         return self.ids[row, self.prompt_width :][self.mask[row, self.prompt_width :]].tolist()
+
+    def text(self, tokenizer: Any, row: int) -> tuple[str, str]:
+        """A row's prompt and response as text, without special tokens."""
+        prompt, response = self.prompt_tokens(row), self.response_tokens(row)
+        return tokenizer.decode(prompt, skip_special_tokens=True), tokenizer.decode(response, skip_special_tokens=True)
+
+    def texts(self, tokenizer: Any) -> tuple[list[str], list[str]]:
+        """All prompts and all responses, as `text` gives them."""
+        pairs = [self.text(tokenizer, row) for row in range(len(self))]
+        return [prompt for prompt, _ in pairs], [response for _, response in pairs]
 
     def micro_batch(self, rows: Tensor) -> MicroBatch:
         """The given rows (n,), moved flush left. Padding ids are 0: any id would do, nothing reads them."""

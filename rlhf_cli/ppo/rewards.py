@@ -53,9 +53,8 @@ class FunctionReward:
     tokenizer: Any
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        device, rollout, rows = rollout.ids.device, rollout.to(torch.device("cpu")), range(len(rollout))
-        prompts = [self.tokenizer.decode(rollout.prompt_tokens(row), skip_special_tokens=True) for row in rows]
-        responses = [self.tokenizer.decode(rollout.response_tokens(row), skip_special_tokens=True) for row in rows]
+        device = rollout.ids.device
+        prompts, responses = rollout.to(torch.device("cpu")).texts(self.tokenizer)
         return torch.tensor(call_text_reward(self.name, self.function, prompts, responses), device=device)
 
 

@@ -47,7 +47,7 @@ def run(config: RewardConfig, options: Options) -> None:
         scale = normalise(config, scorer, sampled(config, options, parent, tokenizer, rows))
         scorer.config.save_pretrained(config.folder / "model")
     fields = {
-        **trl_training.token_fields(tokenizer, stop),
+        **tokenizers.token_fields(tokenizer, stop),
         "metrics": headline(config, scorer, eval_rows) if eval_rows else {},
         "probes": probes(scorer, eval_rows or rows),
         **scale,

@@ -79,7 +79,7 @@ def run(config: SFTConfig, options: Options) -> None:
     loading.set_special_ids(model, tokenizer, stop)
     loading.save_model(model, tokenizer, config.folder / "model", card(config, parents, len(rows), steps))
     fields = {
-        **trl_training.token_fields(tokenizer, stop),
+        **tokenizers.token_fields(tokenizer, stop),
         "metrics": headline(config, options, eval_rows, tokenizer.pad_token_id) if eval_rows else {},
         "step": steps,
     }

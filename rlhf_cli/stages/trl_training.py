@@ -18,7 +18,7 @@ from rlhf_cli import __version__, checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import loading
 from rlhf_cli.signals import StopWish
 from rlhf_cli.tracking import MetricsLog
 
@@ -215,15 +215,6 @@ class Follower(TrainerCallback, ExportableState):
 def _not_finite(name: str, value: float, args: Any, state: Any) -> RLHFError:
     hint = f"lower the learning rate, or look for odd rows; good checkpoints are in {shown(args.output_dir)}"
     return RLHFError("R01", f"{name} is {value} at step {state.global_step}", hint=hint)
-
-
-def token_fields(tokenizer: Any, stop: int) -> dict[str, Any]:
-    """What the manifest tells of the tokens."""
-    return {
-        "tokenizer_sha256": tokenizers.tokenizer_sha256(tokenizer),
-        "template_sha256": tokenizers.template_sha256(tokenizer),
-        "special_tokens": tokenizers.special_tokens(tokenizer, stop),
-    }
 
 
 def name_of(parent: Parent) -> str:

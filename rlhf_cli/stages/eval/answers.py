@@ -43,9 +43,7 @@ class Answers:
     ended: list[bool]
     lengths: list[int]
     scores: dict[str, list[float]]  # judge -> score of each row
-    kl: (
-        list[float] | None
-    )  # nats, sum over the response; None where the responses were not sampled at the training temperature
+    kl: list[float] | None  # nats, sum over the response; None for near-greedy responses
 
 
 def sampling(config: EvalConfig, ppo: Parent, tokenizer: Any) -> Sampling:
@@ -138,9 +136,7 @@ class _Desk:
         size = self.config.eval.per_device_batch_size
         engine = HFEngine(policy, self.how.stop_token_id, self.tokenizer.pad_token_id or 0, temperature, size)
         rollout = engine.generate(asked)
-        decode, count = self.tokenizer.decode, range(len(self.prompts))
-        prompts = [decode(rollout.prompt_tokens(row), skip_special_tokens=True) for row in count]
-        responses = [decode(rollout.response_tokens(row), skip_special_tokens=True) for row in count]
+        prompts, responses = rollout.texts(self.tokenizer)
         kl = None
         if mode == "sampled":
             kl = (

@@ -31,9 +31,7 @@ def run(config: PPOConfig, options: Options) -> None:
     train(config, parts)
     save_models(config, parts)
     fields = {
-        "tokenizer_sha256": tokenizers.tokenizer_sha256(parts.tokenizer),
-        "template_sha256": tokenizers.template_sha256(parts.tokenizer),
-        "special_tokens": tokenizers.special_tokens(parts.tokenizer, parts.stop_token_id),
+        **tokenizers.token_fields(parts.tokenizer, parts.stop_token_id),
         "metrics": headline(config, parts),
         "step": parts.trainer.updates,
         "model_is": "the last step",
@@ -42,10 +40,7 @@ def run(config: PPOConfig, options: Options) -> None:
 
 
 def train(config: PPOConfig, parts: making.Parts) -> None:
-    """The loop over updates.
-
-    Returns the metrics of the last one. SIGTERM or SIGINT: saves after the step and exits 143 or 130.
-    """
+    """The loop over updates. SIGTERM or SIGINT: saves after the step and exits 143 or 130."""
     trainer, settings, folder = parts.trainer, config.ppo, config.folder
     terminal.say(arithmetic(settings, len(parts.prompts), parts.updates))
     if settings.kl_in == "reward" and settings.kl_estimator != "k1":

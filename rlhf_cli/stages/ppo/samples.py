@@ -14,9 +14,9 @@ WIDTH = 100
 
 
 class SampleTables:
-    """`num_sample_generations` tables over the run:
+    """`num_sample_generations` tables over the run.
 
-    of held-out prompts where `data.eval_prompts` is given, else of the rollout.
+    Of held-out prompts where `data.eval_prompts` is given, else of the rollout.
     """
 
     def __init__(self, path: Path, parts: Parts, settings: PPOSettings, *, resume_at: int):
@@ -30,11 +30,8 @@ class SampleTables:
         """After update `step`: write and print a table where one is due."""
         if self.every is None or step % self.every:
             return
-        rows = [
-            self._row(step, experience, row)
-            for experience in [self._experience()]
-            for row in range(min(IN_THE_LOG, len(experience.rollout)))
-        ]
+        experience = self._experience()
+        rows = [self._row(step, experience, row) for row in range(min(IN_THE_LOG, len(experience.rollout)))]
         for row in rows:
             self.log.log(row)
         cells = [
@@ -52,14 +49,14 @@ class SampleTables:
         return trainer.judge(trainer.generate(Prompts.from_lists([prompt.ids for prompt in picked]), purpose="show"))
 
     def _row(self, step: int, experience: Experience, row: int) -> dict:
-        rollout, decode = experience.rollout, self.parts.tokenizer.decode
-        mask = experience.mask[row]
+        rollout, mask = experience.rollout, experience.mask[row]
+        prompt, response = rollout.text(self.parts.tokenizer, row)
         return {
             "step": step,
             "episode": step * self.episodes if self.parts.eval_prompts else (step - 1) * self.episodes + row,
             "index": row,
-            "prompt": decode(rollout.prompt_tokens(row), skip_special_tokens=True),
-            "response": decode(rollout.response_tokens(row), skip_special_tokens=True),
+            "prompt": prompt,
+            "response": response,
             "ended": bool(rollout.ended[row]),
             "length": int(rollout.response_lengths[row]),
             "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
