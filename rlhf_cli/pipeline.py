@@ -14,7 +14,7 @@ from types import FrameType
 
 import yaml
 
-from rlhf_cli import checkpoints, terminal, verdict
+from rlhf_cli import checkpoints, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load
 from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
@@ -97,7 +97,7 @@ def decide(config: Config, force: Sequence[str] = ()) -> Step:
 def look(config: Config) -> Status:
     """How a stage's output stands to its config, its data and its parents as they are now."""
     parents = checkpoints.open_parents(config)
-    return checkpoints.examine(config, checkpoints.identity(config, parents, config.data_files()))
+    return checkpoints.examine(config, checkpoints.identity(config, parents, config.sources()))
 
 
 def describe(status: Status) -> str:
@@ -117,7 +117,7 @@ def preview(config: Config, *, fresh: bool) -> None:
     A parent that an earlier stage of the run may still make is told; any other that is not there is an error.
     Raises D01, M01, M10.
     """
-    checkpoints.check_data(config)
+    files = sources.locate(config.sources())
     parents: dict[str, Parent] = {}
     lines: list[str] = []
     for reference in checkpoints.references(config):
@@ -132,7 +132,7 @@ def preview(config: Config, *, fresh: bool) -> None:
             lines.append(f"# reads   {reference.key}: not ready: {error.problems[0].text}")
     outcome = _outcome(config, parents, len(lines), fresh=fresh)
     terminal.out(yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True).rstrip())
-    for line in lines + [f"# reads   {key}: {shown(path)}" for key, path in config.data_files().items()]:
+    for line in lines + [f"# reads   {key}: {', '.join(map(shown, paths))}" for key, paths in files.items()]:
         terminal.out(line)
     terminal.out(f"# writes  {shown(config.folder)}: {outcome}")
 
@@ -142,7 +142,7 @@ def _outcome(config: Config, parents: Mapping[str, Parent], wanted: int, *, fres
         return "once what it reads is ready"
     if fresh and config.folder.exists():
         return "new; the old folder moves to .old/"
-    status = checkpoints.examine(config, checkpoints.identity(config, parents, config.data_files()))
+    status = checkpoints.examine(config, checkpoints.identity(config, parents, config.sources()))
     if status.state == "finished":
         return "it is finished, nothing to do"
     refused = "; needs --fresh" if status.state in ("stale", "damaged") else ""
@@ -242,7 +242,7 @@ def _refuse_what_is_missing(configs: Mapping[str, Config]) -> None:
     problems: list[Problem] = []
     made: set[Path] = set()
     for config in configs.values():
-        for check in (lambda c=config: checkpoints.check_data(c), lambda c=config: checkpoints.open_parents(c, made)):
+        for check in (lambda c=config: sources.locate(c.sources()), lambda c=config: checkpoints.open_parents(c, made)):
             try:
                 check()
             except RLHFError as error:

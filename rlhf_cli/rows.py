@@ -1,12 +1,16 @@
 """JSON Lines in and out, with a place in every message."""
 
+import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
+
+import orjson
 
 from rlhf_cli.errors import RLHFError, nearest_file, shown
 
+BOM = b"\xef\xbb\xbf"
 ONE_A_LINE = "a data file holds one JSON object a line (JSON Lines)"
 
 
@@ -17,17 +21,30 @@ def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[in
     Raises RLHFError: D01 missing, D03 malformed, D04 not UTF-8, D12 a line that is no JSON object.
     """
     path = Path(path)
+    with open_data(path, where_key) as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1:
+                raw = raw.removeprefix(BOM)
+            try:
+                row = orjson.loads(raw)
+            except orjson.JSONDecodeError:
+                row = None  # blank, wrong, or odd: the careful reader tells which
+            if type(row) is dict:
+                yield number, row
+                continue
+            text = decoded(raw, path, number)
+            if text.strip():
+                yield number, _row(text.rstrip("\r\n"), path, number)
+
+
+def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
+    """A data file open for its bytes, unpacked where its name ends in .gz. Raises D01 where that cannot be."""
     if not path.is_file():
         raise _missing(path, where_key)
     try:
-        file = path.open("rb")
+        return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
     except OSError as error:
         raise RLHFError("D01", f"cannot read {shown(path)}: {error.strerror}", where=where_key) from error
-    with file:
-        for number, raw in enumerate(file, start=1):
-            text = _decoded(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw, path, number)
-            if text.strip():
-                yield number, _row(text.rstrip("\r\n"), path, number)
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -49,7 +66,8 @@ def _missing(path: Path, where: str | None) -> RLHFError:
     return RLHFError("D01", f"no such file: {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
 
 
-def _decoded(raw: bytes, path: Path, number: int) -> str:
+def decoded(raw: bytes, path: Path, number: int) -> str:
+    """The text of a line. Raises D04 where it is not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

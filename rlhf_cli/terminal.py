@@ -70,12 +70,13 @@ class Progress:
     """`with Progress("ppo", 100) as bar: bar.advance(note="reward 1.2")`.
 
     A live bar with rate and time left on a terminal; elsewhere a plain line at most every ten seconds and at the end.
+    A `quiet` one shows nothing: for work too short to look at.
     """
 
-    def __init__(self, label: str, total: int, unit: str = "step") -> None:
-        self.label, self.total, self.unit = clean(label), total, unit
+    def __init__(self, label: str, total: int, unit: str = "step", *, quiet: bool = False) -> None:
+        self.label, self.total, self.unit, self.quiet = clean(label), total, unit, quiet
         self.done, self.note = 0, ""
-        self._bar = _Bar(self.label, total) if _is_terminal(sys.stderr) else None
+        self._bar = _Bar(self.label, total) if _is_terminal(sys.stderr) and not quiet else None
         self._began = self._last_line = time.monotonic()
 
     def __enter__(self) -> "Progress":
@@ -90,14 +91,14 @@ class Progress:
         self.note = clean(note).replace("\n", " ") or self.note
         if self._bar:
             self._bar.update(self.done, f"{self._rate()}  {self.note}")
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES and self.done < self.total:
+        elif not self.quiet and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES and self.done < self.total:
             self._last_line = time.monotonic()
             say(self._line())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._bar:
             self._bar.stop()
-        else:
+        elif not self.quiet:
             say(self._line())
 
     def _rate(self) -> str:

@@ -91,7 +91,7 @@ def _make_base(world: World) -> None:
 
     from rlhf_cli.models import loading, tokenizers
 
-    tokenizer = tokenizers.train_tokenizer([world.text], 340)
+    tokenizer = tokenizers.train_tokenizer(world.text, 340)
     torch.manual_seed(0)
     model = loading.new_causal(SIZES, tokenizer)
     loading.set_special_ids(model, tokenizer, tokenizer.eos_token_id)

@@ -12,6 +12,7 @@ from fake_config import FakeConfig, make_stage, write_model
 
 from rlhf_cli import checkpoints
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.sources import Source
 
 
 def test_differences_read_like_a_changelog() -> None:
@@ -49,11 +50,11 @@ def test_identity_follows_content_and_not_dates(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("{}\n")
     config = FakeConfig(tmp_path)
-    first = checkpoints.identity(config, {}, {"data.train": data})
+    first = checkpoints.identity(config, {}, {"data.train": Source.of(data)})
     os.utime(data, (1, 1))
-    assert checkpoints.identity(config, {}, {"data.train": data}) == first
+    assert checkpoints.identity(config, {}, {"data.train": Source.of(data)}) == first
     data.write_text("{} \n")
-    assert checkpoints.difference(first, checkpoints.identity(config, {}, {"data.train": data})) == [
+    assert checkpoints.difference(first, checkpoints.identity(config, {}, {"data.train": Source.of(data)})) == [
         "data.train: other content"
     ]
 
@@ -61,7 +62,10 @@ def test_identity_follows_content_and_not_dates(tmp_path: Path) -> None:
 def test_missing_data_files_are_all_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("")
     with pytest.raises(RLHFError) as caught:
-        data = {"data.train": tmp_path / "row.jsonl", "data.eval": tmp_path / "nothing-like-it"}
+        data = {
+            "data.train": Source.of(tmp_path / "row.jsonl"),
+            "data.eval": Source.of(tmp_path / "nothing-like-it"),
+        }
         checkpoints.identity(FakeConfig(tmp_path), {}, data)
     assert [problem.code for problem in caught.value.problems] == ["D01", "D01"]
     assert f"did you mean {tmp_path}/rows.jsonl?" in str(caught.value)
@@ -136,7 +140,7 @@ def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
     data.write_text("{}\n")
     config = FakeConfig(tmp_path / "run", seed=7)
     parents = {"model.path": checkpoints.open_parent(str(tmp_path / "base"), expect=(), key="model.path", where="w")}
-    wanted = checkpoints.identity(config, parents, {"data.train": data})
+    wanted = checkpoints.identity(config, parents, {"data.train": Source.of(data)})
     checkpoints.begin(config, wanted, fresh=False)
     write_model(config.folder / "model")
     for name in ("state/checkpoint-1/optimizer.pt", "snapshots/step_000001/w", "report.html", "metrics.jsonl"):

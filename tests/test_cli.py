@@ -215,7 +215,7 @@ def test_a_dry_run_tells_what_is_not_ready_and_refuses_what_nobody_will_make(fol
 def test_a_dry_run_tells_what_would_become_of_the_output(folder: Path) -> None:
     loaded = config.load("sft", folder / "sft.yaml")
     parents = checkpoints.open_parents(loaded)
-    identity = checkpoints.identity(loaded, parents, loaded.data_files())
+    identity = checkpoints.identity(loaded, parents, loaded.sources())
     checkpoints.begin(loaded, identity, fresh=False)
     checkpoints.commit_state(loaded.folder / "state", "checkpoint-7", lambda path: None, keep=2)
 

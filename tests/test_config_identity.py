@@ -136,9 +136,10 @@ def test_a_chat_templates_file_counts_by_its_text(here: Path) -> None:
 
 def test_the_data_files_of_each_stage(here: Path) -> None:
     (here / "chat.jinja").write_text("{{ messages }}")
-    files = {stage: load(stage, written(here, stage, text)).data_files() for stage, text in FULL.items()}
+    files = {stage: load(stage, written(here, stage, text)).sources() for stage, text in FULL.items()}
     assert {
-        stage: {key: os.path.relpath(path, here) for key, path in found.items()} for stage, found in files.items()
+        stage: {key: os.path.relpath(source.name, here) for key, source in found.items()}
+        for stage, found in files.items()
     } == {
         "sft": {
             "model.new.tokenizer.train": "data/text.jsonl",

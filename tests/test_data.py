@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from rlhf_cli import data, rows, terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
+from rlhf_cli.sources import Place, Source
 
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 USER = {"role": "user", "content": "Hi"}
@@ -185,20 +186,20 @@ def test_prompts_of_each_form(chat: Any, tmp_path: Path) -> None:
     wanted = data.encode(chat, [USER], None)[0]
     for form in ({"prompt": [USER]}, {"messages": turns}, {"messages": [USER]}):
         (prompt,) = data.prompt_rows(file_of(tmp_path, form), chat, max_length=99)
-        assert prompt == data.Prompt(wanted, [USER], 1)
+        assert prompt == data.Prompt(wanted, [USER], Place(tmp_path / "rows.jsonl", 1))
 
 
 def test_a_file_of_pairs_gives_its_distinct_prompts(tokenizer: Any, tmp_path: Path) -> None:
     pairs = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in ("Aab", "Aba", "Bxy", "Bxx", "Cyx")]
     found = data.prompt_rows(file_of(tmp_path, *pairs), tokenizer, max_length=99)
-    assert [(prompt.text, prompt.line) for prompt in found] == [("A", 1), ("B", 3), ("C", 5)]
+    assert [(prompt.text, prompt.place.number) for prompt in found] == [("A", 1), ("B", 3), ("C", 5)]
     twice = data.prompt_rows(file_of(tmp_path, {"prompt": "A"}, {"prompt": "A"}), tokenizer, max_length=99)
     assert len(twice) == 2
 
 
 def test_columns_are_read_under_the_files_names(tokenizer: Any, tmp_path: Path) -> None:
     path = file_of(tmp_path, {"question": "Tell", "completion": " me", "prompt": 7})
-    (row,) = data.sft_rows(path, tokenizer, columns={"prompt": "question"}, max_length=99)
+    (row,) = data.sft_rows(Source(str(path), columns={"prompt": "question"}), tokenizer, max_length=99)
     assert tokenizer.decode(row["input_ids"]) == "Tell me<eos>"
 
 
@@ -272,7 +273,7 @@ def test_bad_files(tokenizer: Any, tmp_path: Path, raw: bytes, code: str, text: 
 
 def test_d01_names_the_nearest_file_and_the_key(tokenizer: Any, tmp_path: Path) -> None:
     file_of(tmp_path, GOOD)
-    error = problems_of(data.sft_rows, tmp_path / "row.jsonl", tokenizer, where="sft.yaml:3")
+    error = problems_of(data.sft_rows, Source(str(tmp_path / "row.jsonl"), "sft.yaml:3"), tokenizer)
     assert error.problems[0].code == "D01"
     assert "sft.yaml:3" in str(error) and "rows.jsonl" in str(error.problems[0].hint)
 
@@ -282,13 +283,15 @@ def test_the_first_five_bad_rows_and_a_count(tokenizer: Any, tmp_path: Path) -> 
     error = problems_of(data.preference_rows, path, tokenizer)
     lines = [str(problem) for problem in error.problems]
     assert len(lines) == 6 and "rows.jsonl:4:" in lines[0] and "9 of 12 rows are bad" in lines[5]
-    assert sum("hint" in line for line in lines) == 1
+    assert "drop the row" in lines[0] and "data.on_bad: drop" in lines[5]
+    assert sum("hint" in line for line in lines) == 2
 
 
 def test_d02_a_column_that_is_none_of_ours(tokenizer: Any, tmp_path: Path) -> None:
-    error = problems_of(data.sft_rows, file_of(tmp_path, GOOD), tokenizer, columns={"promt": "prompt"})
+    path = str(file_of(tmp_path, GOOD))
+    error = problems_of(data.sft_rows, Source(path, columns={"promt": "prompt"}), tokenizer)
     assert error.problems[0].code == "D02" and "did you mean prompt?" in str(error)
-    error = problems_of(data.sft_rows, file_of(tmp_path, GOOD), tokenizer, columns={"prompt": "question"})
+    error = problems_of(data.sft_rows, Source(path, columns={"prompt": "question"}), tokenizer)
     assert error.problems[0].code == "D02"  # and not the file's own "prompt"
 
 
@@ -308,7 +311,7 @@ def test_d05_says_how_many_rows_were_lost_to_what(tokenizer: Any, tmp_path: Path
     path = file_of(tmp_path, PAIR, {**PAIR, "rejected": " Yes"})
     error = problems_of(data.preference_rows, path, tokenizer, max_length=3, on_identical="drop")
     assert error.problems[0].code == "D05"
-    assert '2 read, 1 "chosen" equals "rejected", 1 longer than 3 tokens' in str(error)
+    assert '2 read, lost 1 "chosen" equals "rejected"; 1 longer than 3 tokens' in str(error)
 
 
 def test_identical_pairs_may_be_dropped(tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

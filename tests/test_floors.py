@@ -12,6 +12,7 @@ FLOORS = [
     {"__init__", "codes"},
     {"errors"},
     {"rows", "terminal", "statistics", "signals", "ppo.settings", "ppo.records", "ppo.formulas", "ppo.seeds"},
+    {"sources.*"},
     {"config.*"},
     {"checkpoints.*"},
     {"models.*", "data.*", "tracking", "verdict", "ppo.advantages", "ppo.metrics", "ppo.optimizer"},
@@ -23,7 +24,7 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-TORCH_FREE = "cli checkpoints config pipeline ppo.settings presets rows signals statistics terminal verdict"
+TORCH_FREE = "cli checkpoints config pipeline ppo.settings presets rows signals sources statistics terminal verdict"
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 

@@ -17,23 +17,24 @@ def tokenizer(world: World) -> Any:
 
 
 def test_a_trained_tokenizer_spells_any_text_and_is_the_same_each_time(world: World, tmp_path: Path) -> None:
-    tokenizer = tokenizers.train_tokenizer([world.text], 300)
+    tokenizer = tokenizers.train_tokenizer(world.text, 300)
     assert len(tokenizer) == 300 and (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer.padding_side == "left"
     text = "The café — 日本, \t\n ok"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
-    again = tokenizers.train_tokenizer([world.text], 300)
+    again = tokenizers.train_tokenizer(world.text, 300)
     assert tokenizers.tokenizer_sha256(again) == tokenizers.tokenizer_sha256(tokenizer)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
-    other = tokenizers.train_tokenizer([world.text], 299)
+    other = tokenizers.train_tokenizer(world.text, 299)
     assert tokenizers.tokenizer_sha256(other) != tokenizers.tokenizer_sha256(tokenizer)
 
 
 def test_it_learns_from_plain_text_and_from_the_contents_of_messages(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("zebra zebra zebra\n")
     rows.write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": "quagga", "content": "okapi okapi okapi"}]}])
-    words = tokenizers.train_tokenizer([tmp_path / "plain.txt", tmp_path / "chat.jsonl"], 400).get_vocab()
-    assert {"zebra", "okapi"} <= words.keys() and "quagga" not in words
+    assert "zebra" in tokenizers.train_tokenizer(tmp_path / "plain.txt", 400).get_vocab()
+    words = tokenizers.train_tokenizer(tmp_path / "chat.jsonl", 400).get_vocab()
+    assert "okapi" in words and "quagga" not in words
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_what_no_tokenizer_can_be_made_of(tmp_path: Path, name: str, content: by
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(RLHFError) as error:
-        tokenizers.train_tokenizer([tmp_path / name], size)
+        tokenizers.train_tokenizer(tmp_path / name, size)
     assert error.value.problems[0].code == code
 
 

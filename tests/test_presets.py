@@ -12,7 +12,6 @@ import pytest
 from rlhf_cli import config, presets
 from rlhf_cli.demo.world import Sizes
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.rows import read_jsonl
 
 STAGES = ("sft", "reward", "ppo", "eval")
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -54,8 +53,8 @@ def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path
     for stage, file in files:
         loaded = config.load(stage, file)
         assert (loaded.seed, loaded.folder) == (11, file.parent / stage)
-        for key, path in loaded.data_files().items():
-            assert next(read_jsonl(path)), key
+        for key, source in loaded.sources().items():
+            assert next(source.rows()), key
     other = tmp_path / "other"
     presets.init(name, other, seed=12)
     assert (other / "data/pairs.jsonl").read_bytes() != (folder / "data/pairs.jsonl").read_bytes()
@@ -98,5 +97,5 @@ def test_files_of_its_own_do_not_stand_in_the_way(tmp_path: Path, child: Child) 
 def test_an_unknown_preset_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
         presets.init("dmeo", tmp_path / "run")
-    assert str(caught.value) == "error[C07]: no preset 'dmeo'; there are demo, ci\nhint: did you mean demo?"
+    assert str(caught.value) == "error[C07]: no preset 'dmeo'; there are demo, ci, reviews\nhint: did you mean demo?"
     assert not (tmp_path / "run").exists()

@@ -59,7 +59,7 @@ def origin(tmp_path_factory) -> Path:
     (folder / "judges.py").write_text(
         "def short(prompts, responses):\n    return [-len(response) for response in responses]\n"
     )
-    tokenizer = tokenizers.train_tokenizer([folder / "prompts.jsonl"], 280)
+    tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
     for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
         model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
         loading.set_special_ids(model, tokenizer, 1)
@@ -260,7 +260,7 @@ def test_every_update_takes_other_prompts(run_folder):
 def test_t04_a_judge_of_another_tokenizer(run_folder):
     rows.write_jsonl(run_folder / "other.jsonl", [{"prompt": "entirely different words zebra quartz"}])
     shutil.copytree(run_folder / "reward_model", run_folder / "judge")
-    tokenizers.train_tokenizer([run_folder / "other.jsonl"], 270).save_pretrained(run_folder / "judge")
+    tokenizers.train_tokenizer(run_folder / "other.jsonl", 270).save_pretrained(run_folder / "judge")
     assert ppo(run_folder).exit_code == 0
     result = rlhf("eval", "-c", run_folder / "eval.yaml", "-s", f"judges.strange={run_folder / 'judge'}")
     assert result.exit_code == 2 and "error[T04]" in result.stderr and "judges.strange" in result.stderr
@@ -268,7 +268,7 @@ def test_t04_a_judge_of_another_tokenizer(run_folder):
 
 def test_t04_reward_of_another_tokenizer(run_folder):
     rows.write_jsonl(run_folder / "other.jsonl", [{"prompt": "entirely different words zebra quartz"}])
-    tokenizers.train_tokenizer([run_folder / "other.jsonl"], 270).save_pretrained(run_folder / "reward_model")
+    tokenizers.train_tokenizer(run_folder / "other.jsonl", 270).save_pretrained(run_folder / "reward_model")
     result = ppo(run_folder)
     assert (
         result.exit_code == 2
@@ -309,7 +309,7 @@ def as_reward_stage(folder: Path, probes: list[dict]) -> None:
 
     write(folder, "reward", {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}})
     config = load("reward", folder / "reward.yaml")
-    identity = checkpoints.identity(config, {}, config.data_files())
+    identity = checkpoints.identity(config, {}, config.sources())
     checkpoints.begin(config, identity, fresh=False)
     shutil.copytree(folder / "reward_model", folder / "reward/model")
     checkpoints.finish(config, identity, parents={}, fields={"probes": probes})

@@ -5,7 +5,6 @@ from rlhf_cli.checkpoints.locks import release
 from rlhf_cli.checkpoints.outputs import (
     Status,
     begin,
-    check_data,
     difference,
     examine,
     finish,
@@ -29,7 +28,6 @@ __all__ = [
     "Parent",
     "Status",
     "begin",
-    "check_data",
     "check_same_tokenizer",
     "commit_state",
     "difference",

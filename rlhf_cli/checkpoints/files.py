@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +17,12 @@ def file_sha256(path: Path) -> str:
     """The sha256 of a file's bytes, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_sha256(paths: Sequence[Path]) -> str:
+    """One hash over the contents of files in their order; of one file its own."""
+    hashes = [file_sha256(path) for path in paths]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import yaml
 from pydantic_core import to_jsonable_python
 
-from rlhf_cli import __version__
+from rlhf_cli import __version__, sources
 from rlhf_cli.checkpoints.files import (
     damage,
     describe,
-    file_sha256,
+    files_sha256,
     json_sha256,
     model_sha256,
     names_in,
@@ -32,7 +32,8 @@ from rlhf_cli.checkpoints.locks import hold, release
 from rlhf_cli.checkpoints.parents import Parent, told
 from rlhf_cli.checkpoints.states import clear_leftovers, newest_step
 from rlhf_cli.config.keys import field_at
-from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.sources import Source
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "tokenizers", "safetensors", "numpy")
 _NONE = object()  # equal to nothing
@@ -55,36 +56,20 @@ class Status:
     sha256: str | None = None
 
 
-def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Path]) -> dict[str, Any]:
+def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Source]) -> dict[str, Any]:
     """All that can change a stage's result: its settings, and the hashes of its parents' models and of its data.
 
-    Raises D01 for every data file that is not there.
+    Raises D01 for all data that is not there.
     """
-    check_data(config, data)
+    files = sources.locate(data)
     settings = json.loads(json.dumps(config.identity()))  # as it will be read back: tuples become lists
     return {
         "stage": config.stage,
         "config": settings,
         "config_sha256": json_sha256(settings),
         "parents": {key: parent.sha256 for key, parent in parents.items()},
-        "data": {key: file_sha256(path) for key, path in data.items()},
+        "data": {key: files_sha256(paths) for key, paths in files.items()},
     }
-
-
-def check_data(config: Any, data: Mapping[str, Path] | None = None) -> None:
-    """Raise D01 for every data file of a config that is not there."""
-    missing = [
-        Problem("D01", f"{key}: no such file {shown(path)}", config.where(key), _near(path))
-        for key, path in (config.data_files() if data is None else data).items()
-        if not path.is_file()
-    ]
-    if missing:
-        raise RLHFError.of(missing)
-
-
-def _near(path: Path) -> str | None:
-    near = nearest_file(path)
-    return f"did you mean {near}?" if near else None
 
 
 def difference(

@@ -11,8 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.keys import PathKey, path_entries
 from rlhf_cli.config.paths import is_path, relative
+from rlhf_cli.sources import Source
 
-FilePath = Annotated[str, PathKey("file")]
+DataPath = Annotated[str, PathKey("data")]
 ModelPath = Annotated[str, PathKey("model")]
 JudgePath = Annotated[str, PathKey("judge")]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -153,13 +154,14 @@ class Config(Section):
         for container, name, _, mark in list(path_entries(type(self), tree)):
             if mark.kind == "template" and is_path(container[name], mark):
                 container[name] = Path(container[name]).read_text(encoding="utf-8", errors="replace")
-            elif mark.kind in ("file", "model") or is_path(container[name], mark):
+            elif mark.kind in ("data", "model") or is_path(container[name], mark):
                 del container[name]
+        for key in ("subset", "revision"):
+            tree["data"].pop(key)
         for key in (*self.CADENCE, "require"):
             tree.get(self.stage, {}).pop(key, None)
         return {**tree, "output": {"snapshots": self.output.snapshots}}
 
-    def data_files(self) -> dict[str, Path]:
-        """Key path -> file, of every data file that the stage reads."""
-        entries = path_entries(type(self), self.model_dump())
-        return {key: Path(container[name]) for container, name, key, mark in entries if mark.kind == "file"}
+    def sources(self) -> dict[str, Source]:
+        """Key path -> source, of all data that the stage reads."""
+        raise NotImplementedError

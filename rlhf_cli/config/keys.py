@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 class PathKey:
     """Marks a key that names a file or folder; `kind` says how its text is understood (see paths.py)."""
 
-    kind: str  # file, run, model, value, judge or template
+    kind: str  # data, run, model, value, judge or template
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rlhf_cli import sources
 from rlhf_cli.config.keys import PathKey, field_shape, path_entries
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -31,7 +32,7 @@ def relative(value: str, mark: PathKey, folder: Path) -> str:
         return value
     path = Path(os.path.relpath(value, folder)).as_posix()
     # A model named without a dot would be taken for a hub id wherever the folder is missing.
-    return path if path.startswith(".") or mark.kind in ("file", "run", "template") else f"./{path}"
+    return path if path.startswith(".") or mark.kind in ("data", "run", "template") else f"./{path}"
 
 
 def is_path(value: str, mark: PathKey) -> bool:
@@ -53,14 +54,24 @@ def _fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
 
 
 def _resolved(text: str, mark: PathKey, base: str, run: str) -> str:
-    if mark.kind == "file":
-        return _absolute(text, base)
+    if mark.kind == "data":
+        return _resolved_data(text, base)
     if mark.kind == "template":
         path = _absolute(text, base)
         return path if os.path.isfile(path) else text
     if (mark.kind == "judge" and FUNCTION.fullmatch(text)) or (mark.kind == "value" and text == "reward"):
         return text
     return _resolved_model(text, base, run)
+
+
+def _resolved_data(text: str, base: str) -> str:
+    """A path, unless it can only be a dataset of the hub: OWNER/NAME, no data file's ending, no folder OWNER here."""
+    name, split = sources.named(text)
+    candidate = _absolute(name, base)
+    local = name.startswith((".", "/", "~")) or os.path.exists(candidate) or sources.is_file_name(name)
+    if not local and sources.HUB_ID.fullmatch(name) and not os.path.isdir(os.path.dirname(candidate)):
+        return text
+    return candidate + (f"[{split}]" if split else "")
 
 
 def _resolved_model(text: str, base: str, run: str) -> str:

@@ -1,13 +1,15 @@
 """The sections that sft.yaml and reward.yaml are made of."""
 
 import os
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.base import FilePath, ModelPath, Section
+from rlhf_cli.config.base import DataPath, ModelPath, Section
 from rlhf_cli.config.keys import PathKey
+from rlhf_cli.sources import Share, Source
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Columns = dict[str, str]
@@ -24,15 +26,17 @@ COLUMNS = (
     "Our name of a column -> the file's name of it, e.g. {prompt: question}; columns not named here keep their name. "
     "[none]"
 )
+NAMES = (
+    "a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; .gz too), a folder of such, or a dataset of the hub; "
+    "[SPLIT] behind the name picks a split"
+)
 ON_LONG = "Rows longer than the token limit: drop them with a warning, or error. [ours]"
 
 
 class NewTokenizer(Section):
     """A byte-level BPE tokenizer trained on the spot."""
 
-    train: FilePath = Field(
-        description="Text to train the tokenizer on: JSON lines in any of the row forms that data.train takes."
-    )
+    train: DataPath = Field(description="Text to train the tokenizer on: all texts of any data that data.train takes.")
     vocab_size: int = Field(gt=0, description="Most tokens of the vocabulary, special tokens included.")
 
 
@@ -96,22 +100,127 @@ class RewardModel(_ModelKeys):
     )
 
 
-class SFTData(Section):
-    """Rows {prompt, completion}, {text} or {messages}, as JSON lines."""
+class _Data(Section):
+    """How rows are found and read; the keys that name them are the stages' own."""
 
-    train: FilePath = Field(description="Rows to train on: a JSON lines file.")
-    eval: FilePath | None = Field(None, description="Rows to evaluate on, never trained on. [none]")
+    LEARNT: ClassVar[str | None] = "train"  # the key of what is trained on
+    HELD_OUT: ClassVar[str] = "eval"  # the key of what never is
+
     columns: Columns = Field(default_factory=dict, description=COLUMNS)
+    format: Literal["auto", "plain", "transcripts"] = Field(
+        "auto",
+        description=(
+            "How texts are read. transcripts: dialogues of hh-rlhf's form, Human: and Assistant: in turn, become "
+            "conversations; plain: as they stand; auto: transcripts where the first row looks like one. [ours]"
+        ),
+    )
+    subset: str | None = Field(
+        None, description="Subset (config) of a dataset of the hub that has several; none: its default. [datasets]"
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a dataset from the hub; none: its main branch. [datasets]"
+    )
+    max_rows: int | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Most rows read, the first ones; of a dataset that is not in the hub's cache only these are streamed. "
+            "[none: all]"
+        ),
+    )
+    eval_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description=(
+            "Share of the prompts that is held out, with all their rows: training never reads them, evaluation reads "
+            "nothing else. The same share and seed hold out the same prompts in every stage. [none]"
+        ),
+    )
+    split_seed: int | None = Field(
+        None, ge=0, description="Another seed holds out other prompts; none: 0. Only with eval_fraction. [ours]"
+    )
+    on_bad: Literal["error", "drop"] = Field(
+        "error", description="Rows that cannot be used: stop, or leave them out with a count of each fault. [ours]"
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_hold_out(self) -> Self:
+        named = self.LEARNT and getattr(self, self.HELD_OUT) is not None
+        if self.eval_fraction is not None and named:
+            text = f"data.{self.HELD_OUT} and data.eval_fraction both say what is held out"
+            raise PydanticCustomError("C17", text, {"hint": "keep one of the two", "key": "eval_fraction"})
+        if self.split_seed is not None and self.eval_fraction is None:
+            text = "data.split_seed has no effect without data.eval_fraction"
+            raise PydanticCustomError("C17", text, {"hint": "add eval_fraction: 0.05", "key": "split_seed"})
+        return self
+
+    def sources(self, where: Callable[[str], str]) -> dict[str, Source]:
+        """Key path -> source, of each key that names data, and of the share that eval_fraction holds out."""
+        keys = [key for key in (self.LEARNT, self.HELD_OUT) if key]
+        return {f"data.{key}": source for key in keys if (source := self._source(key, where))}
+
+    def _source(self, key: str, where: Callable[[str], str]) -> Source | None:
+        held_out, share = key == self.HELD_OUT, None
+        name = getattr(self, key)
+        if self.eval_fraction is not None:
+            name = name or getattr(self, self.LEARNT or key)
+            share = Share(self.eval_fraction, self.split_seed or 0, held_out)
+        if name is None:
+            return None
+        return Source(
+            name,
+            where(f"data.{key}"),
+            subset=self.subset,
+            revision=self.revision,
+            max_rows=self.max_rows,
+            columns=self.columns,
+            format=self.format,
+            on_bad=self.on_bad,
+            share=share,
+            splits=("validation", "test") if held_out and share is None else ("train",),
+        )
+
+
+class SFTData(_Data):
+    """Rows {prompt, completion}, {text} or {messages}."""
+
+    train: DataPath = Field(description=f"Rows to train on: {NAMES}.")
+    eval: DataPath | None = Field(None, description="Rows to evaluate on, never trained on: named like train. [none]")
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
 
 
-class RewardData(Section):
-    """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}, as JSON lines."""
+class RewardData(_Data):
+    """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}."""
 
-    train: FilePath = Field(description="Pairs to train on: a JSON lines file.")
-    eval: FilePath | None = Field(None, description="Pairs to measure the accuracy on, never trained on. [none]")
-    columns: Columns = Field(default_factory=dict, description=COLUMNS)
+    train: DataPath = Field(description=f"Pairs to train on: {NAMES}.")
+    eval: DataPath | None = Field(
+        None, description="Pairs to measure the accuracy on, never trained on: named like train. [none]"
+    )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
     on_identical: Literal["error", "drop"] = Field(
         "error", description="Pairs whose chosen answer equals the rejected one: stop, or drop them. [ours]"
     )
+
+
+class PPOData(_Data):
+    """Prompts; pairs give their distinct prompts."""
+
+    LEARNT = "prompts"
+    HELD_OUT = "eval_prompts"
+
+    prompts: DataPath = Field(description=f"Prompts to train on, or pairs: {NAMES}.")
+    eval_prompts: DataPath | None = Field(
+        None,
+        description="Prompts for the sample tables during training, never trained on. [none: the training prompts]",
+    )
+    on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
+
+
+class EvalData(_Data):
+    """Prompts; pairs give their distinct prompts."""
+
+    LEARNT = None
+    HELD_OUT = "prompts"
+
+    prompts: DataPath = Field(description=f"Prompts to answer, best none of the training's, or pairs: {NAMES}.")

@@ -6,16 +6,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.base import Config, FilePath, JudgePath, ModelPath, Name, Section
+from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section
 from rlhf_cli.config.keys import PathKey
 from rlhf_cli.config.sections import (
     ATTENTION,
-    COLUMNS,
     DTYPE,
-    ON_LONG,
     REVISION,
-    Columns,
     Dtype,
+    EvalData,
+    PPOData,
     RewardData,
     RewardModel,
     SFTData,
@@ -23,6 +22,7 @@ from rlhf_cli.config.sections import (
 )
 from rlhf_cli.config.training import RewardSettings, SFTSettings
 from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.sources import Source
 
 STAGE = "The stage that the file is for; optional, must match the command."
 TRAINER = "Any other field of TRL's {}, by its own name, except what the pipeline sets itself. [none]"
@@ -38,6 +38,14 @@ class SFTConfig(Config):
     sft: SFTSettings = Field(default_factory=SFTSettings, description="The numbers of the training.")
     trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("SFTConfig"))
 
+    def sources(self) -> dict[str, Source]:
+        """Key path -> source, of all data that the stage reads."""
+        found = self.data.sources(self.where)
+        if self.model.new:
+            key = "model.new.tokenizer.train"
+            found[key] = Source(self.model.new.tokenizer.train, self.where(key))
+        return found
+
 
 class RewardConfig(Config):
     """reward.yaml: reward modelling."""
@@ -47,6 +55,10 @@ class RewardConfig(Config):
     data: RewardData = Field(description="The pairs to train on.")
     reward: RewardSettings = Field(default_factory=RewardSettings, description="The numbers of the training.")
     trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("RewardConfig"))
+
+    def sources(self) -> dict[str, Source]:
+        """Key path -> source, of all data that the stage reads."""
+        return self.data.sources(self.where)
 
 
 class PPOModels(Section):
@@ -69,18 +81,6 @@ class PPOModels(Section):
     revision: str | None = Field(None, description=REVISION)
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description=DTYPE)
     attn_implementation: str | None = Field(None, description=ATTENTION)
-
-
-class PPOData(Section):
-    """Prompts, as JSON lines; a file of pairs gives its distinct prompts."""
-
-    prompts: FilePath = Field(description="Prompts to train on: a JSON lines file, or a file of pairs.")
-    eval_prompts: FilePath | None = Field(
-        None,
-        description="Prompts for the sample tables during training, never trained on. [none: the training prompts]",
-    )
-    columns: Columns = Field(default_factory=dict, description=COLUMNS)
-    on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
 
 
 class RewardSource(Section):
@@ -129,6 +129,10 @@ class PPOConfig(Config):
             sources = {**sources, "reward": {"model": path, **source}}
         return {**keys, "rewards": sources}
 
+    def sources(self) -> dict[str, Source]:
+        """Key path -> source, of all data that the stage reads."""
+        return self.data.sources(self.where)
+
 
 class EvalModels(Section):
     """The models to compare. RUN is the run's folder."""
@@ -145,13 +149,6 @@ class EvalModels(Section):
     )
     dtype: Dtype = Field("auto", description=DTYPE)
     attn_implementation: str | None = Field(None, description=ATTENTION)
-
-
-class EvalData(Section):
-    """Prompts, as JSON lines; a file of pairs gives its distinct prompts."""
-
-    prompts: FilePath = Field(description="Prompts to answer, best none of the training's: a JSON lines file.")
-    columns: Columns = Field(default_factory=dict, description=COLUMNS)
 
 
 def _comparison(text: str) -> str:
@@ -234,6 +231,10 @@ class EvalConfig(Config):
                 {"hint": "give the judge another name", "key": "judges.reward"},
             )
         return self
+
+    def sources(self) -> dict[str, Source]:
+        """Key path -> source, of all data that the stage reads."""
+        return self.data.sources(self.where)
 
 
 CONFIGS: dict[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "eval": EvalConfig}

@@ -1,83 +1,106 @@
 """The forms that rows of a data file may have, and what is wrong with those that have none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import terminal
-from rlhf_cli.errors import Problem, RLHFError, nearest, shown
-from rlhf_cli.rows import read_jsonl
+from rlhf_cli.codes import CODES
+from rlhf_cli.data import transcripts
+from rlhf_cli.data.faults import BadRow
+from rlhf_cli.errors import Problem, RLHFError, nearest
+from rlhf_cli.sources import Place, Source
 
 SHOWN_ROWS = 5
 Form = tuple[str, ...]
 TEXT, CONVERSATION = "text", "a conversation"
 
 
-class BadRow(Exception):
-    """Something is wrong with one row."""
+@dataclass(frozen=True)
+class First:
+    """The first usable row: where it stands, and what all others have to be like."""
 
-    def __init__(self, code: str, text: str, hint: str | None = None) -> None:
-        super().__init__(text)
-        self.code, self.text, self.hint = code, text, hint
+    place: Place
+    form: Form
+    kinds: dict[str, str]
 
 
 class DataFile:
-    """The rows of a file under our column names, and the book of what is wrong with them and what was left out."""
+    """The rows of a source under our column names, and the book of what is wrong with them and what was left out."""
 
-    def __init__(self, path: Path | str, columns: Mapping[str, str], forms: tuple[Form, ...], where: str | None):
-        self.path, self.columns, self.forms, self.where = Path(path), columns, forms, where
+    def __init__(self, source: Source | Path | str, forms: tuple[Form, ...]):
+        self.source, self.forms = Source.of(source), forms
+        self.columns, self.where = self.source.columns, self.source.where
         self.read = 0
+        self.transcripts = False  # whether the texts are dialogues, which the rows then hold as conversations
         self.problems: list[Problem] = []
-        self.dropped: dict[str, list[int]] = {}
+        self.dropped: dict[str, list[Place]] = {}
         known = sorted({name for form in forms for name in form} | {"margin"})
-        for name in columns:
+        for name in self.columns:
             if name not in known:
                 near = nearest(name, known)
                 text = f'data.columns names "{name}", which is none of our columns ({", ".join(known)})'
-                raise RLHFError("D02", text, where=where, hint=f"did you mean {near}?" if near else None)
+                raise RLHFError("D02", text, where=self.where, hint=f"did you mean {near}?" if near else None)
 
-    def rows(self) -> Iterator[tuple[int, Form, dict[str, Any]]]:
-        """(line, form, row) of each row that is like the first one; the others are noted as problems."""
-        first: tuple[int, Form, dict[str, str]] | None = None
-        for line, raw in read_jsonl(self.path, where_key=self.where):
+    def rows(self) -> Iterator[tuple[Place, Form, dict[str, Any]]]:
+        """(place, form, row) of each row that is like the first one; the others are noted as problems."""
+        first: First | None = None
+        for place, raw in self.source.rows():
             self.read += 1
-            row = {name: value for name, value in raw.items() if name not in self.columns}
-            row |= {ours: raw[theirs] for ours, theirs in self.columns.items() if theirs in raw}
+            row = raw
+            if self.columns:
+                row = {name: value for name, value in raw.items() if name not in self.columns}
+                row |= {ours: raw[theirs] for ours, theirs in self.columns.items() if theirs in raw}
             try:
                 if first is None:
-                    form = self._form(raw, row)
-                    first = (line, form, {name: _kind(row[name], self._theirs(name)) for name in form})
+                    first = self._first(place, raw, row)
                 self._check_like(first, row)
+                form = first.form
+                if self.transcripts:
+                    form, row = self._turns(form, row)
             except BadRow as bad:
-                self.note(line, bad)
+                self.note(place, bad)
                 if first is None:
                     break  # without a form nothing can be said of the rows that follow
                 continue
-            yield line, first[1], row
+            yield place, form, row
 
-    def note(self, line: int, bad: BadRow) -> None:
-        self.problems.append(Problem(bad.code, bad.text, self.place(line), bad.hint))
+    def note(self, place: Place, bad: BadRow) -> None:
+        """A row that cannot be used: an error in the end, or one to leave out."""
+        if self.source.on_bad == "drop" and bad.code != "D14":
+            self.drop(place, f"{bad.code}, {bad.text}")
+        else:
+            self.problems.append(Problem(bad.code, bad.text, str(place), bad.hint))
 
-    def place(self, line: int) -> str:
-        return f"{shown(self.path)}:{line}"
-
-    def drop(self, line: int, reason: str) -> None:
-        self.dropped.setdefault(reason, []).append(line)
+    def drop(self, place: Place, reason: str) -> None:
+        """A row that is left out, and counted."""
+        self.dropped.setdefault(reason, []).append(place)
 
     def finish(self, usable: int) -> None:
         """Raises what is wrong with the rows, the first five in full; D05 where none of them is usable."""
         if self.problems:
             raise RLHFError.of(self._told())
         if usable == 0:
-            lost = ", ".join(f"{len(lines)} {reason}" for reason, lines in self.dropped.items())
-            text = f"no usable row: {self.read} read" + (f", {lost}" if lost else "")
-            raise RLHFError("D05", text, where=shown(self.path), hint=self.where and f"see {self.where}")
+            lost = "; ".join(f"{len(places)} {reason}" for reason, places in self.dropped.items())
+            text = f"no usable row: {self.read} read" + (f", lost {lost}" if lost else "")
+            share = self.source.share
+            if share and self.read and not lost:
+                text += f", none of them in the part that data.eval_fraction {share.fraction:g} leaves"
+            raise RLHFError("D05", text, where=self.source.shown(), hint=self.where and f"see {self.where}")
 
     def warn_dropped(self, code: str, reason: str, hint: str) -> None:
         """Says how many rows were left out for `reason`, and where the first one stands."""
-        if lines := self.dropped.get(reason):
-            text = f"{len(lines)} of {self.read} rows left out: {reason} (first: line {lines[0]})"
-            terminal.warn(code, text, where=shown(self.path), hint=hint)
+        if places := self.dropped.get(reason):
+            text = f"{len(places)} of {self.read} rows left out: {reason} (first: {places[0].short})"
+            terminal.warn(code, text, where=self.source.shown(), hint=hint)
+
+    def warn_bad(self) -> None:
+        """`warn_dropped` for each fault that `on_bad: drop` lets pass."""
+        for reason in self.dropped:
+            code, _, text = reason.partition(", ")
+            if code in CODES and text:
+                self.warn_dropped(code, reason, "data.on_bad: error shows each of them")
 
     def _told(self) -> list[Problem]:
         told, hints = [], set()
@@ -88,7 +111,7 @@ class DataFile:
         if len(self.problems) > SHOWN_ROWS:
             last = self.problems[-1]
             text = f"{len(self.problems)} of {self.read} rows are bad; the first {SHOWN_ROWS} are shown"
-            told.append(Problem(last.code, text, shown(self.path)))
+            told.append(Problem(last.code, text, self.source.shown(), "data.on_bad: drop leaves them out"))
         return told
 
     def _form(self, raw: dict[str, Any], row: dict[str, Any]) -> Form:
@@ -101,14 +124,35 @@ class DataFile:
         text = f"the row needs {wanted}; columns found: {', '.join(raw) or 'none'}"
         raise BadRow("D02", text, f"name the file's columns, for example data.columns: {{{absent}: {near}}}")
 
-    def _check_like(self, first: tuple[int, Form, dict[str, str]], row: dict[str, Any]) -> None:
-        line, form, kinds = first
-        for name in form:
+    def _first(self, place: Place, raw: dict[str, Any], row: dict[str, Any]) -> First:
+        """What the first row says of all of them; switches the reading of transcripts on."""
+        form = self._form(raw, row)
+        kinds = {name: _kind(row[name], self._theirs(name)) for name in form}
+        dialogues = ("prompt",) if "prompt" in form else form  # the columns that would hold one
+        if self.source.format != "plain" and set(kinds.values()) == {TEXT}:
+            self.transcripts = all(transcripts.looks_like_one(row[name]) for name in dialogues)
+        if self.source.format == "transcripts" and not self.transcripts:
+            text = f"{' and '.join(dialogues)} must be dialogues, with Human: and Assistant: in turn"
+            raise BadRow("D12", text, "take data.format out")
+        return First(place, form, kinds)
+
+    def _turns(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
+        """Form and row with each dialogue as a conversation."""
+        if form == ("text",):
+            return ("messages",), {"messages": transcripts.parse(row["text"], self._theirs("text"))}
+        if "prompt" not in form:
+            return form, {**row, **{name: transcripts.parse(row[name], self._theirs(name)) for name in form}}
+        answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
+        return form, {**row, **answers, "prompt": transcripts.parse(row["prompt"], self._theirs("prompt"))}
+
+    def _check_like(self, first: First, row: dict[str, Any]) -> None:
+        for name in first.form:
             if name not in row:
-                raise BadRow("D12", f'no column "{self._theirs(name)}"; line {line} has one')
+                raise BadRow("D12", f'no column "{self._theirs(name)}"; {first.place.short} has one')
             kind = _kind(row[name], self._theirs(name))
-            if kind != kinds[name]:
-                raise BadRow("D12", f'"{self._theirs(name)}" is {kind} here, {kinds[name]} in line {line}')
+            if kind != first.kinds[name]:
+                text = f'"{self._theirs(name)}" is {kind} here, {first.kinds[name]} in {first.place.short}'
+                raise BadRow("D12", text)
             if kind == CONVERSATION:
                 _check_conversation(row[name], self._theirs(name))
 

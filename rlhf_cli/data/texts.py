@@ -1,12 +1,15 @@
 """What one row says: its prompt and its responses, as text or conversation, whatever form the row has."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from rlhf_cli.data.forms import BadRow, Form
+from rlhf_cli.data import transcripts
+from rlhf_cli.data.faults import BadRow
+from rlhf_cli.data.forms import Form
 from rlhf_cli.data.tokens import Conversation
+from rlhf_cli.sources import Place
 
 IDENTICAL = '"chosen" equals "rejected"'
 
@@ -15,40 +18,49 @@ IDENTICAL = '"chosen" equals "rejected"'
 class Example:
     """A response to a prompt; the prompt is "" for plain text."""
 
-    line: int
+    place: Place
     prompt: str | Conversation
     response: str
+
+    def as_text(self) -> "Example":
+        """With a conversation written as a transcript, for a tokenizer without a chat template."""
+        return replace(self, prompt=transcripts.render(self.prompt), response=f" {self.response}")
 
 
 @dataclass(frozen=True)
 class Pair:
     """Two responses to a prompt, the first one preferred."""
 
-    line: int
+    place: Place
     prompt: str | Conversation
     chosen: str
     rejected: str
     margin: float | None
 
+    def as_text(self) -> "Pair":
+        """With a conversation written as a transcript, for a tokenizer without a chat template."""
+        prompt = transcripts.render(self.prompt)
+        return replace(self, prompt=prompt, chosen=f" {self.chosen}", rejected=f" {self.rejected}")
 
-def examples(line: int, form: Form, row: dict[str, Any]) -> list[Example]:
+
+def examples(place: Place, form: Form, row: dict[str, Any]) -> list[Example]:
     """The examples of one SFT row. Raises BadRow D08, D09, D12."""
     if form == ("text",):
         _need_text(row["text"], "text")
-        return [Example(line, "", row["text"])]
+        return [Example(place, "", row["text"])]
     if form == ("messages",):
-        return _assistant_turns(line, _list(row["messages"], "messages"), 0, "messages")
+        return _assistant_turns(place, _list(row["messages"], "messages"), 0, "messages")
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) != isinstance(completion, str):
         raise BadRow("D12", '"prompt" and "completion" must both be text, or both be lists of messages')
     if isinstance(prompt, str):
         _need_prompt(prompt)
         _need_text(completion, "completion")
-        return [Example(line, prompt, completion)]
-    return _assistant_turns(line, [*prompt, *completion], len(prompt), "completion")
+        return [Example(place, prompt, completion)]
+    return _assistant_turns(place, [*prompt, *completion], len(prompt), "completion")
 
 
-def pair(line: int, form: Form, row: dict[str, Any]) -> Pair:
+def pair(place: Place, form: Form, row: dict[str, Any]) -> Pair:
     """The pair of one preference row. Raises BadRow D06-D09, D12."""
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -66,7 +78,7 @@ def pair(line: int, form: Form, row: dict[str, Any]) -> Pair:
     _need_prompt(prompt)
     _need_text(chosen, "chosen")
     _need_text(rejected, "rejected")
-    return Pair(line, prompt, chosen, rejected, _margin(row))
+    return Pair(place, prompt, chosen, rejected, _margin(row))
 
 
 def bare_prompt(form: Form, row: dict[str, Any]) -> str | Conversation:
@@ -82,7 +94,14 @@ def bare_prompt(form: Form, row: dict[str, Any]) -> str | Conversation:
     return prompt
 
 
-def _assistant_turns(line: int, messages: Conversation, start: int, column: str) -> list[Example]:
+def split_key(prompt: str | Conversation) -> str:
+    """What decides on which side of a split a prompt falls: of a conversation how the user opens it."""
+    if isinstance(prompt, str):
+        return prompt.strip()
+    return next((turn["content"] for turn in prompt if turn["role"] == "user"), "").strip()
+
+
+def _assistant_turns(place: Place, messages: Conversation, start: int, column: str) -> list[Example]:
     """One example for each assistant turn from `start` on: what stands before it is the prompt."""
     turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
     if not turns:
@@ -90,7 +109,7 @@ def _assistant_turns(line: int, messages: Conversation, start: int, column: str)
     for i in turns:
         _need_prompt(messages[:i])
         _need_text(messages[i]["content"], column)
-    return [Example(line, messages[:i], messages[i]["content"]) for i in turns]
+    return [Example(place, messages[:i], messages[i]["content"]) for i in turns]
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:

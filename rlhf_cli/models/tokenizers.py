@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.rows import read_jsonl
+from rlhf_cli.sources import Source
 
 PAD = "[PAD]"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -84,8 +84,8 @@ def prepare_padding(tokenizer: Any, *, stop_token_id: int) -> str | None:
     return PAD
 
 
-def train_tokenizer(files: Sequence[Path | str], vocab_size: int) -> Any:
-    """A byte-level BPE of at most `vocab_size` tokens, trained on JSON Lines (all texts in them) or plain text files.
+def train_tokenizer(source: Source | Path | str, vocab_size: int) -> Any:
+    """A byte-level BPE of at most `vocab_size` tokens, trained on all texts of a source.
 
     Ids 0 and 1 are `<pad>` and `<eos>`. Raises RLHFError D01-D04, D05 for no text, C06 for fewer than 258 tokens.
     """
@@ -95,9 +95,10 @@ def train_tokenizer(files: Sequence[Path | str], vocab_size: int) -> Any:
         least = len(alphabet) + len(special)
         text = f"model.new.tokenizer.vocab_size is {vocab_size}; {least} is the least (every byte, and two of ours)"
         raise RLHFError("C06", text)
-    texts = [text for file in files for text in _texts(Path(file))]
+    source = Source.of(source)
+    texts = [text for _, row in source.rows() for text in _strings(row.values())]
     if not texts:
-        raise RLHFError("D05", f"no text to train a tokenizer on in {', '.join(map(shown, files))}")
+        raise RLHFError("D05", f"no text to train a tokenizer on in {source.shown()}", where=source.where)
     backend = Tokenizer(tokenizer_models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -153,19 +154,6 @@ def token_fields(tokenizer: Any, stop: int | None) -> dict[str, Any]:
         "template_sha256": template_sha256(tokenizer),
         "special_tokens": special_tokens(tokenizer, stop),
     }
-
-
-def _texts(file: Path) -> Iterator[str]:
-    if file.suffix in (".jsonl", ".json"):
-        for _, row in read_jsonl(file):
-            yield from _strings(row.values())
-    elif file.is_file():
-        try:
-            yield from file.read_text(encoding="utf-8").splitlines(keepends=True)
-        except UnicodeDecodeError as error:
-            raise RLHFError("D04", f"byte {error.start} is not UTF-8", where=shown(file)) from error
-    else:
-        raise RLHFError("D01", f"no such file: {shown(file)}")
 
 
 def _strings(values: Iterable[Any]) -> Iterator[str]:

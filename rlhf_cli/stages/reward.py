@@ -33,7 +33,7 @@ def run(config: RewardConfig, options: Options) -> None:
     """Train and leave RUN/reward. Goes on from the last checkpoint where there is one."""
     parents = checkpoints.open_parents(config)
     parent = parents["model.path"]
-    identity = checkpoints.identity(config, parents, config.data_files())
+    identity = checkpoints.identity(config, parents, config.sources())
     if checkpoints.begin(config, identity, fresh=options.fresh) == "finished":
         terminal.say(f"reward   finished already: {shown(config.folder)}")
         return
@@ -78,18 +78,16 @@ def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, 
 
 
 def read(config: RewardConfig, key: str, tokenizer: Any) -> Rows:
-    """Pairs of data.train or data.eval; [] where there is no such file."""
-    path = getattr(config.data, key)
-    if path is None:
+    """Pairs of data.train or data.eval; [] where there is none."""
+    source = config.sources().get(f"data.{key}")
+    if source is None:
         return []
     return data.preference_rows(
-        path,
+        source,
         tokenizer,
-        columns=config.data.columns,
         max_length=config.reward.max_length,
         on_long=config.data.on_long,
         on_identical=config.data.on_identical,
-        where=config.where(f"data.{key}"),
     )
 
 

@@ -21,6 +21,7 @@ from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.records import right_pad
 from rlhf_cli.stages import trl_training
 
+TOKENIZER = "model.new.tokenizer.train"
 IGNORED = -100  # label of a token that is not trained
 Rows = list[dict[str, list[int]]]
 
@@ -67,7 +68,7 @@ def _score_by_own_head(model: Any) -> None:
 def run(config: SFTConfig, options: Options) -> None:
     """Train and leave RUN/sft. Goes on from the last checkpoint where there is one."""
     parents = checkpoints.open_parents(config)
-    identity = checkpoints.identity(config, parents, config.data_files())
+    identity = checkpoints.identity(config, parents, config.sources())
     if checkpoints.begin(config, identity, fresh=options.fresh) == "finished":
         terminal.say(f"sft      finished already: {shown(config.folder)}")
         return
@@ -93,7 +94,7 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
     """
     new, parent = config.model.new, parents.get("model.path")
     if new is not None:
-        tokenizer = tokenizers.train_tokenizer([new.tokenizer.train], new.tokenizer.vocab_size)
+        tokenizer = tokenizers.train_tokenizer(config.sources()[TOKENIZER], new.tokenizer.vocab_size)
         model = None
     else:
         assert parent is not None
@@ -119,7 +120,7 @@ def packing_strategy(config: SFTConfig) -> str | None:
     """
     if not config.sft.packing:
         return None
-    plain = data.is_plain_text(config.data.train, columns=config.data.columns, where=config.where("data.train"))
+    plain = data.is_plain_text(config.sources()["data.train"])
     strategy = config.trainer.get("packing_strategy", "wrapped" if plain else "bfd")
     apart = "cut out of one long text, neighbours see each other" if strategy == "wrapped" else "rows stay apart"
     terminal.say(f"sft      packing: {strategy} ({apart}; trainer.packing_strategy changes it)")
@@ -127,17 +128,15 @@ def packing_strategy(config: SFTConfig) -> str | None:
 
 
 def read(config: SFTConfig, key: str, tokenizer: Any, strategy: str | None) -> Rows:
-    """Token rows {input_ids, labels} of data.train or data.eval; [] where there is no such file."""
-    path = getattr(config.data, key)
-    if path is None:
+    """Token rows {input_ids, labels} of data.train or data.eval; [] where there is none."""
+    source = config.sources().get(f"data.{key}")
+    if source is None:
         return []
     rows = data.sft_rows(
-        path,
+        source,
         tokenizer,
-        columns=config.data.columns,
         max_length=None if strategy in ("wrapped", "bfd_split") else config.sft.max_length,  # these two cut long rows
         on_long=config.data.on_long,
-        where=config.where(f"data.{key}"),
     )
     only = config.sft.completion_only_loss
     return [

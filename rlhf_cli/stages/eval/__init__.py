@@ -1,6 +1,5 @@
 """`rlhf eval`: have the policies answer held-out prompts, score the answers, report."""
 
-from pathlib import Path
 from typing import Any
 
 from rlhf_cli import checkpoints, data, rows, terminal, verdict
@@ -12,7 +11,7 @@ from rlhf_cli.stages.eval import answers, report
 def run(config: EvalConfig, options: Options) -> None:
     """Leave RUN/eval with report.json and samples.jsonl, print the verdict, hold it against `eval.require` (R06)."""
     parents = checkpoints.open_parents(config)
-    identity = checkpoints.identity(config, parents, config.data_files())
+    identity = checkpoints.identity(config, parents, config.sources())
     if checkpoints.begin(config, identity, fresh=options.fresh) == "finished":
         terminal.say(f"eval     finished already: {checkpoints.shown(config.folder)}")
         found = verdict.read_report(config.folder)
@@ -31,11 +30,9 @@ def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoin
     sampling = answers.sampling(config, parents["models.ppo"], tokenizer)
     body = loading.read_config(parents["models.sft"].model, options.trust_remote_code)
     prompts = data.prompt_rows(
-        Path(config.data.prompts),
+        config.sources()["data.prompts"],
         tokenizer,
-        columns=config.data.columns,
         max_length=loading.prompt_room(body, sampling.response_length, config.where("eval.response_length")),
-        where=config.where("data.prompts"),
     )[: config.eval.n]
     if len(prompts) < config.eval.n:
         terminal.say(f"eval     {len(prompts)} held-out prompts (eval.n asks for {config.eval.n})")

@@ -18,7 +18,7 @@ HEADLINE = ("objective/scores", "objective/kl_k1", "objective/response_length", 
 def run(config: PPOConfig, options: Options) -> None:
     """Train a policy by PPO and leave RUN/ppo. Goes on from the last state where there is one."""
     parents = checkpoints.open_parents(config)
-    identity = checkpoints.identity(config, parents, config.data_files())
+    identity = checkpoints.identity(config, parents, config.sources())
     status = checkpoints.begin(config, identity, fresh=options.fresh)
     if status == "finished":
         terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")

@@ -117,19 +117,12 @@ def _sources(config: PPOConfig, tokenizer: Any, scorers: _Scorers) -> dict[str, 
 
 
 def _prompts(config: PPOConfig, key: str, tokenizer: Any, policy: Any) -> list[data.Prompt]:
-    """The prompts of a file that leave room for a response in the model's context (C13 where none could)."""
-    path = getattr(config.data, key)
-    if path is None:
+    """The prompts that leave room for a response in the model's context (C13 where none could)."""
+    source = config.sources().get(f"data.{key}")
+    if source is None:
         return []
     room = loading.prompt_room(policy.config, config.ppo.max_response_length, config.where("ppo.response_length"))
-    return data.prompt_rows(
-        Path(path),
-        tokenizer,
-        columns=config.data.columns,
-        max_length=room,
-        on_long=config.data.on_long,
-        where=config.where(f"data.{key}"),
-    )
+    return data.prompt_rows(source, tokenizer, max_length=room, on_long=config.data.on_long)
 
 
 def check_probes(model: Any, parent: Parent, *, where: str) -> None:
