@@ -197,6 +197,24 @@ def init(
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write it.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of its data and of its configs.")] = 0,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="PAIRS", help="preferences: a file, folder or hub dataset of pairs."),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="MODEL", help="preferences: the model to start from.")
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option("--column", metavar="OURS=THEIRS", help="preferences: the data's name of a column of ours."),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="preferences: keep texts as they are; use no chat template.")
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", metavar="N", min=1, help="preferences: time for the run; 30 on a CPU, else 480."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a ready folder of configs, with what they need."""
@@ -207,6 +225,14 @@ def init(
         return
     if preset is None or folder is None:
         raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
+    if preset == "preferences":
+        presets.init_preferences(
+            folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes, seed=seed
+        )
+        return
+    wishes = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
+    if given := [name for name, value in wishes.items() if value]:
+        raise RLHFError("C11", f"--{given[0]} belongs to `rlhf init preferences`", hint="leave it out")
     presets.init(preset, folder, seed=seed)
 
 

@@ -1,12 +1,15 @@
 """`rlhf init`: ready folders of configs, written with the data that they need. Torch-free."""
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli import terminal
+from rlhf_cli.config.paths import resolved_data
 from rlhf_cli.demo import world
 from rlhf_cli.errors import RLHFError, nearest, shown
 
@@ -26,6 +29,7 @@ class Preset:
 PRESETS = {
     "demo": Preset("a small world with a judge that knows the truth: minutes on a CPU", world.Sizes()),
     "ci": Preset("the same world, tiny: the whole chain in about a minute, for a CI", world.Sizes(0, 600, 600, 60)),
+    "preferences": Preset("your own pairs and a base model: --data pairs.jsonl --base MODEL"),
     "reviews": Preset(
         "film reviews turned friendly: real sentences, two text files of your own, an independent judge",
         first="python scripts/prepare_reviews.py pos.txt neg.txt {folder}",
@@ -70,6 +74,38 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
             raise SystemExit(done.returncode)
     steps = [preset.first.format(folder=shown(folder))] if preset.first else []
     terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {shown(folder)}'])}")
+
+
+def init_preferences(
+    folder: Path,
+    *,
+    data: str | None,
+    base: str | None,
+    columns: Sequence[str] = (),
+    plain: bool = False,
+    minutes: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Write configs and data made from the user's own pairs (see `preferences.write`); `columns` are "ours=theirs"."""
+    if data is None or base is None:
+        text = "a file of pairs and a base model are needed"
+        raise RLHFError("C11", text, hint=f"rlhf init preferences --data pairs.jsonl --base MODEL {shown(folder)}")
+    named = dict(text.partition("=")[::2] for text in columns)
+    if wrong := next((text for text in columns if not all(text.partition("="))), None):
+        raise RLHFError("C11", f"--column {wrong}: expected OURS=THEIRS", hint="for example --column prompt=question")
+    from rlhf_cli import preferences  # brings in torch
+
+    here = os.getcwd()
+    model = os.path.abspath(os.path.expanduser(base))
+    wish = preferences.Wish(
+        data=resolved_data(data, here),
+        base=model if os.path.exists(model) else base,
+        columns=named,
+        plain=plain,
+        minutes=minutes,
+        seed=seed,
+    )
+    preferences.write(folder, configs_folder() / "preferences", wish)
 
 
 def configs_folder() -> Path:

@@ -55,7 +55,7 @@ def _fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
 
 def _resolved(text: str, mark: PathKey, base: str, run: str) -> str:
     if mark.kind == "data":
-        return _resolved_data(text, base)
+        return resolved_data(text, base)
     if mark.kind == "template":
         path = _absolute(text, base)
         return path if os.path.isfile(path) else text
@@ -64,7 +64,7 @@ def _resolved(text: str, mark: PathKey, base: str, run: str) -> str:
     return _resolved_model(text, base, run)
 
 
-def _resolved_data(text: str, base: str) -> str:
+def resolved_data(text: str, base: str) -> str:
     """A path, unless it can only be a dataset of the hub: OWNER/NAME, no data file's ending, no folder OWNER here."""
     name, split = sources.named(text)
     candidate = _absolute(name, base)

@@ -3,20 +3,24 @@
 from typing import Any
 
 from rlhf_cli.data.batches import LikeLengths, prompt_batch
-from rlhf_cli.data.examples import Prompt, is_plain_text, preference_rows, prompt_rows, sft_rows
+from rlhf_cli.data.examples import Prompt, is_plain_text, preference_pairs, preference_rows, prompt_rows, sft_rows
+from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.data.tokens import encode, encode_many, stop_token_id
 
 __all__ = [
     "LikeLengths",
+    "Pair",
     "Prompt",
     "as_dataset",
     "encode",
     "encode_many",
     "is_plain_text",
+    "preference_pairs",
     "preference_rows",
     "prompt_batch",
     "prompt_rows",
     "sft_rows",
+    "split_key",
     "stop_token_id",
 ]
 

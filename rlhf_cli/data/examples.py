@@ -102,6 +102,23 @@ def preference_rows(
     return rows
 
 
+def preference_pairs(source: Source | Path | str) -> tuple[list[texts.Pair], int, bool]:
+    """The usable pairs of a source, each once; how many rows it has; and whether they were transcripts.
+
+    All other rows are left out and counted in warnings. Raises RLHFError D01-D05, D12 and where nothing is left.
+    """
+    file = DataFile(source, PAIR_FORMS)
+    pairs: dict[str, texts.Pair] = {}
+    for pair in read_pairs(file, "drop"):
+        if pairs.setdefault(repr((pair.prompt, pair.chosen, pair.rejected)), pair) is not pair:
+            file.drop(pair.place, "the same pair again")
+    file.finish(len(pairs))
+    file.warn_dropped("D15", "the same pair again", "each pair counts once")
+    file.warn_dropped("D07", texts.IDENTICAL, "such a pair holds no preference")
+    file.warn_bad("the other rows are used")
+    return list(pairs.values()), file.read, file.transcripts
+
+
 def prompt_rows(
     source: Source | Path | str,
     tokenizer: Any,

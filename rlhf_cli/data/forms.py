@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import terminal
-from rlhf_cli.codes import CODES
 from rlhf_cli.data import transcripts
 from rlhf_cli.data.faults import BadRow
 from rlhf_cli.errors import Problem, RLHFError, nearest
@@ -36,6 +35,7 @@ class DataFile:
         self.transcripts = False  # whether the texts are dialogues, which the rows then hold as conversations
         self.problems: list[Problem] = []
         self.dropped: dict[str, list[Place]] = {}
+        self.faults: dict[tuple[str, str], None] = {}  # code and reason of what `on_bad: drop` let pass, in order
         known = sorted({name for form in forms for name in form} | {"margin"})
         for name in self.columns:
             if name not in known:
@@ -69,7 +69,8 @@ class DataFile:
     def note(self, place: Place, bad: BadRow) -> None:
         """A row that cannot be used: an error in the end, or one to leave out."""
         if self.source.on_bad == "drop" and bad.code != "D14":
-            self.drop(place, f"{bad.code}, {bad.text}")
+            self.faults[bad.code, str(bad)] = None
+            self.drop(place, str(bad))
         else:
             self.problems.append(Problem(bad.code, bad.text, str(place), bad.hint))
 
@@ -95,12 +96,10 @@ class DataFile:
             text = f"{len(places)} of {self.read} rows left out: {reason} (first: {places[0].short})"
             terminal.warn(code, text, where=self.source.shown(), hint=hint)
 
-    def warn_bad(self) -> None:
+    def warn_bad(self, hint: str = "data.on_bad: error shows each of them") -> None:
         """`warn_dropped` for each fault that `on_bad: drop` lets pass."""
-        for reason in self.dropped:
-            code, _, text = reason.partition(", ")
-            if code in CODES and text:
-                self.warn_dropped(code, reason, "data.on_bad: error shows each of them")
+        for code, reason in self.faults:
+            self.warn_dropped(code, reason, hint)
 
     def _told(self) -> list[Problem]:
         told, hints = [], set()
