@@ -12,6 +12,7 @@ from rlhf_cli.errors import Problem, RLHFError, nearest
 from rlhf_cli.sources import Place, Source
 
 SHOWN_ROWS = 5
+OF_THE_FILE = ("D02", "D14")  # wrong in every row: leaving rows out would not help
 Form = tuple[str, ...]
 TEXT, CONVERSATION = "text", "a conversation"
 
@@ -68,7 +69,7 @@ class DataFile:
 
     def note(self, place: Place, bad: BadRow) -> None:
         """A row that cannot be used: an error in the end, or one to leave out."""
-        if self.source.on_bad == "drop" and bad.code != "D14":
+        if self.source.on_bad == "drop" and bad.code not in OF_THE_FILE:
             self.faults[bad.code, str(bad)] = None
             self.drop(place, str(bad))
         else:

@@ -1,0 +1,300 @@
+"""`rlhf init preferences`: parts that share no prompt, sizes that fit, and a folder that runs as it is."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import World
+from typer.testing import CliRunner, Result
+
+from rlhf_cli import config, rows
+from rlhf_cli.cli import app
+from rlhf_cli.data import Pair, split_key
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import tokenizers
+from rlhf_cli.preferences import aligned, split
+from rlhf_cli.preferences.facts import Facts, count_parameters, quantile
+from rlhf_cli.preferences.sizes import EPISODES, choose, rate
+from rlhf_cli.sources import Place
+
+NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
+ASKED = [f"Tell me about the {one} and the {other}." for one in NAMES for other in NAMES]
+PART_FILES = {"sft": "sft", "pairs": "pairs", "prompts": "prompts", "held-out": "heldout"}
+
+
+def chat(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def pair(prompt: Any, number: int = 1) -> Pair:
+    return Pair(Place(Path("pairs.jsonl"), number), prompt, f"Good {number}.", f"Bad {number}.", None)
+
+
+# --- the parts
+
+
+def test_no_prompt_is_in_two_parts_and_no_pair_is_lost() -> None:
+    pairs = [pair(prompt, number) for number, prompt in enumerate(ASKED * 3)]
+    parts = split.cut(pairs, seed=0)
+    prompts = [{one.prompt for one in part} for part in parts.values()]
+    assert sum(map(len, prompts)) == len(set().union(*prompts)) == len(ASKED)
+    assert sorted(one.chosen for part in parts.values() for one in part) == sorted(one.chosen for one in pairs)
+    assert [len(found) for found in prompts] == [30, 45, 15, 10]
+
+
+def test_conversations_that_open_alike_stay_together() -> None:
+    longer = [[*chat(text), {"role": "assistant", "content": "Yes?"}, *chat("More.")] for text in ASKED]
+    parts = split.cut(
+        [pair(prompt) for text, two in zip(ASKED, longer, strict=True) for prompt in (chat(text), two)], 0
+    )
+    openings = [{split_key(one.prompt) for one in part} for part in parts.values()]
+    assert sum(map(len, openings)) == len(set().union(*openings)) == len(ASKED)
+    assert all(len(part) == 2 * len(found) for part, found in zip(parts.values(), openings, strict=True))
+
+
+def test_the_seed_decides_the_parts() -> None:
+    pairs = [pair(prompt) for prompt in ASKED]
+    assert split.cut(pairs, 1) == split.cut(pairs, 1) != split.cut(pairs, 2)
+
+
+def test_of_many_prompts_no_more_than_needed_are_held_out() -> None:
+    parts = split.cut([pair(f"prompt {number}") for number in range(20_000)], 0)
+    assert len(parts["held-out"]) == 1000 and len(parts["pairs"]) == 10_000
+
+
+def test_too_few_prompts_are_refused() -> None:
+    with pytest.raises(RLHFError) as caught:
+        split.cut([pair(prompt) for prompt in ASKED[:19] * 9], 0)
+    assert caught.value.problems[0].code == "D11" and "19 different prompts" in str(caught.value)
+
+
+# --- the sizes
+
+KNOWN = Facts(
+    prompts={"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100},
+    pairs={"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100},
+    prompt_mean=20.0,
+    prompt_p99=40,
+    answer_mean=50.0,
+    answer_p95=90,
+    row_mean=70.0,
+    row_p99=150,
+    parameters=600_000,
+    hidden=128,
+    layers=3,
+    vocabulary=768,
+    context=256,
+    device="CPU, 2 cores",
+    memory=16 * 10**9,
+    trained=20_000.0,
+    written=4_000.0,
+)
+
+
+def test_learning_rates_meet_their_anchors() -> None:
+    assert [rate(stage, 10**9) for stage in ("sft", "reward", "ppo")] == ["2e-5", "1e-5", "3e-6"]
+    assert [rate(stage, 600_000) for stage in ("sft", "reward", "ppo")] == ["1e-3", "9e-4", "3e-4"]
+    assert rate("ppo", 124_000_000) == "1e-5"  # gpt2 in TRL's sentiment example: 1.41e-5
+
+
+def test_lengths_follow_the_texts_and_end_at_the_context() -> None:
+    sizes = choose(KNOWN, None)
+    assert (sizes.max_length, sizes.response_length) == (152, 96)
+    short = choose(replace(KNOWN, context=100), None)
+    assert (short.max_length, short.response_length) == (100, 50)
+    assert "longer than the model's context of 100" in short.notes[0]
+    assert choose(replace(KNOWN, context=None, row_p99=9000), None).max_length == 4096
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 9, 31, 64, 5000])
+def test_an_update_never_asks_for_more_prompts_than_there_are(prompts: int) -> None:
+    sizes = choose(replace(KNOWN, prompts={**KNOWN.prompts, "prompts": prompts}), None)
+    assert sizes.ppo_rows * sizes.ppo_parts == EPISODES and sizes.total_episodes % EPISODES == 0
+    assert EPISODES // sizes.samples <= prompts
+
+
+def test_a_short_time_means_fewer_steps_and_says_so() -> None:
+    free, short = choose(KNOWN, 600), choose(KNOWN, 2)
+    assert free.sft.max_steps is None and free.minutes and free.minutes < 30
+    assert short.minutes and short.minutes <= 3 and short.total_episodes < free.total_episodes
+    slow = choose(replace(KNOWN, trained=20.0, written=4.0), 10)
+    assert slow.sft.max_steps == slow.sft.steps == 10 and slow.updates == 10
+    assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.notes[-1]
+
+
+def test_without_a_measurement_the_data_alone_decides() -> None:
+    sizes = choose(replace(KNOWN, trained=None, written=None), 1)
+    assert sizes.minutes is None and sizes.sft.max_steps is None and sizes.updates == 50
+
+
+def test_short_memory_means_fewer_rows_at_once_and_the_same_batches() -> None:
+    large = replace(KNOWN, parameters=500_000_000, hidden=1024, layers=24, vocabulary=150_000, memory=24 * 10**9)
+    wide, narrow = choose(replace(large, memory=80 * 10**9), None), choose(large, None)
+    assert narrow.ppo_rows < wide.ppo_rows and narrow.ppo_rows * narrow.ppo_parts == EPISODES
+    assert narrow.sft.rows * narrow.sft.parts == wide.sft.rows * wide.sft.parts
+    assert narrow.checkpointing and not choose(KNOWN, None).checkpointing
+    none = choose(replace(large, parameters=7 * 10**9), None)
+    assert "needs about 280 GB" in none.notes[0]
+
+
+def test_quantiles() -> None:
+    assert [quantile(range(1, 101), share) for share in (0.0, 0.5, 0.99)] == [1, 51, 100]
+    assert quantile([7], 0.99) == 7
+
+
+def test_parameters_are_counted_without_loading(world: World) -> None:
+    from rlhf_cli.models import loading
+
+    assert count_parameters(world.base) == loading.load_causal(world.base).num_parameters()
+
+
+def test_comments_stand_in_one_column() -> None:
+    text = "# head\n\na:\n  b: 1  # one\n  much_longer_key: [1, 2]       # two\n  c: 3\n\n"
+    lines = aligned(text).splitlines()
+    assert [line.find("# ") for line in lines] == [0, -1, -1, 34, 34, -1]
+    assert aligned("x: " + "y" * 40 + "  # z").endswith("y  # z\n")
+
+
+# --- the command
+
+
+def init(folder: Path, data: Path, base: Path, *more: str) -> Result:
+    command = ["init", "preferences", "--data", str(data), "--base", str(base), str(folder), "--minutes", "1", *more]
+    return CliRunner().invoke(app, command)
+
+
+def contents(path: Path) -> list[dict]:
+    return [row for _, row in rows.read_jsonl(path)]
+
+
+PAIRS = [(prompt, f"Bright and calm, {number}.", f"Dull and cold, {number}.") for number, prompt in enumerate(ASKED)]
+FORMS = {
+    "columns": [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in PAIRS],
+    "conversations": [
+        {
+            "chosen": [*chat(p), {"role": "assistant", "content": c}],
+            "rejected": [*chat(p), {"role": "assistant", "content": r}],
+        }
+        for p, c, r in PAIRS
+    ],
+    "transcripts": [
+        {key: f"\n\nHuman: {p}\n\nAssistant: {text}" for key, text in (("chosen", c), ("rejected", r))}
+        for p, c, r in PAIRS
+    ],
+}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Path]:
+    for name, found in FORMS.items():
+        rows.write_jsonl(tmp_path / f"{name}.jsonl", found)
+    return {name: tmp_path / f"{name}.jsonl" for name in FORMS}
+
+
+def opening(prompt: Any) -> str:
+    text = prompt if isinstance(prompt, str) else prompt[0]["content"]
+    return text.removeprefix("\n\nHuman: ").removesuffix("\n\nAssistant:")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_becomes_parts_that_share_no_prompt(
+    form: str, data: dict[str, Path], world: World, tmp_path: Path
+) -> None:
+    result = init(tmp_path / "run", data[form], world.base)
+    assert result.exit_code == 0, result.output
+    prompts = {
+        name: {opening(row["prompt"]) for row in contents(tmp_path / f"run/data/{file}.jsonl")}
+        for name, file in PART_FILES.items()
+    }
+    assert {name: len(found) for name, found in prompts.items()} == {
+        "sft": 30, "pairs": 45, "prompts": 15, "held-out": 10
+    }  # fmt: skip
+    assert set().union(*prompts.values()) == set(ASKED)
+    for name in ("sft_eval", "pairs_eval"):
+        found = {opening(row["prompt"]) for row in contents(tmp_path / f"run/data/{name}.jsonl")}
+        assert found == prompts["held-out"]
+    first = contents(tmp_path / "run/data/pairs.jsonl")[0]
+    answers = {p: (c, r) for p, c, r in PAIRS}[opening(first["prompt"])]
+    said = [first[key] if isinstance(first[key], str) else first[key][0]["content"] for key in ("chosen", "rejected")]
+    assert tuple(text.strip() for text in said) == answers
+
+
+def test_what_is_written_down_follows_from_texts_and_tokenizer(
+    data: dict[str, Path], world: World, tmp_path: Path
+) -> None:
+    """Plain text, chatml for conversations, transcripts as text; with a template of its own, conversations."""
+    for form in FORMS:
+        assert init(tmp_path / form, data[form], world.base).exit_code == 0
+    assert contents(tmp_path / "columns/data/sft.jsonl")[0]["completion"].startswith(" Bright")
+    assert config.load("sft", tmp_path / "conversations/sft.yaml").model.chat_template == "chatml"
+    assert contents(tmp_path / "transcripts/data/prompts.jsonl")[0]["prompt"].endswith("\n\nAssistant:")
+    own = tmp_path / "chat model"
+    tokenizer = world.tokenizer()
+    tokenizers.set_chat_template(tokenizer, "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}")
+    _copy(world.base, own)
+    tokenizer.save_pretrained(own)
+    for form in FORMS:
+        assert init(tmp_path / f"chat {form}", data[form], own).exit_code == 0
+        assert isinstance(contents(tmp_path / f"chat {form}/data/prompts.jsonl")[0]["prompt"], list)
+        assert config.load("sft", tmp_path / f"chat {form}/sft.yaml").model.chat_template is None
+    assert init(tmp_path / "plain", data["columns"], own, "--plain").exit_code == 0
+    assert isinstance(contents(tmp_path / "plain/data/prompts.jsonl")[0]["prompt"], str)
+
+
+def _copy(source: Path, target: Path) -> None:
+    import shutil
+
+    shutil.copytree(source, target)
+
+
+def test_bad_rows_are_left_out_and_counted(world: World, tmp_path: Path) -> None:
+    good = FORMS["columns"]
+    bad = [{**good[0], "chosen": ""}, {**good[1], "rejected": good[1]["chosen"]}, {**good[2], "rejected": 7}, good[3]]
+    rows.write_jsonl(tmp_path / "pairs.jsonl", [*good, *bad])
+    result = init(tmp_path / "run", tmp_path / "pairs.jsonl", world.base)
+    assert result.exit_code == 0 and "104 rows read, 100 pairs used" in result.stdout
+    for code, line in (("D09", 101), ("D07", 102), ("D06", 103), ("D15", 104)):
+        assert f"warning[{code}]: " in result.stderr and f"(first: line {line})" in result.stderr, code
+
+
+def test_other_column_names(world: World, tmp_path: Path) -> None:
+    renamed = [{"question": p, "better": c, "worse": r} for p, c, r in PAIRS]
+    rows.write_jsonl(tmp_path / "pairs.jsonl", renamed)
+    columns = ["--column", "prompt=question", "--column", "chosen=better", "--column", "rejected=worse"]
+    assert init(tmp_path / "run", tmp_path / "pairs.jsonl", world.base, *columns).exit_code == 0
+    result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base)
+    assert result.exit_code == 2 and "error[D02]: " in result.stderr and "question, better, worse" in result.stderr
+    result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "prompt")
+    assert result.exit_code == 2 and "error[C11]: --column prompt: expected OURS=THEIRS" in result.stderr
+
+
+def test_what_is_refused(data: dict[str, Path], world: World, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/ppo.yaml").write_text("mine")
+    result = init(tmp_path / "run", data["columns"], world.base)
+    assert result.exit_code == 2 and "error[C15]: " in result.stderr and "ppo.yaml" in result.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["ppo.yaml"]
+    result = init(tmp_path / "new", tmp_path / "column.jsonl", world.base)
+    assert result.exit_code == 2 and "error[D01]: --data: " in result.stderr and "columns.jsonl?" in result.stderr
+    result = init(tmp_path / "new", data["columns"], tmp_path / "no model")
+    assert result.exit_code == 2 and "error[M01]: --base: " in result.stderr
+    result = CliRunner().invoke(app, ["init", "preferences", str(tmp_path / "new")])
+    assert result.exit_code == 2 and "hint: rlhf init preferences --data pairs.jsonl --base MODEL" in result.stderr
+    result = CliRunner().invoke(app, ["init", "ci", str(tmp_path / "new"), "--data", "x"])
+    assert result.exit_code == 2 and "error[C11]: --data belongs to `rlhf init preferences`" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.training
+def test_a_file_of_pairs_leads_to_a_finished_run(data: dict[str, Path], world: World, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert init(run, data["transcripts"], world.base).exit_code == 0
+    written = {stage: (run / f"{stage}.yaml").read_text() for stage in ("sft", "reward", "ppo", "eval")}
+    result = CliRunner().invoke(app, ["run", str(run)])
+    assert result.exit_code == 0, result.output
+    found = json.loads((run / "eval/report.json").read_text())
+    assert found["n"] == 10 and 0 <= found["win_rate"]["ppo_vs_sft"]["reward"]["value"] <= 1
+    assert "accuracy" in found["reward_model"]
+    assert written == {stage: (run / f"{stage}.yaml").read_text() for stage in written}
