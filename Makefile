@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews test test-slow check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -22,6 +22,15 @@ demo: $(VENV)/.installed ## the whole chain on a small world of its own: minutes
 	test -e runs/demo || $(RLHF) init demo runs/demo
 	test -e runs/demo/base/sft/manifest.json || $(RLHF) run runs/demo/base
 	$(RLHF) run runs/demo
+
+reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews POS=good.txt NEG=bad.txt (docs/reviews.md)
+	@test -e runs/reviews/data || test -f "$(POS)" -a -f "$(NEG)" || \
+		{ echo 'make reviews POS=good.txt NEG=bad.txt: two files of sentences, one a line; see docs/reviews.md' >&2; exit 2; }
+	test -e runs/reviews/sft.yaml || $(RLHF) init reviews runs/reviews
+	test -e runs/reviews/data || $(VENV)/bin/python scripts/prepare_reviews.py "$(POS)" "$(NEG)" runs/reviews
+	$(RLHF) run runs/reviews
+	$(VENV)/bin/python runs/reviews/judge.py
+	$(VENV)/bin/python scripts/frontier.py runs/reviews --judge critic --figure runs/reviews/frontier.svg
 
 test: $(VENV)/.installed-test ## all tests but the slow ones
 	$(TESTING) $(VENV)/bin/python -m pytest
@@ -64,6 +73,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
 	touch $@
+
+$(VENV)/.installed-reviews: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[reviews]'
+	touch $(VENV)/.installed $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
