@@ -32,6 +32,8 @@ def print_verdict(eval_folder: Path) -> None:
     _print_win_rates(report)
     if (eval_folder / "samples.jsonl").is_file():
         _print_pairs([row for _, row in read_jsonl(eval_folder / "samples.jsonl")])
+    if "reward_model" in report:
+        terminal.out(_trust(report["reward_model"]))
     for warning in report.get("warnings", []):
         terminal.out(f"noted: {warning}")
     terminal.out(f"report: {shown(eval_folder / 'report.json')}")
@@ -82,6 +84,12 @@ def _model_row(name: str, row: Mapping[str, Any], judges: Sequence[str], kl: str
     told = [_interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges]
     reward = _interval(row["reward_mean"], row.get("reward_ci95")) if "reward_mean" in row else "-"
     return [name, reward, distance, f"{row['response_length_mean']:.1f}", f"{row['eos_fraction']:.0%}", *told]
+
+
+def _trust(reward: Mapping[str, Any]) -> str:
+    """What the reward model is worth, on pairs it never saw."""
+    text = f"reward model: right on {_interval(reward['accuracy'], reward['ci95'])} of the held-out pairs"
+    return text + (", which may be guessing: so may all that builds on it" if reward["ci95"][0] <= 0.5 else "")
 
 
 def _print_win_rates(report: Mapping[str, Any]) -> None:

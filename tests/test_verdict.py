@@ -164,3 +164,14 @@ def test_every_requirement_that_fails_has_its_line() -> None:
         "models.nobody.kl is no number of the report",
         "models.ppo is no number of the report",
     ]
+
+
+@pytest.mark.parametrize(("low", "guessing"), [(0.51, False), (0.5, True), (0.45, True)])
+def test_the_reward_model_is_told_with_what_it_is_worth(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], low: float, guessing: bool
+) -> None:
+    judged = {**REPORT, "reward_model": {"accuracy": 0.6, "ci95": [low, 0.7]}}
+    verdict.print_verdict(write(tmp_path, judged, []))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reward model")]
+    assert line.startswith(f"reward model: right on 0.600 [{low:.3f}, 0.700] of the held-out pairs")
+    assert ("guessing" in line) == guessing
