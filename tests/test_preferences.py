@@ -259,6 +259,13 @@ def test_bad_rows_are_left_out_and_counted(world: World, tmp_path: Path) -> None
         assert f"warning[{code}]: " in result.stderr and f"(first: line {line})" in result.stderr, code
 
 
+def test_a_base_model_under_any_name(world: World, data: dict[str, Path], tmp_path: Path) -> None:
+    base = tmp_path / 'a: "base" #1'
+    _copy(world.base, base)
+    assert init(tmp_path / "run", data["columns"], base).exit_code == 0
+    assert config.load("sft", tmp_path / "run/sft.yaml").model.path == str(base)
+
+
 def test_other_column_names(world: World, tmp_path: Path) -> None:
     renamed = [{"question": p, "better": c, "worse": r} for p, c, r in PAIRS]
     rows.write_jsonl(tmp_path / "pairs.jsonl", renamed)

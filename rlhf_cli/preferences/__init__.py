@@ -1,5 +1,6 @@
 """`rlhf init preferences`: one file of preference pairs and a base model in, a folder ready for `rlhf run` out."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def write_configs(folder: Path, templates: Path, wish: Wish, base: Parent, style
     """The YAMLs, out of the templates of configs/preferences; each must load."""
     pages = Environment(loader=FileSystemLoader(templates), undefined=StrictUndefined, trim_blocks=True)
     values: dict[str, Any] = {
-        "base": base.hub or str(base.path.resolve()),
+        "base": quoted(base.hub or str(base.path.resolve())),
         "data": Source.of(wish.data).shown(),
         "seed": wish.seed,
         "style": style,
@@ -93,6 +94,11 @@ def write_configs(folder: Path, templates: Path, wish: Wish, base: Parent, style
         text = pages.get_template(f"{stage}.yaml.jinja").render(values)
         (folder / f"{stage}.yaml").write_text(aligned(text), encoding="utf-8")
         config.load(stage, folder / f"{stage}.yaml")
+
+
+def quoted(text: str) -> str:
+    """A text as a YAML value: in quotes where it holds more than letters, digits and the usual signs of a path."""
+    return text if re.fullmatch(r"[A-Za-z./~][\w./~-]*", text) else json.dumps(text, ensure_ascii=False)
 
 
 def aligned(text: str) -> str:

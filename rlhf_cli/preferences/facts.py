@@ -113,19 +113,20 @@ def _device_name() -> str:
 def _speed(folder: Path) -> tuple[float, float]:
     """Tokens a second that a model learns from, and that it writes, on this machine as it is now."""
     model = loading.load_causal(folder).to(loading.device())
-    ids = torch.arange(PROBE_ROWS * PROBE_TOKENS, device=model.device).remainder(100).reshape(PROBE_ROWS, PROBE_TOKENS)
+    config = model.config.get_text_config()
+    width = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
+    count = PROBE_ROWS * width
+    ids = torch.arange(count, device=model.device).remainder(config.vocab_size).reshape(PROBE_ROWS, width)
 
     def train() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad()
 
     engine = HFEngine(model, None, 0)
-    prompts = Prompts.from_lists(ids.cpu()[:, :PROBE_WRITTEN].tolist())
-    asked = Prompts(prompts.ids, prompts.mask, tuple(range(PROBE_ROWS)), PROBE_WRITTEN)
-    return (
-        PROBE_ROWS * PROBE_TOKENS / _seconds(train),
-        PROBE_ROWS * PROBE_WRITTEN / _seconds(lambda: engine.generate(asked)),
-    )
+    written = min(PROBE_WRITTEN, width // 2)
+    prompts = Prompts.from_lists(ids.cpu()[:, :written].tolist())
+    asked = Prompts(prompts.ids, prompts.mask, tuple(range(PROBE_ROWS)), written)
+    return count / _seconds(train), PROBE_ROWS * written / _seconds(lambda: engine.generate(asked))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
