@@ -239,6 +239,17 @@ def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):
     assert nameless.exit_code == 2 and "error[C17]" in nameless.stderr and "eval.best_of" in nameless.stderr
 
 
+def test_another_reward_function_or_judge_makes_a_result_stale(run_folder):
+    write(run_folder, "ppo", BY_FUNCTION)
+    assert ppo(run_folder).exit_code == 0
+    assert rlhf("eval", "-c", run_folder / "eval.yaml").exit_code == 0
+    with (run_folder / "judges.py").open("a") as file:
+        file.write("\n# another thought\n")
+    refused = ppo(run_folder), rlhf("eval", "-c", run_folder / "eval.yaml")
+    for result, key in zip(refused, ("rewards.short.function", "judges.short"), strict=True):
+        assert result.exit_code == 2 and "error[C15]" in result.stderr and f"{key}: other content" in result.stderr
+
+
 def test_a_head_on_the_policy_is_another_value_model_and_resumes(run_folder):
     """The value model's start changes what is learned; stopped and gone on with, it is the same run."""
     write(run_folder, "ppo", {**PPO, "models": {**PPO["models"], "value": "policy_head"}})

@@ -1,6 +1,7 @@
 """The four configs: sft.yaml, reward.yaml, ppo.yaml, eval.yaml."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -134,6 +135,10 @@ class PPOConfig(Config):
         """Key path -> source, of all data that the stage reads."""
         return self.data.sources(self.where)
 
+    def code(self) -> dict[str, Path]:
+        """Key path -> Python file, of each reward function whose module lies beside the config."""
+        return self._beside({f"rewards.{name}.function": source.function for name, source in self.rewards.items()})
+
 
 class EvalModels(Section):
     """The models to compare. RUN is the run's folder."""
@@ -245,6 +250,10 @@ class EvalConfig(Config):
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""
         return self.data.sources(self.where)
+
+    def code(self) -> dict[str, Path]:
+        """Key path -> Python file, of each judge that is a function whose module lies beside the config."""
+        return self._beside({f"judges.{name}": judge for name, judge in self.judges.items()})
 
 
 CONFIGS: dict[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "eval": EvalConfig}
