@@ -34,6 +34,22 @@ PRESETS = {
         "film reviews turned friendly: real sentences, two text files of your own, an independent judge",
         first="python scripts/prepare_reviews.py pos.txt neg.txt {folder}",
     ),
+    "tldr": Preset(
+        "summaries of Reddit posts, Pythia-1B: the recipe of the N+ details paper, one large GPU",
+        first="hf download EleutherAI/pythia-1b-deduped",
+    ),
+    "hh": Preset(
+        "helpful dialogues, Pythia-1.4B on Anthropic's hh-rlhf: one large GPU",
+        first="hf download EleutherAI/pythia-1.4b-deduped",
+    ),
+    "sentiment": Preset(
+        "friendly film reviews, GPT-2 and a sentiment classifier: TRL's first example, a small GPU",
+        first="hf download openai-community/gpt2; then hf download lvwerra/distilbert-imdb",
+    ),
+    "instruct": Preset(
+        "a chat model on UltraFeedback, Qwen2.5-0.5B-Instruct: one GPU",
+        first="hf download Qwen/Qwen2.5-0.5B-Instruct",
+    ),
 }
 
 

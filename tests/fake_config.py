@@ -36,6 +36,9 @@ class FakeConfig:
     def identity(self) -> dict[str, Any]:
         return self.settings
 
+    def code(self) -> dict[str, Path]:
+        return {}
+
     def dump(self, relative_to: Path | None = None) -> dict[str, Any]:
         return {"run": os.path.relpath(self.run, relative_to), **self.settings}
 

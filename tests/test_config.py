@@ -89,10 +89,26 @@ def test_rewards_default_to_the_reward_model(here: Path) -> None:
     assert (weighted.rewards["long"].model, weighted.rewards["long"].function) == (None, "a.b:c")
 
 
-def test_the_value_models_word_is_no_path(here: Path) -> None:
-    (here / "reward").mkdir()
-    ppo = load("ppo", written(here, "ppo", f"models: {{value: reward, reward: reward}}\n{PPO}"))
-    assert (ppo.models.value, ppo.models.reward) == ("reward", str(here / "reward"))
+@pytest.mark.parametrize("word", ["reward", "policy_head"])
+def test_the_value_models_words_are_no_paths(word: str, here: Path) -> None:
+    (here / word).mkdir()
+    ppo = load("ppo", written(here, "ppo", f"models: {{value: {word}, reward: {word}}}\n{PPO}"))
+    assert (ppo.models.value, ppo.models.reward) == (word, str(here / word))
+    assert ppo.dump(relative_to=here)["models"]["value"] == ppo.identity()["models"]["value"] == word
+
+
+def test_first_words_are_a_number_or_a_range(here: Path) -> None:
+    for stage, key in (("ppo", "data.prompts"), ("eval", "data.prompts")):
+        path = written(here, stage, MINIMAL[stage])
+        assert load(stage, path).sources()[key].first_words is None
+        assert load(stage, path, ["data.first_words=8"]).sources()[key].first_words == (8, 8)
+        ranged = load(stage, path, ["data.first_words.min=2", "data.first_words.max=8"])
+        assert ranged.sources()[key].first_words == (2, 8)
+        assert ranged.identity() != load(stage, path).identity()
+        with pytest.raises(RLHFError, match="min is above max"):
+            load(stage, path, ["data.first_words.min=8", "data.first_words.max=2"])
+    with pytest.raises(RLHFError, match="belongs in ppo"):
+        load("sft", written(here, "sft", SFT), ["data.first_words=8"])
 
 
 def test_a_chat_template_is_a_file_a_text_or_chatml(here: Path) -> None:

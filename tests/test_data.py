@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from rlhf_cli import data, rows, terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.sources import Place, Source
+from rlhf_cli.sources import Place, Share, Source
 
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 USER = {"role": "user", "content": "Hi"}
@@ -195,6 +195,42 @@ def test_a_file_of_pairs_gives_its_distinct_prompts(tokenizer: Any, tmp_path: Pa
     assert [(prompt.text, prompt.place.number) for prompt in found] == [("A", 1), ("B", 3), ("C", 5)]
     twice = data.prompt_rows(file_of(tmp_path, {"prompt": "A"}, {"prompt": "A"}), tokenizer, max_length=99)
     assert len(twice) == 2
+
+
+def test_prompts_are_cut_to_their_first_words_as_they_stand_there(tokenizer: Any, tmp_path: Path) -> None:
+    path = file_of(tmp_path, {"prompt": "  Tell me,\nplease: about  the sun."}, {"prompt": "Two words"})
+    cut = data.prompt_rows(Source(str(path), first_words=(3, 3)), tokenizer, max_length=99)
+    assert [prompt.text for prompt in cut] == ["  Tell me,\nplease:", "Two words"]
+    assert cut[0].ids == data.encode(tokenizer, "  Tell me,\nplease:", None)[0]
+
+
+def test_how_many_words_are_kept_is_the_texts_own_draw_and_uniform(tokenizer: Any, tmp_path: Path) -> None:
+    path = file_of(tmp_path, *({"prompt": f"{n} b c d e f g h"} for n in range(600)))
+    source = Source(str(path), first_words=(2, 4))
+    counts = [len(prompt.text.split()) for prompt in data.prompt_rows(source, tokenizer, max_length=99)]
+    assert set(counts) == {2, 3, 4} and all(160 < counts.count(n) < 240 for n in (2, 3, 4))  # 200 is the mean
+    rows.write_jsonl(path, [{"prompt": f"{n} b c d e f g h"} for n in reversed(range(600))])
+    again = [len(prompt.text.split()) for prompt in data.prompt_rows(source, tokenizer, max_length=99)]
+    assert again[::-1] == counts
+
+
+def test_the_held_out_share_goes_by_the_whole_text_before_it_is_cut(tokenizer: Any, tmp_path: Path) -> None:
+    path = file_of(tmp_path, *({"prompt": f"The same start, and then {n}"} for n in range(60)))
+    whole, cut = (
+        data.prompt_rows(
+            Source(str(path), first_words=words, share=Share(0.3, 0, held_out=True)), tokenizer, max_length=99
+        )
+        for words in (None, (2, 2))
+    )
+    assert [prompt.place for prompt in cut] == [prompt.place for prompt in whole] and 5 < len(cut) < 40
+    assert {prompt.text for prompt in cut} == {"The same"}
+
+
+def test_d12_a_conversation_has_no_first_words(chat: Any, tmp_path: Path) -> None:
+    path = file_of(tmp_path, {"prompt": [USER]})
+    with pytest.raises(RLHFError, match="first_words cuts texts") as error:
+        data.prompt_rows(Source(str(path), first_words=(2, 2)), chat, max_length=99)
+    assert error.value.problems[0].code == "D12" and "rows.jsonl:1" in str(error.value)
 
 
 def test_columns_are_read_under_the_files_names(tokenizer: Any, tmp_path: Path) -> None:

@@ -69,6 +69,13 @@ def test_a_scorer_has_the_causal_models_body_and_one_label(world: World, scorer_
     assert torch.equal(again.score.weight, scorer.score.weight)  # a head that is there is kept
 
 
+def test_a_value_model_on_the_policys_body_starts_at_zero(world: World) -> None:
+    value, causal = loading.value_from_causal(world.base), loading.load_causal(world.base)
+    pairs = zip(value.model.parameters(), causal.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert value.score.weight.shape[0] == 1 and not value.score.weight.any()
+
+
 def test_m01_nothing_to_load(tmp_path: Path) -> None:
     assert code_of(loading.load_causal, tmp_path) == "M01"
 

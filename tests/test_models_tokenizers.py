@@ -60,8 +60,18 @@ def test_the_hash_survives_a_folder_and_sees_special_tokens(tokenizer: Any, tmp_
     tokenizer.padding_side, tokenizer.model_max_length = "right", 7
     tokenizer.save_pretrained(tmp_path)
     assert tokenizers.tokenizer_sha256(tokenizers.load_tokenizer(tmp_path)) == before
-    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.eos_token = "sun"
     assert tokenizers.tokenizer_sha256(tokenizer) != before
+
+
+@pytest.mark.parametrize("pad", [None, "<eos>"])
+def test_the_hash_does_not_see_padding_which_no_text_holds(tokenizer: Any, tmp_path: Path, pad: str | None) -> None:
+    """A base model without a pad token reads text like the SFT model that was given one."""
+    tokenizer.pad_token = pad
+    before = tokenizers.tokenizer_sha256(tokenizer)
+    assert tokenizers.prepare_padding(tokenizer, stop_token_id=tokenizer.eos_token_id) == "[PAD]"
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizers.tokenizer_sha256(tokenizers.load_tokenizer(tmp_path)) == before
 
 
 def test_t02_a_pad_token_is_added_where_there_is_none(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:

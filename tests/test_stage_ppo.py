@@ -208,6 +208,68 @@ def test_reward_functions_and_weights(run_folder):
         assert row["score"] == pytest.approx(weighted, rel=1e-5)
 
 
+BY_FUNCTION = {
+    **PPO,
+    "models": {"sft": "sft_model", "value": "policy_head"},
+    "rewards": {"short": {"function": "judges:short"}},
+}
+
+
+def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):
+    """From SFT model to report without a reward model anywhere."""
+    shutil.rmtree(run_folder / "reward_model")
+    write(run_folder, "ppo", BY_FUNCTION)
+    result = ppo(run_folder)
+    assert result.exit_code == 0, result.output
+    manifest = json.loads((run_folder / "ppo/manifest.json").read_text())
+    assert set(manifest["parents"]) == {"models.sft"}
+    value = AutoModelForSequenceClassification.from_pretrained(run_folder / "ppo/value")
+    assert value.num_labels == 1 and value.config.pad_token_id == 0 and value.score.weight.abs().max() > 0
+    refused = ppo(run_folder, "-s", "models.value=reward")
+    assert refused.exit_code == 2 and "models.reward" in refused.stderr and "error[M01]" in refused.stderr
+    models = {"sft": "sft_model", "reward": None}
+    write(run_folder, "eval", {**EVAL, "models": models, "judges": {"reward": "judges:short"}})
+    result = rlhf("eval", "-c", run_folder / "eval.yaml")
+    assert result.exit_code == 0, result.output
+    report = json.loads((run_folder / "eval/report.json").read_text())
+    assert [row["n"] for row in report["best_of"]] == [2, 3]
+    assert report["best_of"][1]["reward_mean"] >= report["models"]["sft"]["reward_mean"]
+    write(run_folder, "eval", {**EVAL, "models": models, "judges": {}})
+    nameless = rlhf("eval", "-c", run_folder / "eval.yaml")
+    assert nameless.exit_code == 2 and "error[C17]" in nameless.stderr and "eval.best_of" in nameless.stderr
+
+
+def test_another_reward_function_or_judge_makes_a_result_stale(run_folder):
+    write(run_folder, "ppo", BY_FUNCTION)
+    assert ppo(run_folder).exit_code == 0
+    assert rlhf("eval", "-c", run_folder / "eval.yaml").exit_code == 0
+    with (run_folder / "judges.py").open("a") as file:
+        file.write("\n# another thought\n")
+    refused = ppo(run_folder), rlhf("eval", "-c", run_folder / "eval.yaml")
+    for result, key in zip(refused, ("rewards.short.function", "judges.short"), strict=True):
+        assert result.exit_code == 2 and "error[C15]" in result.stderr and f"{key}: other content" in result.stderr
+
+
+def test_a_head_on_the_policy_is_another_value_model_and_resumes(run_folder):
+    """The value model's start changes what is learned; stopped and gone on with, it is the same run."""
+    write(run_folder, "ppo", {**PPO, "models": {**PPO["models"], "value": "policy_head"}})
+    assert ppo(run_folder).exit_code == 0
+    straight = (run_folder / "ppo/value/model.safetensors").read_bytes()
+    first = lines(run_folder / "ppo/metrics.jsonl")[0]
+    refused = ppo(run_folder, "-s", "models.value=reward")
+    assert refused.exit_code == 2 and "models.value policy_head -> reward" in refused.stderr
+    for name in ("manifest.json", "model", "value"):
+        path = run_folder / "ppo" / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    shutil.rmtree(run_folder / "ppo/state/step_000004")
+    again = ppo(run_folder)
+    assert again.exit_code == 0 and "resumes at step 2" in again.stderr
+    assert (run_folder / "ppo/value/model.safetensors").read_bytes() == straight
+    assert ppo(run_folder, "-s", "models.value=reward", "--fresh").exit_code == 0
+    other = lines(run_folder / "ppo/metrics.jsonl")[0]
+    assert other["objective/scores"] == first["objective/scores"] and other["loss/value_avg"] != first["loss/value_avg"]
+
+
 @pytest.mark.parametrize(
     "body,says",
     [

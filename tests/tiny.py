@@ -11,6 +11,7 @@ FAMILIES = {
     "llama": {"num_key_value_heads": 2},
     "gpt2": {},
     "gpt_neox": {},
+    "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 3.0},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 64},

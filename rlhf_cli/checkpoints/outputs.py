@@ -57,7 +57,7 @@ class Status:
 
 
 def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Source]) -> dict[str, Any]:
-    """All that can change a stage's result: its settings, and the hashes of its parents' models and of its data.
+    """All that can change a stage's result: its settings, the hashes of its parents' models, of its data and its code.
 
     Raises D01 for all data that is not there.
     """
@@ -68,7 +68,8 @@ def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Sour
         "config": settings,
         "config_sha256": json_sha256(settings),
         "parents": {key: parent.sha256 for key, parent in parents.items()},
-        "data": {key: files_sha256(paths) for key, paths in files.items()},
+        "data": {key: files_sha256(paths) for key, paths in files.items()}
+        | {key: files_sha256([path]) for key, path in config.code().items()},
     }
 
 

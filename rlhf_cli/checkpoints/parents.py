@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.checkpoints.files import damage, describe, inside, model_sha256, read_object
+from rlhf_cli.config.stages import VALUE_WORDS
 from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
 
 FOREIGN = "foreign"
@@ -45,7 +46,8 @@ def references(config: Any) -> list[Reference]:
     if config.stage == "eval":
         found = [Reference("models.sft", config.models.sft, ("sft",))]
         found.append(Reference("models.ppo", config.models.ppo, ("ppo",)))
-        found.append(Reference("models.reward", config.models.reward, ("reward",)))
+        if config.models.reward:
+            found.append(Reference("models.reward", config.models.reward, ("reward",)))
         if config.models.base:
             found.append(Reference("models.base", config.models.base, ("sft", "ppo")))
         judges = {name: value for name, value in config.judges.items() if not _is_function(value)}
@@ -53,7 +55,7 @@ def references(config: Any) -> list[Reference]:
     found = [Reference("models.sft", config.models.sft, ("sft",), config.models.revision)]
     if _needs_reward(config):
         found.append(Reference("models.reward", config.models.reward, ("reward",)))
-    if config.models.value != "reward":
+    if config.models.value not in VALUE_WORDS:
         found.append(Reference("models.value", config.models.value, ("reward",)))
     models = {name: source.model for name, source in config.rewards.items() if source.model}
     return found + [Reference(f"rewards.{name}.model", path, ("reward",)) for name, path in models.items()]
@@ -212,7 +214,8 @@ def check_same_tokenizer(
             f"{b.key} has another tokenizer than {a.key} ({_short(second)} at {shown(b.path)}, "
             f"{_short(first)} at {shown(a.path)})",
             where=where,
-            hint=f"train the model of {b.key} from the checkpoint of {a.key}",
+            hint=f"train the model of {b.key} from the checkpoint of {a.key}"
+            + ("; or set models.value: policy_head" if b.key == "models.value" else ""),
         )
     both_known = all("template_sha256" in side for side in (left, right))
     first, second = left.get("template_sha256"), right.get("template_sha256")

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -10,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.keys import PathKey, path_entries
-from rlhf_cli.config.paths import is_path, relative
+from rlhf_cli.config.paths import FUNCTION, is_path, relative
 from rlhf_cli.sources import Source
 
 DataPath = Annotated[str, PathKey("data")]
@@ -165,3 +166,13 @@ class Config(Section):
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""
         raise NotImplementedError
+
+    def code(self) -> dict[str, Path]:
+        """Key path -> Python file, of each function `module:function` whose module lies beside the config."""
+        return {}
+
+    def _beside(self, functions: Mapping[str, str | None]) -> dict[str, Path]:
+        """`code` of functions by key path; what is no `module:function` is passed over."""
+        modules = {key: name.partition(":")[0] for key, name in functions.items() if name and FUNCTION.fullmatch(name)}
+        files = {key: self.file.parent / f"{module.replace('.', '/')}.py" for key, module in modules.items()}
+        return {key: path for key, path in files.items() if path.is_file()}

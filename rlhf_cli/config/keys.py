@@ -14,6 +14,7 @@ class PathKey:
     """Marks a key that names a file or folder; `kind` says how its text is understood (see paths.py)."""
 
     kind: str  # data, run, model, value, judge or template
+    words: tuple[str, ...] = ()  # texts that name no file
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def _resolved(text: str, mark: PathKey, base: str, run: str) -> str:
     if mark.kind == "template":
         path = _absolute(text, base)
         return path if os.path.isfile(path) else text
-    if (mark.kind == "judge" and FUNCTION.fullmatch(text)) or (mark.kind == "value" and text == "reward"):
+    if text in mark.words or (mark.kind == "judge" and FUNCTION.fullmatch(text)):
         return text
     return _resolved_model(text, base, run)
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -203,7 +204,38 @@ class RewardData(_Data):
     )
 
 
-class PPOData(_Data):
+class WordRange(Section):
+    """A number of words drawn anew for each text, uniform over min..max, both included."""
+
+    min: int = Field(ge=1, description="Fewest words.")
+    max: int = Field(ge=1, description="Most words.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise PydanticCustomError("C06", "min is above max", {"hint": "swap the two"})
+        return self
+
+
+class _PromptData(_Data):
+    """Prompts, whole or cut short."""
+
+    first_words: Annotated[int, Field(ge=1)] | WordRange | None = Field(
+        None,
+        description=(
+            "Prompts are cut to their first words, so that any texts give prompts: a number, or {min, max} drawn from "
+            "a hash of the text. [none: whole prompts]"
+        ),
+    )
+
+    def _source(self, key: str, where: Callable[[str], str]) -> Source | None:
+        source, words = super()._source(key, where), self.first_words
+        if source is None or words is None:
+            return source
+        return replace(source, first_words=(words, words) if isinstance(words, int) else (words.min, words.max))
+
+
+class PPOData(_PromptData):
     """Prompts; pairs give their distinct prompts."""
 
     LEARNT = "prompts"
@@ -217,7 +249,7 @@ class PPOData(_Data):
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
 
 
-class EvalData(_Data):
+class EvalData(_PromptData):
     """Prompts; pairs give their distinct prompts."""
 
     LEARNT = None

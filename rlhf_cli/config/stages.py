@@ -1,6 +1,7 @@
 """The four configs: sft.yaml, reward.yaml, ppo.yaml, eval.yaml."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -26,6 +27,7 @@ from rlhf_cli.sources import Source
 
 STAGE = "The stage that the file is for; optional, must match the command."
 TRAINER = "Any other field of TRL's {}, by its own name, except what the pipeline sets itself. [none]"
+VALUE_WORDS = ("reward", "policy_head")
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
@@ -71,11 +73,11 @@ class PPOModels(Section):
     reward: ModelPath = Field(
         "RUN/reward", description="The reward model: a folder or a hub id. [the reward stage's result]"
     )
-    value: Annotated[str, PathKey("value")] = Field(
+    value: Annotated[str, PathKey("value", VALUE_WORDS)] = Field(
         "reward",
         description=(
-            "Start of the value model: reward (a copy of the reward model), a folder or a hub id. [reward: "
-            "InstructGPT, N+ details]"
+            "Start of the value model: reward (a copy of the reward model), policy_head (a copy of the policy with a "
+            "head that is zero), a folder or a hub id. [reward: InstructGPT, N+ details]"
         ),
     )
     revision: str | None = Field(None, description=REVISION)
@@ -133,6 +135,10 @@ class PPOConfig(Config):
         """Key path -> source, of all data that the stage reads."""
         return self.data.sources(self.where)
 
+    def code(self) -> dict[str, Path]:
+        """Key path -> Python file, of each reward function whose module lies beside the config."""
+        return self._beside({f"rewards.{name}.function": source.function for name, source in self.rewards.items()})
+
 
 class EvalModels(Section):
     """The models to compare. RUN is the run's folder."""
@@ -141,8 +147,12 @@ class EvalModels(Section):
         "RUN/sft", description="The model before PPO: a folder or a hub id. [the SFT stage's result]"
     )
     ppo: ModelPath = Field("RUN/ppo", description="The model after PPO: a folder or a hub id. [the PPO stage's result]")
-    reward: ModelPath = Field(
-        "RUN/reward", description="The reward model that both are scored with. [the reward stage's result]"
+    reward: ModelPath | None = Field(
+        "RUN/reward",
+        description=(
+            "The reward model that both are scored with; null where PPO was trained on functions alone: judges.reward "
+            "then names one of them. [the reward stage's result]"
+        ),
     )
     base: ModelPath | None = Field(
         None, description="A third model to compare, such as the one before SFT: a folder or a hub id. [none]"
@@ -179,8 +189,7 @@ class EvalSettings(Section):
     best_of: list[Annotated[int, Field(ge=2)]] = Field(
         default=[2, 4, 8],
         description=(
-            "The SFT model's best of n answers by the reward model: what PPO has to beat. An empty list leaves it "
-            "out. [ours]"
+            "The SFT model's best of n answers by the reward: what PPO has to beat. An empty list leaves it out. [ours]"
         ),
     )
     temperature: float | None = Field(
@@ -223,18 +232,28 @@ class EvalConfig(Config):
     eval: EvalSettings = Field(default_factory=EvalSettings, description="How they are compared.")
 
     @model_validator(mode="after")
-    def _reward_is_taken(self) -> Self:
-        if "reward" in self.judges:
+    def _one_reward(self) -> Self:
+        if "reward" in self.judges and self.models.reward is not None:
             raise PydanticCustomError(
                 "C17",
                 "judges.reward: the name reward belongs to models.reward",
-                {"hint": "give the judge another name", "key": "judges.reward"},
+                {"hint": "give the judge another name, or set models.reward: null", "key": "judges.reward"},
+            )
+        if self.eval.best_of and self.models.reward is None and "reward" not in self.judges:
+            raise PydanticCustomError(
+                "C17",
+                "eval.best_of picks answers by the reward, and models.reward is null",
+                {"hint": "name a judge `reward`, or set eval.best_of: []", "key": "eval.best_of"},
             )
         return self
 
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""
         return self.data.sources(self.where)
+
+    def code(self) -> dict[str, Path]:
+        """Key path -> Python file, of each judge that is a function whose module lies beside the config."""
+        return self._beside({f"judges.{name}": judge for name, judge in self.judges.items()})
 
 
 CONFIGS: dict[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "eval": EvalConfig}

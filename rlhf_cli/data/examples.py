@@ -131,7 +131,7 @@ def prompt_rows(
     Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
     """
     file = DataFile(source, PROMPT_FORMS)
-    found = [(place, prompt) for place, prompt in _distinct_prompts(file) if _is_ours(file, prompt)]
+    found = _openings(file, [(place, prompt) for place, prompt in _distinct_prompts(file) if _is_ours(file, prompt)])
     if file.transcripts and not tokenizer.chat_template:
         found = [(place, transcripts.render(prompt)) for place, prompt in found]
     encoded = _encode(file, tokenizer, [(place, prompt, None) for place, prompt in found])
@@ -199,6 +199,20 @@ def _distinct_prompts(file: DataFile) -> list[tuple[Place, str | Conversation]]:
             seen.add(repr(prompt))
             found.append((place, prompt))
     return found
+
+
+def _openings(file: DataFile, found: list[tuple[Place, str | Conversation]]) -> list[tuple[Place, str | Conversation]]:
+    """The prompts cut to their first words, where the source wants that."""
+    words = file.source.first_words
+    if words is None:
+        return found
+    kept: list[tuple[Place, str | Conversation]] = []
+    for place, prompt in found:
+        try:
+            kept.append((place, texts.opening(prompt, words)))
+        except BadRow as bad:
+            file.note(place, bad)
+    return kept
 
 
 def _is_ours(file: DataFile, prompt: str | Conversation) -> bool:

@@ -1,8 +1,10 @@
 """What one row says: its prompt and its responses, as text or conversation, whatever form the row has."""
 
 import math
+import re
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from hashlib import blake2b
+from itertools import islice, takewhile
 from typing import Any
 
 from rlhf_cli.data import transcripts
@@ -92,6 +94,20 @@ def bare_prompt(form: Form, row: dict[str, Any]) -> str | Conversation:
         prompt = prompt[: turns[-1]] if turns else prompt
     _need_prompt(prompt)
     return prompt
+
+
+def opening(prompt: str | Conversation, words: tuple[int, int]) -> str:
+    """The first words of a text as they stand there: how many, fewest to most, is drawn from a hash of it.
+
+    Raises BadRow D12 for a conversation.
+    """
+    if not isinstance(prompt, str):
+        raise BadRow("D12", "the prompt is a conversation, and data.first_words cuts texts", "take first_words out")
+    fewest, most = words
+    drawn = int.from_bytes(blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+    count = fewest + drawn % (most - fewest + 1)
+    *_, last = islice(re.finditer(r"\S+", prompt), count)
+    return prompt[: last.end()]
 
 
 def split_key(prompt: str | Conversation) -> str:

@@ -105,6 +105,16 @@ def scorer_from_causal(
     )[0]
 
 
+def value_from_causal(folder: Path | str, **how_loaded: Any) -> Any:
+    """A value model on the body of a causal model. Its head is zero, and so is every value until the first update.
+
+    `how_loaded` are the keywords of `load_causal`. Raises RLHFError M01, M07, M08.
+    """
+    model = scorer_from_causal(folder, **how_loaded)
+    torch.nn.init.zeros_(model.score.weight)
+    return model
+
+
 def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation: str | None = None) -> Any:
     """A causal model with fresh float32 weights: `fields` of its config, vocabulary and special ids of the tokenizer.
 

@@ -110,8 +110,15 @@ def train_tokenizer(source: Source | Path | str, vocab_size: int) -> Any:
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """A hash of what decides the token ids: vocabulary, merges and special ids. Cosmetic fields do not count."""
-    parts: dict[str, Any] = {"vocabulary": sorted(tokenizer.get_vocab().items()), "special": special_ids(tokenizer)}
+    """A hash of what decides the token ids: vocabulary, merges, start and end token. Cosmetic fields do not count.
+
+    Nor does padding, which no text holds: a model is read like the one that `prepare_padding` made of it.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if tokenizer.pad_token == PAD:
+        del vocabulary[PAD]
+    special = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    parts: dict[str, Any] = {"vocabulary": sorted(vocabulary.items()), "special": special}
     if tokenizer.is_fast:
         parts["merges"] = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -49,6 +49,7 @@ class Source:
     format: Literal["auto", "plain", "transcripts"] = "auto"
     on_bad: Literal["error", "drop"] = "error"
     share: Share | None = None
+    first_words: tuple[int, int] | None = None  # fewest and most words that are kept of a prompt
     splits: tuple[str, ...] = ("train",)  # tried in turn where the name has no [SPLIT]
 
     @classmethod

@@ -98,7 +98,7 @@ def collect(
 
 
 def _judges(config: EvalConfig, parents: Mapping[str, Parent], load: dict[str, Any]) -> dict[str, Judge]:
-    """Name -> judge. `reward` is the model that PPO was trained on."""
+    """Name -> judge. `reward` is what PPO was trained on."""
 
     def by_model(parent: Parent) -> Judge:
         model = loading.load_scorer(parent.model, **load).to(loading.device()).eval()

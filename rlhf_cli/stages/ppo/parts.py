@@ -53,18 +53,13 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     if stop_token_id is not None and stop_token_id >= policy.get_input_embeddings().weight.shape[0]:
         text = f"ppo.stop_token_id {stop_token_id} is no token of the model"
         raise RLHFError("C06", text, where=config.where("ppo.stop_token_id"), hint="see the tokenizer's eos_token_id")
-    value = (
-        copy.deepcopy(scorers.frozen("models.reward"))
-        if config.models.value == "reward"
-        else scorers.load("models.value")
-    )
     batch = settings.local_rollout_forward_batch_size
     engine = HFEngine(policy, stop_token_id, tokenizer.pad_token_id or 0, settings.temperature, batch)
     updates = settings.num_updates(len(prompts))
     trainer = PPOTrainer(
         policy,
         copy.deepcopy(policy),
-        value,
+        scorers.value(tokenizer.pad_token_id),
         _sources(config, tokenizer, scorers),
         engine,
         settings,
@@ -101,6 +96,17 @@ class _Scorers:
                 text = "the reward model's pad token ends a text: it is read at the token before, as it was trained"
                 terminal.warn("T01", text, where=self.config.where(key))
         return self.loaded[folder]
+
+    def value(self, pad_token_id: int | None) -> Any:
+        """The value model, made as models.value says."""
+        if self.config.models.value == "reward":
+            return copy.deepcopy(self.frozen("models.reward"))
+        if self.config.models.value != "policy_head":
+            return self.load("models.value")
+        how = loading.how(self.config.models, self.options.trust_remote_code)
+        model = loading.value_from_causal(self.parents["models.sft"].model, **how)
+        model.config.pad_token_id = pad_token_id
+        return model.to(loading.device())
 
 
 def _sources(config: PPOConfig, tokenizer: Any, scorers: _Scorers) -> dict[str, RewardSource]:

@@ -1,0 +1,132 @@
+"""Tiny random models of real families, with a tokenizer each: the family's special tokens, and its chat template.
+
+The templates are not the families' own texts, but make the same string of a conversation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tiny
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from tokenizers.processors import TemplateProcessing
+from transformers import DistilBertConfig, DistilBertForSequenceClassification, PreTrainedTokenizerFast
+
+CHATML = """
+{%- if messages[0].role != 'system' and default_system -%}
+<|im_start|>system
+You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>
+{{ '' }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- set thought = '<think>\n\n</think>\n\n' if thinks and loop.last and message.role == 'assistant' else '' -%}
+{{ '<|im_start|>' + message.role + '\n' + thought + message.content + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\n' }}
+{%- endif -%}"""
+GEMMA = """
+{{- bos_token -}}
+{%- if messages[0].role == 'system' -%}{{ raise_exception('System role not supported') }}{%- endif -%}
+{%- for message in messages -%}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('Roles must alternate') }}{%- endif -%}
+{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\n' + message.content | trim }}
+{{- '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"""
+LLAMA3 = """
+{{- bos_token -}}
+{%- for message in messages -%}
+{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif -%}"""
+ENDS = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's tokenizer adds to byte-level BPE; `stop` ends a turn, or a text where there is no template."""
+
+    architecture: str
+    tokens: tuple[str, ...]
+    roles: dict[str, str]  # eos_token, and where the family has them bos_token and pad_token
+    stop: str
+    template: str | None = None
+    begins: str | None = None  # what the tokenizer puts before a text
+    extra: dict[str, Any] = field(default_factory=dict)  # of the model's config
+
+
+IM = (ENDS, "<|im_start|>", "<|im_end|>")
+QWEN = {"eos_token": "<|im_end|>", "pad_token": ENDS}
+FAMILIES = {
+    "gpt2": Family("gpt2", (ENDS,), {"eos_token": ENDS, "bos_token": ENDS}, ENDS),
+    "pythia": Family("gpt_neox", (ENDS, "<|padding|>"), {"eos_token": ENDS, "bos_token": ENDS}, ENDS),
+    "qwen2": Family("qwen2", IM, QWEN, "<|im_end|>", "{%- set default_system = true %}" + CHATML),
+    "qwen3": Family("qwen3", IM, QWEN, "<|im_end|>", "{%- set thinks = true %}" + CHATML),
+    "gemma": Family(
+        "gemma2",
+        ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+        {"eos_token": "<eos>", "bos_token": "<bos>", "pad_token": "<pad>"},
+        "<end_of_turn>",
+        GEMMA,
+        begins="<bos>",
+    ),
+    "llama3": Family(
+        "llama",
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        {"eos_token": "<|eot_id|>", "bos_token": "<|begin_of_text|>"},
+        "<|eot_id|>",
+        LLAMA3,
+        begins="<|begin_of_text|>",
+    ),
+}
+
+
+def tokenizer(family: Family, texts: Sequence[str]) -> Any:
+    """Byte-level BPE trained on `texts`, with the family's tokens."""
+    made = PreTrainedTokenizerFast(tokenizer_object=_byte_level(texts, family.tokens), **family.roles)
+    if family.begins:
+        begins = [(family.begins, made.convert_tokens_to_ids(family.begins))]
+        made.backend_tokenizer.post_processor = TemplateProcessing(f"{family.begins} $A", special_tokens=begins)
+    made.chat_template = family.template
+    return made
+
+
+def write_causal(folder: Path, name: str, texts: Sequence[str]) -> None:
+    """A causal model of family `name` with fresh weights, as the hub would hold it."""
+    family = FAMILIES[name]
+    spells = tokenizer(family, texts)
+    size = "n_positions" if name == "gpt2" else "max_position_embeddings"
+    ids = {f"{role}_token_id": getattr(spells, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+    # The embeddings of real models have rows to spare; Pythia's are what its added pad token falls into.
+    rows = len(spells) + (7 if name == "pythia" else 0)
+    model = tiny.causal(family.architecture, vocab_size=rows, **{size: 512}, **ids)
+    model.save_pretrained(folder)
+    spells.save_pretrained(folder)
+
+
+def write_sentiment_classifier(folder: Path, texts: Sequence[str]) -> None:
+    """A DistilBERT with two labels, NEGATIVE and POSITIVE."""
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    spells = PreTrainedTokenizerFast(tokenizer_object=_byte_level(texts, special), pad_token="[PAD]")
+    labels = {0: "NEGATIVE", 1: "POSITIVE"}
+    config = DistilBertConfig(
+        vocab_size=len(spells), dim=16, hidden_dim=32, n_layers=1, n_heads=2, max_position_embeddings=64,
+        id2label=labels, label2id={name: number for number, name in labels.items()},
+    )  # fmt: skip
+    DistilBertForSequenceClassification(config).save_pretrained(folder)
+    spells.save_pretrained(folder)
+
+
+def _byte_level(texts: Sequence[str], special: Sequence[str]) -> Tokenizer:
+    backend = Tokenizer(tokenizer_models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=380, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
