@@ -115,6 +115,12 @@ def test_an_update_never_asks_for_more_prompts_than_there_are(prompts: int) -> N
     assert EPISODES // sizes.samples <= prompts
 
 
+@pytest.mark.parametrize(("rows", "batch"), [(1, 1), (6, 2), (9, 4), (299, 8), (300, 16), (5000, 32)])
+def test_a_batch_is_never_larger_than_half_the_rows(rows: int, batch: int) -> None:
+    sft = choose(replace(KNOWN, pairs={**KNOWN.pairs, "sft": rows}), None).sft
+    assert sft.rows * sft.parts == batch
+
+
 def test_a_short_time_means_fewer_steps_and_says_so() -> None:
     free, short = choose(KNOWN, 600), choose(KNOWN, 2)
     assert free.sft.max_steps is None and free.minutes and free.minutes < 30

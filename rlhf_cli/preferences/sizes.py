@@ -95,8 +95,9 @@ def rate(stage: str, parameters: int) -> str:
 
 
 def _training(stage: str, known: Facts, count: int, rows: int) -> Training:
-    """Batches of 32 rows (of few data 16 or 8, so that there are steps enough), and more epochs the fewer rows."""
+    """Batches of 32 rows (of few data fewer, so that there are steps enough), and more epochs the fewer rows."""
     batch = 32 if count >= 5000 else 16 if count >= 300 else 8
+    batch = min(batch, _power_of_two(count / 2))
     epochs = 1 if count >= 10_000 else 2 if count >= 2000 else 3
     if stage == "reward":  # they overfit early (InstructGPT, appendix C.2)
         epochs = 1 if count >= 5000 else 2
@@ -148,8 +149,12 @@ def _row_bytes(known: Facts, length: int) -> float:
 
 def _rows(free: float, row: float) -> int:
     """The power of two from 1 to 32 that fits."""
-    fitting = max(1.0, free / row)
-    return min(32, 2 ** int(math.log2(fitting)))
+    return min(32, _power_of_two(free / row))
+
+
+def _power_of_two(limit: float) -> int:
+    """The largest that does not pass the limit, at least 1."""
+    return 2 ** int(math.log2(max(1.0, limit)))
 
 
 def _samples(prompts: int) -> int:
