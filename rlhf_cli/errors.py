@@ -1,8 +1,9 @@
 """What a user is told when something is wrong: problems with a stable code, a place and a fix."""
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -57,6 +58,16 @@ class RLHFError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+@contextmanager
+def placed(where: str | None) -> Iterator[None]:
+    """Within, an error that tells no place of its own gets this one: the key that named what is wrong."""
+    try:
+        yield
+    except RLHFError as error:
+        problems = [replace(problem, where=problem.where or where) for problem in error.problems]
+        raise RLHFError.of(problems) from error
 
 
 def shown(path: str | Path) -> str:

@@ -62,6 +62,8 @@ def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
 def _missing(path: Path, where: str | None) -> RLHFError:
     if path.is_dir():
         return RLHFError("D01", f"{shown(path)} is a folder, a data file is needed", where=where)
+    if path.exists():
+        return RLHFError("D01", f"{shown(path)} is a device or a pipe, a data file is needed", where=where)
     near = nearest_file(path)
     return RLHFError("D01", f"no such file: {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
 

@@ -15,7 +15,7 @@ from rlhf_cli.errors import Problem
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SECONDS_BETWEEN_LINES = 10.0
 
-_said: dict[str, None] = {}  # an ordered set
+_said: dict[str, Problem] = {}  # by the line as printed, without its hint
 
 
 def clean(text: str) -> str:
@@ -38,13 +38,18 @@ def warn(code: str, text: str, *, where: str | None = None, hint: str | None = N
     problem = Problem(code, clean(text), where, hint)
     line = Problem(code, problem.text, where).line("warning")
     if line not in _said:
-        _said[line] = None
+        _said[line] = problem
         _write(sys.stderr, problem.line("warning"))
 
 
 def warnings_said() -> list[str]:
     """The warnings so far, without their hints, for reports and manifests."""
     return list(_said)
+
+
+def problems_warned_of() -> list[Problem]:
+    """The warnings so far, part by part."""
+    return list(_said.values())
 
 
 def forget_warnings() -> None:

@@ -125,7 +125,10 @@ def test_a_bad_override(override: str, start: str) -> None:
 def test_a_file_of_another_stage_is_told_as_one_thing() -> None:
     assert (
         only("sft", f"stage: ppo\n{HEAD['ppo']}")
-        == "error[C07]: sft.yaml:1: this config is for ppo, not for sft\nhint: run it with: rlhf ppo"
+        == "error[C07]: sft.yaml:1: this config is for ppo, not for sft\nhint: run it with: rlhf ppo --config sft.yaml"
+    )
+    assert only("sft", "data: {train: pairs.jsonl}\nreward: {}\nsed: 1\n").startswith(
+        "error[C07]: sft.yaml: this config is for reward, not for sft"
     )
     assert only("sft", "stage: [x]\n") == "error[C07]: sft.yaml:1: stage: a list is not one of sft, reward, ppo, eval"
 

@@ -3,6 +3,7 @@
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.load import keys, load, schema, takes
 from rlhf_cli.config.stages import CONFIGS, EvalConfig, PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.config.which import stage_of
 
 __all__ = [
     "CONFIGS",
@@ -15,5 +16,6 @@ __all__ = [
     "keys",
     "load",
     "schema",
+    "stage_of",
     "takes",
 ]

@@ -15,8 +15,9 @@ from rlhf_cli.config import secrets, trl, yaml_source
 from rlhf_cli.config.base import Config, Origin
 from rlhf_cli.config.keys import field_at, field_shape, keys_of
 from rlhf_cli.config.paths import fill_and_resolve
-from rlhf_cli.config.problems import shown_value, translate
+from rlhf_cli.config.problems import translate
 from rlhf_cli.config.stages import CONFIGS, EvalConfig, PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.config.which import refuse_other_stage
 from rlhf_cli.errors import Problem, RLHFError
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -44,7 +45,7 @@ def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
     written, problems = override_lines.apply(overrides, source, model)
     file = Path(os.path.abspath(path))
     origin = Origin(file, source.name, source.lines, written)
-    _refuse_other_stage(stage, source.tree, origin)
+    refuse_other_stage(stage, source.tree, origin)
     problems += source.problems + secrets.take_out(source.tree, origin.where)
     folder, here = str(file.parent), os.getcwd()
     fill_and_resolve(model, source.tree, lambda key: here if origin.overridden(key) else folder)
@@ -95,23 +96,6 @@ def _validated(model: type[Config], tree: dict[str, Any], origin: Origin) -> tup
         return model.model_validate(tree), problems
     except ValidationError as error:
         return None, problems + translate(error, tree, model, origin.where)
-
-
-def _refuse_other_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None:
-    """A file of another stage is told as that one thing, not as a list of its unknown keys."""
-    said = tree.get("stage", stage)
-    if said == stage:
-        return
-    if isinstance(said, str) and said in CONFIGS:
-        raise RLHFError(
-            "C07",
-            f"this config is for {said}, not for {stage}",
-            where=origin.where("stage"),
-            hint=f"run it with: rlhf {said}",
-        )
-    raise RLHFError(
-        "C07", f"stage: {shown_value(said)} is not one of {', '.join(CONFIGS)}", where=origin.where("stage")
-    )
 
 
 def _line(problem: Problem) -> int:

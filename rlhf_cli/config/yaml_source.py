@@ -121,7 +121,7 @@ class _Reader:
         if isinstance(node, SequenceNode):
             return [self._entry(item, f"{path}.{index}", depth) for index, item in enumerate(node.value)]
         assert isinstance(node, ScalarNode)
-        return _scalar(node)
+        return _scalar(node, self._at(node))
 
     def _entry(self, node: Node, path: str, depth: int) -> Any:
         self.lines[path] = node.start_mark.line + 1
@@ -145,8 +145,10 @@ class _Reader:
         return f"{self.name}:{node.start_mark.line + 1}"
 
 
-def _scalar(node: ScalarNode) -> Any:
+def _scalar(node: ScalarNode, where: str) -> Any:
     text: str = node.value
+    if "\0" in text:  # no path, name or text of a config holds one, and files cannot be asked for by it
+        raise RLHFError("C08", "the character U+0000 is not allowed", where=where)
     if node.style is not None:
         return text
     if text in ("true", "false"):

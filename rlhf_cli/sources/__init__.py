@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
+from rlhf_cli.rows import open_data
 from rlhf_cli.sources import folders
 from rlhf_cli.sources.readers import ENDINGS, Place, ending, read
 
@@ -71,6 +72,7 @@ class Source:
             raise RLHFError("D01", f"no such file {shown(path)}", where=self.where, hint=hint)
         if split:
             raise RLHFError("D01", f"{shown(path)} is one file, it has no split [{split}]", where=self.where)
+        open_data(path, self.where).close()  # not found unreadable after minutes, nor a pipe that never ends
         return [path]
 
     def rows(self) -> Iterator[Row]:
