@@ -4,6 +4,7 @@ from typing import Any
 
 from rlhf_cli.data.batches import LikeLengths, prompt_batch
 from rlhf_cli.data.examples import Prompt, is_plain_text, preference_pairs, preference_rows, prompt_rows, sft_rows
+from rlhf_cli.data.found import Rows, warn_shared
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.data.tokens import encode, encode_many, stop_token_id
 
@@ -11,6 +12,7 @@ __all__ = [
     "LikeLengths",
     "Pair",
     "Prompt",
+    "Rows",
     "as_dataset",
     "encode",
     "encode_many",
@@ -22,6 +24,7 @@ __all__ = [
     "sft_rows",
     "split_key",
     "stop_token_id",
+    "warn_shared",
 ]
 
 

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf_cli import terminal
 from rlhf_cli.data import cache, texts, transcripts
 from rlhf_cli.data.faults import BadRow
 from rlhf_cli.data.forms import DataFile
+from rlhf_cli.data.found import Rows
 from rlhf_cli.data.tokens import Conversation, encode_many
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.sources import Place, Source
@@ -16,6 +17,7 @@ from rlhf_cli.sources import Place, Source
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 PROMPT_FORMS = (*PAIR_FORMS, ("prompt",), ("messages",))
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,17 @@ def sft_rows(
     *,
     max_length: int | None,
     on_long: str = "drop",
-) -> list[dict[str, list[int]]]:
+) -> Rows[dict[str, list[int]]]:
     """{input_ids, completion_mask} of each example; the mask is 1 on the tokens that the model has to write.
 
     Takes {prompt, completion}, {text} (no prompt: all of it is completion) and {messages} (one example per assistant
-    turn). Raises RLHFError D01-D10, D12, D14 with file and line.
+    turn). Without a tokenizer only the texts are checked. Raises RLHFError D01-D10, D12, D14 with file and line.
     """
     file = DataFile(source, SFT_FORMS)
-    found: list[texts.Example] = []
-    for place, form, row in file.rows():
-        try:
-            examples = texts.examples(place, form, row)
-        except BadRow as bad:
-            file.note(place, bad)
-            continue
-        found += [example for example in examples if _is_ours(file, example.prompt or example.response)]
+    found = _examples(file)
+    prompts = [example.prompt or example.response for example in found]
+    if tokenizer is None:
+        return _finished(file, [{} for _ in found], prompts, max_length)
     if file.transcripts and not tokenizer.chat_template:
         found = [example.as_text() for example in found]
     encoded = _encode(file, tokenizer, [(example.place, example.prompt, example.response) for example in found])
@@ -66,8 +64,7 @@ def sft_rows(
         good = _has_response(file, example.place, "completion", response) and good
         if good and _fits(file, example.place, len(prompt) + len(response), max_length, on_long):
             rows.append({"input_ids": prompt + response, "completion_mask": [0] * len(prompt) + [1] * len(response)})
-    _finish(file, len(rows), max_length)
-    return rows
+    return _finished(file, rows, prompts, max_length)
 
 
 def preference_rows(
@@ -77,15 +74,18 @@ def preference_rows(
     max_length: int | None,
     on_long: str = "drop",
     on_identical: str = "error",
-) -> list[dict[str, Any]]:
+) -> Rows[dict[str, Any]]:
     """{prompt_ids, chosen_ids, rejected_ids[, margin]} of each pair; chosen_ids = prompt + response + stop token.
 
-    Takes {prompt, chosen, rejected} and {chosen, rejected}, where the prompt is what the two begin with.
-    Raises RLHFError D01-D10, D12, D14 with file and line.
+    Takes {prompt, chosen, rejected} and {chosen, rejected}, where the prompt is what the two begin with. Without a
+    tokenizer only the texts are checked. Raises RLHFError D01-D10, D12, D14 with file and line.
     """
     file = DataFile(source, PAIR_FORMS)
     pairs = [pair for pair in read_pairs(file, on_identical) if _is_ours(file, pair.prompt)]
     _warn_repeated(file, pairs)
+    prompts = [pair.prompt for pair in pairs]
+    if tokenizer is None:
+        return _finished(file, [{} for _ in pairs], prompts, max_length)
     if file.transcripts and not tokenizer.chat_template:
         pairs = [pair.as_text() for pair in pairs]
     encoded = _encode(file, tokenizer, [(p.place, p.prompt, text) for p in pairs for text in (p.chosen, p.rejected)])
@@ -98,8 +98,7 @@ def preference_rows(
         if good and _fits(file, pair.place, len(prompt) + max(len(chosen), len(rejected)), max_length, on_long):
             row = {"prompt_ids": prompt, "chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
             rows.append(row if pair.margin is None else {**row, "margin": pair.margin})
-    _finish(file, len(rows), max_length)
-    return rows
+    return _finished(file, rows, prompts, max_length)
 
 
 def preference_pairs(source: Source | Path | str) -> tuple[list[texts.Pair], int, bool]:
@@ -125,13 +124,16 @@ def prompt_rows(
     *,
     max_length: int | None,
     on_long: str = "drop",
-) -> list[Prompt]:
+) -> Rows[Prompt]:
     """The prompts of a file: {prompt}, {messages} (up to the last assistant turn), or the distinct prompts of pairs.
 
-    Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
+    Without a tokenizer they have no tokens, only the texts are checked. Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
     """
     file = DataFile(source, PROMPT_FORMS)
     found = _openings(file, [(place, prompt) for place, prompt in _distinct_prompts(file) if _is_ours(file, prompt)])
+    texts_as_given = [prompt for _, prompt in found]
+    if tokenizer is None:
+        return _finished(file, [Prompt([], text, place) for place, text in found], texts_as_given, max_length)
     if file.transcripts and not tokenizer.chat_template:
         found = [(place, transcripts.render(prompt)) for place, prompt in found]
     encoded = _encode(file, tokenizer, [(place, prompt, None) for place, prompt in found])
@@ -139,8 +141,20 @@ def prompt_rows(
     for (place, text), (ids, _) in zip(found, encoded, strict=True):
         if _has_prompt(file, place, ids) and _fits(file, place, len(ids), max_length, on_long):
             prompts.append(Prompt(ids, text, place))
-    _finish(file, len(prompts), max_length)
-    return prompts
+    return _finished(file, prompts, texts_as_given, max_length)
+
+
+def _examples(file: DataFile) -> list[texts.Example]:
+    """The examples of a file that fall into the part asked for; what is wrong with the other rows is noted in it."""
+    found: list[texts.Example] = []
+    for place, form, row in file.rows():
+        try:
+            examples = texts.examples(place, form, row)
+        except BadRow as bad:
+            file.note(place, bad)
+            continue
+        found += [example for example in examples if _is_ours(file, example.prompt or example.response)]
+    return found
 
 
 def read_pairs(file: DataFile, on_identical: str) -> list[texts.Pair]:
@@ -229,9 +243,11 @@ def _encode(
         file.finish(usable=0)
     prompts, answers = [prompt for _, prompt, _ in rows], [text for _, _, text in rows]
     try:
-        return cache.encoded(tokenizer, prompts, answers, lambda: encode_many(tokenizer, prompts, answers))
+        encoded = cache.encoded(tokenizer, prompts, answers, lambda: encode_many(tokenizer, prompts, answers))
     except RLHFError as refusal:
-        return _encode_one_by_one(file, tokenizer, rows, refusal)
+        encoded = _encode_one_by_one(file, tokenizer, rows, refusal)
+    _warn_two_starts(file, tokenizer, prompts, encoded)
+    return encoded
 
 
 def _encode_one_by_one(
@@ -253,6 +269,21 @@ def _encode_one_by_one(
     return encoded
 
 
+def _warn_two_starts(
+    file: DataFile, tokenizer: Any, prompts: list[str | Conversation], encoded: list[tuple[list[int], list[int]]]
+) -> None:
+    """T03: a text that begins with the start token where the tokenizer or the chat template writes one too."""
+    start = tokenizer.bos_token_id
+    doubled = [
+        at for at, (prompt, answer) in enumerate(encoded) if (prompt[:2] + answer[:2])[:2] == [start, start]
+    ]
+    if doubled:
+        adds = "the tokenizer" if isinstance(prompts[doubled[0]], str) else "the chat template"
+        what = f"{len(doubled)} of {len(encoded)} texts start with {tokenizer.bos_token!r} twice"
+        text = f"{what}: they hold one, and {adds} adds one"
+        terminal.warn("T03", text, where=file.source.shown(), hint=f"take {tokenizer.bos_token} out of the texts")
+
+
 def _has_prompt(file: DataFile, place: Place, ids: list[int]) -> bool:
     if not ids:
         file.note(place, BadRow("D08", "the tokenizer leaves nothing of the prompt"))
@@ -266,6 +297,7 @@ def _has_response(file: DataFile, place: Place, column: str, ids: list[int]) -> 
 
 
 def _fits(file: DataFile, place: Place, length: int, max_length: int | None, on_long: str) -> bool:
+    file.longest = max(file.longest, length)
     if max_length is None or length <= max_length:
         return True
     if on_long == "drop":
@@ -276,8 +308,12 @@ def _fits(file: DataFile, place: Place, length: int, max_length: int | None, on_
     return False
 
 
-def _finish(file: DataFile, usable: int, max_length: int | None) -> None:
-    file.finish(usable)
-    file.warn_dropped("D10", f"longer than {max_length} tokens", "raise the token limit, or shorten the rows")
+def _finished(
+    file: DataFile, rows: list[Row], prompts: list[str | Conversation], max_length: int | None
+) -> Rows[Row]:
+    file.finish(len(rows))
+    hint = "raise the token limit, or shorten the rows; data.on_long: error refuses them"
+    file.warn_dropped("D10", f"longer than {max_length} tokens", hint)
     file.warn_dropped("D07", texts.IDENTICAL, "take the rows out of the file")
     file.warn_bad()
+    return Rows(rows, file, prompts)

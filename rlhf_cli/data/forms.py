@@ -13,6 +13,7 @@ from rlhf_cli.sources import Place, Source
 
 SHOWN_ROWS = 5
 OF_THE_FILE = ("D02", "D14")  # wrong in every row: leaving rows out would not help
+DROP = "mend the row, or set data.on_bad: drop"
 Form = tuple[str, ...]
 TEXT, CONVERSATION = "text", "a conversation"
 
@@ -33,6 +34,7 @@ class DataFile:
         self.source, self.forms = Source.of(source), forms
         self.columns, self.where = self.source.columns, self.source.where
         self.read = 0
+        self.longest = 0  # tokens, of the rows that were left out for it too
         self.transcripts = False  # whether the texts are dialogues, which the rows then hold as conversations
         self.problems: list[Problem] = []
         self.dropped: dict[str, list[Place]] = {}
@@ -73,7 +75,8 @@ class DataFile:
             self.faults[bad.code, str(bad)] = None
             self.drop(place, str(bad))
         else:
-            self.problems.append(Problem(bad.code, bad.text, str(place), bad.hint))
+            hint = bad.hint or (DROP if bad.code not in OF_THE_FILE else None)
+            self.problems.append(Problem(bad.code, bad.text, str(place), hint))
 
     def drop(self, place: Place, reason: str) -> None:
         """A row that is left out, and counted."""
@@ -95,6 +98,7 @@ class DataFile:
         """Says how many rows were left out for `reason`, and where the first one stands."""
         if places := self.dropped.get(reason):
             text = f"{len(places)} of {self.read} rows left out: {reason} (first: {places[0].short})"
+            text += f"; the longest has {self.longest}" if code == "D10" else ""
             terminal.warn(code, text, where=self.source.shown(), hint=hint)
 
     def warn_bad(self, hint: str = "data.on_bad: error shows each of them") -> None:
@@ -111,6 +115,7 @@ class DataFile:
         if len(self.problems) > SHOWN_ROWS:
             last = self.problems[-1]
             text = f"{len(self.problems)} of {self.read} rows are bad; the first {SHOWN_ROWS} are shown"
+            text += f"; the longest has {self.longest} tokens" if last.code == "D10" else ""
             told.append(Problem(last.code, text, self.source.shown(), "data.on_bad: drop leaves them out"))
         return told
 

@@ -73,6 +73,9 @@ def pair(place: Place, form: Form, row: dict[str, Any]) -> Pair:
     if isinstance(chosen, str):
         if prompt is None:
             prompt, chosen, rejected = _split_texts(chosen, rejected)
+            if not prompt:
+                text = 'the prompt is empty: "chosen" and "rejected" have no beginning in common'
+                raise BadRow("D08", text, "add a prompt column, or write the prompt at the start of both")
         elif not isinstance(prompt, str):
             raise BadRow("D12", '"prompt" is a list of messages, but "chosen" is text')
     else:
@@ -115,6 +118,12 @@ def split_key(prompt: str | Conversation) -> str:
     if isinstance(prompt, str):
         return prompt.strip()
     return next((turn["content"] for turn in prompt if turn["role"] == "user"), "").strip()
+
+
+def as_key(prompt: str | Conversation) -> bytes:
+    """What two prompts have in common that ask for the same, written as a text or as messages."""
+    said = prompt if isinstance(prompt, str) else "\n".join(turn["content"] for turn in prompt)
+    return blake2b(said.strip().encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 
 def _assistant_turns(place: Place, messages: Conversation, start: int, column: str) -> list[Example]:
