@@ -19,6 +19,7 @@ FLOORS = [
     {"ppo.rollout", "ppo.rewards"},
     {"ppo.trainer"},
     {"ppo"},
+    {"inputs.*"},
     {"stages", "stages.trl_training", "demo.*", "preferences.*"},
     {"stages.sft", "stages.reward", "stages.ppo.*", "stages.eval.*", "pipeline", "presets"},
     {"cli"},

@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rlhf_cli import checkpoints, data, rows
 from rlhf_cli.config import Options, RewardConfig, load
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.inputs import reward as inputs
 from rlhf_cli.models import loading, reading, tokenizers
 from rlhf_cli.ppo.records import Rollout
 from rlhf_cli.stages import reward, sft, trl_training
@@ -81,7 +82,7 @@ def metrics_of(config: RewardConfig) -> list[dict[str, Any]]:
 def trainer_of(config: RewardConfig) -> tuple[Any, list[dict[str, Any]], Any]:
     """The stage's trainer before training, its token rows, and the tokenizer."""
     tokenizer, model = reward.start(config, Options(), checkpoints.open_parents(config)["model.path"])
-    token_rows, held_out = (reward.read(config, key, tokenizer) for key in ("train", "eval"))
+    token_rows, held_out = reward.read(config, tokenizer, model.config)
     trainer = reward.make_trainer(config, model, tokenizer, token_rows, held_out)
     shutil.rmtree(config.folder)  # transformers makes the folder at once
     return trainer, token_rows, tokenizer
@@ -134,7 +135,7 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
     tokenizer = tokenizers.load_tokenizer(config.folder / "model")
     parent = checkpoints.open_parents(config)["model.path"]
-    answers = reward.sampled(config, Options(), parent, tokenizer, reward.read(config, "train", tokenizer))
+    answers = reward.sampled(config, Options(), parent, tokenizer, inputs.read(config, "train", tokenizer))
     prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in rows.read_jsonl(world.pairs)}
     cut = [(ids[:length], ids[length:]) for ids in answers for length in [len(next(iter(prompts)))]]
     assert len(answers) == 24 and len({tuple(ids) for ids in answers}) > 12

@@ -24,6 +24,7 @@ from rlhf_cli import checkpoints, data, rows
 from rlhf_cli.cli import app
 from rlhf_cli.config import Options, SFTConfig, load
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.inputs import sft as inputs
 from rlhf_cli.models import loading
 from rlhf_cli.stages import sft, trl_training
 
@@ -67,8 +68,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def trainer_of(config: SFTConfig) -> tuple[Any, list[dict[str, list[int]]], Any]:
     """The stage's trainer before training, its token rows, and the tokenizer."""
     tokenizer, model = sft.start(config, Options(), checkpoints.open_parents(config))
-    strategy = sft.packing_strategy(config)
-    token_rows, held_out = (sft.read(config, key, tokenizer, strategy) for key in ("train", "eval"))
+    strategy = inputs.packing_strategy(config)
+    token_rows, held_out = sft.read(config, tokenizer, model.config, strategy)
     trainer = sft.make_trainer(config, model, tokenizer, token_rows, held_out, strategy)
     if not (config.folder / "manifest.json").exists():
         shutil.rmtree(config.folder)  # transformers makes the folder at once
@@ -370,7 +371,7 @@ def test_other_fields_of_trl_reach_it(world: World, tmp_path: Path) -> None:
 
 def test_the_command_line_says_what_is_ours_and_nothing_else(world: World, tmp_path: Path) -> None:
     config = config_of(world, tmp_path)
-    command = [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(config.file), "sft.max_steps=3"]
+    command = [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(config.file), "sft.max_steps=3", "data.eval=null"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert done.returncode == 0 and done.stdout == ""

@@ -1,5 +1,6 @@
 """The numbers of the two trainings that TRL does: `sft:` and `reward:`."""
 
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -75,6 +76,13 @@ class TrainerSettings(Section):
         True,
         description="Batches of rows of similar length: less padding, so less time. No effect with packing. [ours]",
     )
+
+    def steps(self, rows: int) -> int:
+        """Optimizer steps of a training on so many rows, as transformers counts them on one device."""
+        if self.max_steps is not None:
+            return self.max_steps
+        batches = math.ceil(rows / self.per_device_train_batch_size)
+        return math.ceil(self.num_train_epochs * max(1, math.ceil(batches / self.gradient_accumulation_steps)))
 
     @model_validator(mode="before")
     @classmethod

@@ -127,7 +127,8 @@ def prompt_rows(
 ) -> Rows[Prompt]:
     """The prompts of a file: {prompt}, {messages} (up to the last assistant turn), or the distinct prompts of pairs.
 
-    Without a tokenizer they have no tokens, only the texts are checked. Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
+    Without a tokenizer they have no tokens, only the texts are checked.
+    Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
     """
     file = DataFile(source, PROMPT_FORMS)
     found = _openings(file, [(place, prompt) for place, prompt in _distinct_prompts(file) if _is_ours(file, prompt)])
@@ -274,9 +275,7 @@ def _warn_two_starts(
 ) -> None:
     """T03: a text that begins with the start token where the tokenizer or the chat template writes one too."""
     start = tokenizer.bos_token_id
-    doubled = [
-        at for at, (prompt, answer) in enumerate(encoded) if (prompt[:2] + answer[:2])[:2] == [start, start]
-    ]
+    doubled = [at for at, (prompt, answer) in enumerate(encoded) if (prompt[:2] + answer[:2])[:2] == [start, start]]
     if doubled:
         adds = "the tokenizer" if isinstance(prompts[doubled[0]], str) else "the chat template"
         what = f"{len(doubled)} of {len(encoded)} texts start with {tokenizer.bos_token!r} twice"
@@ -299,6 +298,7 @@ def _has_response(file: DataFile, place: Place, column: str, ids: list[int]) -> 
 def _fits(file: DataFile, place: Place, length: int, max_length: int | None, on_long: str) -> bool:
     file.longest = max(file.longest, length)
     if max_length is None or length <= max_length:
+        file.longest_usable = max(file.longest_usable, length)
         return True
     if on_long == "drop":
         file.drop(place, f"longer than {max_length} tokens")
@@ -308,9 +308,7 @@ def _fits(file: DataFile, place: Place, length: int, max_length: int | None, on_
     return False
 
 
-def _finished(
-    file: DataFile, rows: list[Row], prompts: list[str | Conversation], max_length: int | None
-) -> Rows[Row]:
+def _finished(file: DataFile, rows: list[Row], prompts: list[str | Conversation], max_length: int | None) -> Rows[Row]:
     file.finish(len(rows))
     hint = "raise the token limit, or shorten the rows; data.on_long: error refuses them"
     file.warn_dropped("D10", f"longer than {max_length} tokens", hint)

@@ -34,7 +34,7 @@ class DataFile:
         self.source, self.forms = Source.of(source), forms
         self.columns, self.where = self.source.columns, self.source.where
         self.read = 0
-        self.longest = 0  # tokens, of the rows that were left out for it too
+        self.longest = self.longest_usable = 0  # tokens, with and without the rows that were left out for it
         self.transcripts = False  # whether the texts are dialogues, which the rows then hold as conversations
         self.problems: list[Problem] = []
         self.dropped: dict[str, list[Place]] = {}

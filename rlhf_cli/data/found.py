@@ -18,7 +18,7 @@ class Rows(list[Row]):
         super().__init__(rows)
         self.read = file.read
         self.left_out = sum(map(len, file.dropped.values()))
-        self.longest = file.longest  # tokens, left out or not; 0 without a tokenizer
+        self.longest = file.longest_usable  # tokens; 0 without a tokenizer
         self.source = file.source
         self.prompts = frozenset(map(texts.as_key, prompts))
 

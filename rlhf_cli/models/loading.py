@@ -45,12 +45,18 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def context_of(config: Any) -> int | None:
+    """Positions of a model with this config; None without a limit."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return context if context and context > 0 else None
+
+
 def prompt_room(config: Any, response_length: int, where: str) -> int | None:
     """Tokens that a response leaves to its prompt in the context of a model with this config; None without a limit.
 
     Raises RLHFError C13 where it leaves none; `where` names the key of the response's length.
     """
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(config)
     if context is None or response_length < context:
         return context and context - response_length
     text = f"response_length {response_length} leaves no room for a prompt in the model's context of {context} tokens"
@@ -61,10 +67,17 @@ def load_causal(
     folder: Path | str, *, dtype: str = "auto", attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> Any:
     """The causal language model of a folder, on the CPU. Raises RLHFError M01, M07, M08, M10 for a classifier."""
-    if is_classifier(read_config(folder, trust_remote_code)):
+    causal_config(folder, trust_remote_code)
+    return _load(AutoModelForCausalLM, folder, dtype, attn_implementation, trust_remote_code)[0]
+
+
+def causal_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
+    """The config of a language model's folder. Raises RLHFError M01, M08, M10 for a classifier."""
+    config = read_config(folder, trust_remote_code)
+    if is_classifier(config):
         text = f"{shown(folder)} holds a sequence classifier, not a language model"
         raise RLHFError("M10", text, hint="name the folder of an SFT or PPO stage, or another language model")
-    return _load(AutoModelForCausalLM, folder, dtype, attn_implementation, trust_remote_code)[0]
+    return config
 
 
 def load_scorer(
@@ -74,6 +87,15 @@ def load_scorer(
 
     Raises RLHFError M02 where there is no trained head, M03 for several labels, M01, M07, M08.
     """
+    scorer_config(folder, trust_remote_code)
+    model, missing = _load(AutoModelForSequenceClassification, folder, dtype, attn_implementation, trust_remote_code)
+    if missing:
+        raise _no_head(folder, f"the weights of {', '.join(missing[:3])} are missing")
+    return model
+
+
+def scorer_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
+    """The config of a reward model's folder. Raises RLHFError M02 where it has no head, M03 for several labels."""
     config = read_config(folder, trust_remote_code)
     if not is_classifier(config):
         raise _no_head(folder, f"it is a {(config.architectures or [config.model_type])[0]}")
@@ -83,10 +105,7 @@ def load_scorer(
             f"{shown(folder)} has a head of {config.num_labels} labels, a reward model needs one",
             hint="train a reward model with `rlhf reward`, or name one with num_labels 1",
         )
-    model, missing = _load(AutoModelForSequenceClassification, folder, dtype, attn_implementation, trust_remote_code)
-    if missing:
-        raise _no_head(folder, f"the weights of {', '.join(missing[:3])} are missing")
-    return model
+    return config
 
 
 def scorer_from_causal(
@@ -118,6 +137,21 @@ def value_from_causal(folder: Path | str, **how_loaded: Any) -> Any:
 def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation: str | None = None) -> Any:
     """A causal model with fresh float32 weights: `fields` of its config, vocabulary and special ids of the tokenizer.
 
+    Raises what `new_config` raises, and C17 for numbers that make no model.
+    """
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    config = new_config(fields, vocab_size=len(tokenizer), **special)
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+    except Exception as error:  # each family checks its numbers in a way of its own
+        raise _odd_fields(error) from error
+    fit_threads(model)
+    return model
+
+
+def new_config(fields: Mapping[str, Any], **decided: int | None) -> Any:
+    """The config of a causal model: `fields` as written, and what the tokenizer has `decided`.
+
     Raises RLHFError C07 for an unknown model_type, C01 for an unknown field, C17 for what the tokenizer decides.
     """
     kind = fields.get("model_type", "llama")
@@ -125,8 +159,6 @@ def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation
         near = nearest(kind, CONFIG_MAPPING.keys())
         hint = f"did you mean {near}?" if near else None
         raise RLHFError("C07", f"model.new.model_type: unknown model type {kind!r}", hint=hint)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    decided = {"vocab_size": len(tokenizer), **special}
     known = AutoConfig.for_model(kind).to_dict().keys() | {"tie_word_embeddings"}
     for name in fields:
         if name in decided:
@@ -137,19 +169,24 @@ def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation
             raise RLHFError("C01", text, hint=near and f"did you mean {near}?")
     settings = {name: value for name, value in fields.items() if name != "model_type"}
     try:
-        config = AutoConfig.for_model(kind, **settings, **decided)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+        return AutoConfig.for_model(kind, **settings, **decided)
     except Exception as error:  # each family checks its numbers in a way of its own
-        text = f"model.new: transformers refuses these fields: {' '.join(str(error).split())}"
-        raise RLHFError("C17", text, hint="hidden_size must be a multiple of num_attention_heads, for one") from error
-    fit_threads(model)
-    return model
+        raise _odd_fields(error) from error
+
+
+def _odd_fields(error: Exception) -> RLHFError:
+    text = f"model.new: transformers refuses these fields: {' '.join(str(error).split())}"
+    return RLHFError("C17", text, hint="hidden_size must be a multiple of num_attention_heads, for one")
 
 
 def check_vocabulary(model: Any, tokenizer: Any, where: str | None = None) -> None:
     """Raises RLHFError M06 where the tokenizer knows ids that the model has no embedding for."""
-    rows, largest = model.get_input_embeddings().weight.shape[0], max(tokenizer.get_vocab().values())
-    if largest >= rows:
+    check_ids(model.get_input_embeddings().weight.shape[0], tokenizer, where)
+
+
+def check_ids(rows: int, tokenizer: Any, where: str | None) -> None:
+    """`check_vocabulary` for a model of so many embeddings."""
+    if (largest := max(tokenizer.get_vocab().values())) >= rows:
         raise RLHFError(
             "M06",
             f"the tokenizer has ids up to {largest}, the model {rows} embeddings",

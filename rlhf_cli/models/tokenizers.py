@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.checkpoints import Parent
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.sources import Source
 
 PAD = "[PAD]"
@@ -139,9 +139,14 @@ def check_alike(parents: Mapping[str, Parent], where: Callable[[str], str], *, t
             hashes = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "template_sha256": template_sha256(tokenizer)}
             foreign[key] = hashes
     first = parents["models.sft"]
+    problems: list[Problem] = []
     for key, parent in parents.items():
-        if parent is not first:
+        try:
             checkpoints.check_same_tokenizer(first, parent, where=where(key), foreign=foreign)
+        except RLHFError as error:
+            problems += error.problems
+    if problems:
+        raise RLHFError.of(problems)
 
 
 def special_ids(tokenizer: Any) -> dict[str, int | None]:

@@ -13,6 +13,8 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, RewardConfig
 from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.inputs import models
+from rlhf_cli.inputs import reward as inputs
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.records import Prompts, right_pad
 from rlhf_cli.ppo.rollout import HFEngine
@@ -39,8 +41,8 @@ def run(config: RewardConfig, options: Options) -> None:
         return
     tokenizer, model = start(config, options, parent)
     stop = data.stop_token_id(tokenizer)
-    rows, eval_rows = (read(config, key, tokenizer) for key in ("train", "eval"))
-    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows), config.folder, "reward")
+    rows, eval_rows = read(config, tokenizer, model.config)
+    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows), config, "reward")
     scorer = saved_scorer(config, options, model, tokenizer, card(config, parent, len(rows), steps))
     scale = {}
     if config.reward.normalize == "sft":
@@ -58,37 +60,21 @@ def run(config: RewardConfig, options: Options) -> None:
 
 def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
     """Tokenizer and scorer before training. Raises RLHFError C17, M01-M03, M06-M08, T05."""
-    tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
-    template = tokenizers.template_sha256(tokenizer)
+    given = models.tokenizer(config, options, parent)
     set_seed(config.seed)  # the fresh head is drawn here
-    model = loading.scorer_from_causal(parent.model, **loading.how(config.model, options.trust_remote_code))
-    loading.check_vocabulary(model, tokenizer, config.where("model.path"))
-    if config.model.chat_template is not None:
-        tokenizers.set_chat_template(tokenizer, config.model.chat_template)
-        if parent.stage == "sft" and tokenizers.template_sha256(tokenizer) != template:
-            text = f"model.chat_template is not that of the SFT stage ({(template or 'none')[:12]} there)"
-            hint = "take it out: the template comes with the SFT model"
-            raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
-    if config.reward.normalize == "sft" and loading.is_classifier(loading.read_config(parent.model)):
-        text = "reward.normalize: sft samples from model.path, which is no causal model"
-        raise RLHFError("C17", text, where=config.where("reward.normalize"), hint="set reward.normalize: none")
-    tokenizers.prepare_padding(tokenizer, stop_token_id=data.stop_token_id(tokenizer))
+    model = models.scorer_to_train(config, options, parent, given)
+    inputs.check_body(config, loading.read_config(parent.model))
+    tokenizer = inputs.tokenizer(config, given, parent.stage)
     loading.fit_embeddings(model, tokenizer)
     return tokenizer, model
 
 
-def read(config: RewardConfig, key: str, tokenizer: Any) -> Rows:
-    """Pairs of data.train or data.eval; [] where there is none."""
-    source = config.sources().get(f"data.{key}")
-    if source is None:
-        return []
-    return data.preference_rows(
-        source,
-        tokenizer,
-        max_length=config.reward.max_length,
-        on_long=config.data.on_long,
-        on_identical=config.data.on_identical,
-    )
+def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:
+    """Pairs of data.train and of the evaluation data; [] where there is none."""
+    rows = inputs.read(config, "train", tokenizer)
+    held_out = inputs.read(config, "eval", tokenizer) if "data.eval" in config.sources() else None
+    inputs.check_rows(config, rows, held_out, body)
+    return rows, held_out if held_out is not None else []
 
 
 def make_trainer(config: RewardConfig, model: Any, tokenizer: Any, rows: Rows, eval_rows: Rows) -> Any:

@@ -16,13 +16,14 @@ from transformers import set_seed
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, SFTConfig
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, placed, shown
+from rlhf_cli.inputs import models
+from rlhf_cli.inputs import sft as inputs
+from rlhf_cli.inputs.sft import IGNORED
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.records import right_pad
 from rlhf_cli.stages import trl_training
 
-TOKENIZER = "model.new.tokenizer.train"
-IGNORED = -100  # label of a token that is not trained
 Rows = list[dict[str, list[int]]]
 
 
@@ -74,9 +75,9 @@ def run(config: SFTConfig, options: Options) -> None:
         return
     tokenizer, model = start(config, options, parents)
     stop = data.stop_token_id(tokenizer)
-    strategy = packing_strategy(config)
-    rows, eval_rows = (read(config, key, tokenizer, strategy) for key in ("train", "eval"))
-    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy), config.folder, "sft")
+    strategy = inputs.packing_strategy(config)
+    rows, eval_rows = read(config, tokenizer, model.config, strategy)
+    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy), config, "sft")
     loading.set_special_ids(model, tokenizer, stop)
     loading.save_model(model, tokenizer, config.folder / "model", card(config, parents, len(rows), steps))
     fields = {
@@ -90,65 +91,32 @@ def run(config: SFTConfig, options: Options) -> None:
 def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
     """Tokenizer and model before training, with a pad token that is nothing else.
 
-    Raises RLHFError C01, C06, C07 and C17 for model.new, M01 and M06-M08 for model.path.
+    Raises RLHFError C01, C06, C07, C13 and C17 for model.new, M01 and M06-M08 for model.path.
     """
     new, parent = config.model.new, parents.get("model.path")
-    if new is not None:
-        tokenizer = tokenizers.train_tokenizer(config.sources()[TOKENIZER], new.tokenizer.vocab_size)
-        model = None
-    else:
-        assert parent is not None
-        tokenizer = tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
-        model = loading.load_causal(parent.model, **loading.how(config.model, options.trust_remote_code))
-        loading.check_vocabulary(model, tokenizer, config.where("model.path"))
-    if config.model.chat_template is not None:
-        tokenizers.set_chat_template(tokenizer, config.model.chat_template)
-    tokenizers.prepare_padding(tokenizer, stop_token_id=data.stop_token_id(tokenizer))
+    given = model = None
+    if parent is not None:
+        given = models.tokenizer(config, options, parent)
+        model = models.causal(config, options, parent, given)
+    elif new is not None:
+        inputs.new_body(config, new.tokenizer.vocab_size)
+    tokenizer = inputs.tokenizer(config, given)
     set_seed(config.seed)
     if model is None:
         assert new is not None
-        model = loading.new_causal(new.config_fields(), tokenizer, attn_implementation=config.model.attn_implementation)
+        with placed(config.where("model.new")):
+            attention = config.model.attn_implementation
+            model = loading.new_causal(new.config_fields(), tokenizer, attn_implementation=attention)
     loading.fit_embeddings(model, tokenizer)
     return tokenizer, model
 
 
-def packing_strategy(config: SFTConfig) -> str | None:
-    """How rows are packed into sequences of max_length; None where they are not.
-
-    `bfd` keeps whole rows apart, by flash attention or by a mask as large as the batch's tokens squared. `wrapped` cuts
-    one long text, in which neighbours see each other: the usual way for plain text, and about twice as fast on a CPU.
-    """
-    if not config.sft.packing:
-        return None
-    plain = data.is_plain_text(config.sources()["data.train"])
-    strategy = config.trainer.get("packing_strategy", "wrapped" if plain else "bfd")
-    apart = "cut out of one long text, neighbours see each other" if strategy == "wrapped" else "rows stay apart"
-    terminal.say(f"sft      packing: {strategy} ({apart}; trainer.packing_strategy changes it)")
-    return strategy
-
-
-def read(config: SFTConfig, key: str, tokenizer: Any, strategy: str | None) -> Rows:
-    """Token rows {input_ids, labels} of data.train or data.eval; [] where there is none."""
-    source = config.sources().get(f"data.{key}")
-    if source is None:
-        return []
-    rows = data.sft_rows(
-        source,
-        tokenizer,
-        max_length=None if strategy in ("wrapped", "bfd_split") else config.sft.max_length,  # these two cut long rows
-        on_long=config.data.on_long,
-    )
-    only = config.sft.completion_only_loss
-    return [
-        {
-            "input_ids": row["input_ids"],
-            "labels": [
-                token if wanted or not only else IGNORED
-                for token, wanted in zip(row["input_ids"], row["completion_mask"], strict=True)
-            ],
-        }
-        for row in rows
-    ]
+def read(config: SFTConfig, tokenizer: Any, body: Any, strategy: str | None) -> tuple[Rows, Rows]:
+    """Token rows {input_ids, labels} of data.train and of the evaluation data; [] where there is none."""
+    rows = inputs.read(config, "train", tokenizer, strategy)
+    held_out = inputs.read(config, "eval", tokenizer, strategy) if "data.eval" in config.sources() else None
+    inputs.check_rows(config, rows, held_out, body, strategy)
+    return inputs.labelled(config, rows), inputs.labelled(config, held_out) if held_out is not None else []
 
 
 def make_trainer(

@@ -18,6 +18,7 @@ from rlhf_cli import __version__, checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.inputs import limits
 from rlhf_cli.models import loading
 from rlhf_cli.signals import StopWish
 from rlhf_cli.tracking import MetricsLog
@@ -50,7 +51,7 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "learning_rate num_train_epochs per_device_train_batch_size per_device_eval_batch_size weight_decay adam_beta1 "
         "gradient_accumulation_steps lr_scheduler_type max_grad_norm adam_beta2 adam_epsilon gradient_checkpointing"
     )
-    evaluation = "no" if config.data.eval is None else "epoch" if ours.eval_steps is None else "steps"
+    evaluation = "no" if "data.eval" not in config.sources() else "epoch" if ours.eval_steps is None else "steps"
     settings = {
         **{name: getattr(ours, name) for name in same.split()},
         "output_dir": str(config.folder / "state"),
@@ -95,12 +96,15 @@ def _trl(config: SFTConfig | RewardConfig, kind: Any, **settings: Any) -> Any:
         raise RLHFError("C17", text, where=config.where("trainer")) from error
 
 
-def train(trainer: Any, folder: Path, label: str) -> int:
-    """Train to the end, from the newest whole checkpoint in `folder`/state where there is one; returns the steps.
+def train(trainer: Any, config: SFTConfig | RewardConfig, label: str) -> int:
+    """Train to the end, from the newest whole checkpoint in state/ where there is one; returns the steps.
 
     SIGTERM or SIGINT: saves after the step and raises SystemExit(143 or 130).
     Raises RLHFError R01 for a loss that is not finite.
     """
+    folder = config.folder
+    settings = config.sft if isinstance(config, SFTConfig) else config.reward
+    limits.warn_intervals(config, settings.steps(len(trainer.train_dataset)))
     checkpoint = newest_checkpoint(folder / "state")
     state = json.loads((checkpoint / STATE).read_text(encoding="utf-8")) if checkpoint else {}
     log = MetricsLog(folder / "metrics.jsonl", resume_at=state.get("global_step", 0))
@@ -149,10 +153,6 @@ class Follower(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The progress starts where the checkpoint left off, and so do the sums behind the next line of the log."""
-        for what, every in (("save", state.save_steps), ("evaluation", state.eval_steps)):
-            if every and every > state.max_steps and (what == "save" or args.eval_strategy == "steps"):
-                text = f"one {what} every {every} steps is more than the {state.max_steps} of the run"
-                terminal.warn("C14", f"{text}: only the last step gets one")
         self.bar = terminal.Progress(self.label, state.max_steps, "step")
         self.bar.__enter__()
         self.bar.advance(state.global_step)

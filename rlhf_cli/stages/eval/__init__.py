@@ -4,6 +4,8 @@ from typing import Any
 
 from rlhf_cli import checkpoints, data, rows, terminal, verdict
 from rlhf_cli.config import EvalConfig, Options
+from rlhf_cli.inputs import eval as inputs
+from rlhf_cli.inputs import models
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.stages.eval import answers, report
 
@@ -26,14 +28,11 @@ def run(config: EvalConfig, options: Options) -> None:
 def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoints.Parent]) -> dict[str, Any]:
     """Write samples.jsonl and report.json; returns the report."""
     tokenizers.check_alike(parents, config.where, trust_remote_code=options.trust_remote_code)
-    tokenizer = tokenizers.load_tokenizer(parents["models.sft"].model, trust_remote_code=options.trust_remote_code)
-    sampling = answers.sampling(config, parents["models.ppo"], tokenizer)
-    body = loading.read_config(parents["models.sft"].model, options.trust_remote_code)
-    prompts = data.prompt_rows(
-        config.sources()["data.prompts"],
-        tokenizer,
-        max_length=loading.prompt_room(body, sampling.response_length, config.where("eval.response_length")),
-    )[: config.eval.n]
+    sft, ppo = parents["models.sft"], parents["models.ppo"]
+    tokenizer = models.tokenizer(config, options, sft)
+    sampling = inputs.sampling(config, inputs.trained_by(ppo), ppo.path, data.stop_token_id(tokenizer))
+    body = loading.read_config(sft.model, options.trust_remote_code)
+    prompts = inputs.read(config, tokenizer, body, sampling.response_length)[: config.eval.n]
     if len(prompts) < config.eval.n:
         terminal.say(f"eval     {len(prompts)} held-out prompts (eval.n asks for {config.eval.n})")
     judged = answers.collect(config, options, parents, tokenizer, prompts, sampling)

@@ -7,29 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli import checkpoints, data, terminal
-from rlhf_cli import config as configs
+from rlhf_cli import data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.inputs import eval as inputs
+from rlhf_cli.inputs import models
 from rlhf_cli.models import loading, reading
 from rlhf_cli.ppo import formulas
 from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
-from rlhf_cli.ppo.rewards import ModelReward, call_text_reward, load_function
+from rlhf_cli.ppo.rewards import ModelReward, call_text_reward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
 
 NEAR_GREEDY = 0.01  # the temperature of TRL 1.12's evaluation generations
 Judge = Callable[[list[str], list[str], Rollout], list[float]]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn: as in PPO's training, unless eval.yaml says otherwise."""
-
-    temperature: float
-    response_length: int
-    stop_token_id: int | None
 
 
 @dataclass(frozen=True)
@@ -46,42 +37,22 @@ class Answers:
     kl: list[float] | None  # nats, sum over the response; None for near-greedy responses
 
 
-def sampling(config: EvalConfig, ppo: Parent, tokenizer: Any) -> Sampling:
-    """eval.yaml's own settings, else those that PPO trained with (C17 where neither says)."""
-    temperature, length, stop = config.eval.temperature, config.eval.response_length, data.stop_token_id(tokenizer)
-    if ppo.stage == "ppo":
-        settings = configs.load("ppo", ppo.path / "config.yaml").ppo
-        temperature, length = temperature or settings.temperature, length or settings.max_response_length
-        if settings.stop_token == "none":
-            return Sampling(temperature, length, None)
-        stop = stop if settings.stop_token_id is None else settings.stop_token_id
-    if temperature is None or length is None:
-        raise RLHFError(
-            "C17",
-            f"{checkpoints.shown(ppo.path)} does not tell how its policy was sampled",
-            where=config.where("models.ppo"),
-            hint="set eval.temperature and eval.response_length",
-        )
-    return Sampling(temperature, length, stop)
-
-
 def collect(
     config: EvalConfig,
     options: Options,
     parents: Mapping[str, Parent],
     tokenizer: Any,
     prompts: list[data.Prompt],
-    how: Sampling,
+    how: inputs.Sampling,
 ) -> list[Answers]:
     """Everything generated and scored: each policy in each mode, then best-of-n of the SFT policy."""
-    load = loading.how(config.models, options.trust_remote_code)
-    desk = _Desk(config, tokenizer, prompts, how, _judges(config, parents, load))
+    desk = _Desk(config, tokenizer, prompts, how, _judges(config, options, parents, tokenizer))
     names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
     rounds = len(names) * len(config.eval.modes) + max(config.eval.best_of, default=0)
     found: list[Answers] = []
 
     def policy(name: str) -> Any:
-        return loading.load_causal(parents[f"models.{name}"].model, **load).to(loading.device()).eval()
+        return models.causal(config, options, parents[f"models.{name}"], tokenizer).to(loading.device()).eval()
 
     sft = policy("sft")
     with terminal.Progress("eval", rounds, "round") as bar:
@@ -97,22 +68,22 @@ def collect(
     return found + [best_of(draws[:n]) for n in config.eval.best_of]
 
 
-def _judges(config: EvalConfig, parents: Mapping[str, Parent], load: dict[str, Any]) -> dict[str, Judge]:
+def _judges(config: EvalConfig, options: Options, parents: Mapping[str, Parent], tokenizer: Any) -> dict[str, Judge]:
     """Name -> judge. `reward` is what PPO was trained on."""
 
     def by_model(parent: Parent) -> Judge:
-        model = loading.load_scorer(parent.model, **load).to(loading.device()).eval()
+        model = models.scorer(config, options, parent, tokenizer).to(loading.device()).eval()
         source = ModelReward(model, config.eval.per_device_batch_size)
         return lambda prompts, responses, rollout: source(rollout).tolist()
 
-    def by_function(name: str, spec: str) -> Judge:
-        function = load_function(spec, folder=config.file.parent, where=config.where(f"judges.{name}"))
+    def by_function(name: str) -> Judge:
+        function = functions[name]
         return lambda prompts, responses, rollout: call_text_reward(name, function, prompts, responses)
 
+    functions = inputs.functions(config)
     judges = {"reward": by_model(parents["models.reward"])} if "models.reward" in parents else {}
-    for name, spec in config.judges.items():
-        key = f"judges.{name}"
-        judges[name] = by_model(parents[key]) if key in parents else by_function(name, spec)
+    for name in config.judges:
+        judges[name] = by_function(name) if name in functions else by_model(parents[f"judges.{name}"])
     return judges
 
 
@@ -123,7 +94,7 @@ class _Desk:
     config: EvalConfig
     tokenizer: Any
     prompts: list[data.Prompt]
-    how: Sampling
+    how: inputs.Sampling
     judges: dict[str, Judge]
 
     def answer(self, name: str, mode: str, policy: Any, sft: Any, draw: int = 0) -> Answers:

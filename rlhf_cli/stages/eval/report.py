@@ -6,7 +6,8 @@ from typing import Any
 from rlhf_cli import statistics, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig
-from rlhf_cli.stages.eval.answers import Answers, Sampling
+from rlhf_cli.inputs.eval import Sampling
+from rlhf_cli.stages.eval.answers import Answers
 
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
 

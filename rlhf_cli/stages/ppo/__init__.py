@@ -2,10 +2,10 @@
 
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.config import Options, PPOConfig
+from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.models import loading, tokenizers, trees
 from rlhf_cli.ppo.metrics import Stats, objective
 from rlhf_cli.ppo.records import Prompts
-from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.signals import StopWish
 from rlhf_cli.stages.ppo import parts as making
 from rlhf_cli.stages.ppo.samples import SampleTables
@@ -42,7 +42,7 @@ def run(config: PPOConfig, options: Options) -> None:
 def train(config: PPOConfig, parts: making.Parts) -> None:
     """The loop over updates. SIGTERM or SIGINT: saves after the step and exits 143 or 130."""
     trainer, settings, folder = parts.trainer, config.ppo, config.folder
-    terminal.say(arithmetic(settings, len(parts.prompts), parts.updates))
+    terminal.say(f"ppo      {inputs.arithmetic(config, len(parts.prompts))}")
     if settings.kl_in == "reward" and settings.kl_estimator != "k1":
         text = f"kl_estimator {settings.kl_estimator} in the reward does not have the KL's policy gradient"
         terminal.warn("C18", text, where=config.where("ppo.kl_estimator"), hint="k1 has it; or set kl_in: loss")
@@ -86,21 +86,6 @@ def headline(config: PPOConfig, parts: making.Parts) -> Stats:
     judged = parts.trainer.judge(parts.trainer.generate(asked, purpose="headline"))
     found = objective(judged, kl_coef=config.ppo.kl_coef, in_reward=config.ppo.kl_in == "reward")
     return {name: found[name] for name in HEADLINE}
-
-
-def arithmetic(settings: PPOSettings, prompts: int, updates: int) -> str:
-    """What the batch sizes come to, in one line."""
-    rows, parts, episodes = (
-        settings.per_device_train_batch_size,
-        settings.gradient_accumulation_steps,
-        settings.episodes_per_update,
-    )
-    epochs, minibatches = settings.num_ppo_epochs, settings.num_mini_batches
-    return (
-        f"ppo      {prompts} prompts; an update: {rows} x {parts} = {episodes} episodes, "
-        f"{settings.num_samples_per_prompt} to a prompt; {epochs} epochs x {minibatches} minibatches = "
-        f"{epochs * minibatches} optimizer steps; in all {updates} updates, {updates * episodes} episodes"
-    )
 
 
 def status_line(stats: Stats) -> str:

@@ -1,0 +1,69 @@
+"""What `rlhf ppo` starts from."""
+
+from typing import Any
+
+from rlhf_cli import data, terminal
+from rlhf_cli.config import PPOConfig
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.inputs import limits
+from rlhf_cli.models import loading
+from rlhf_cli.ppo.rewards import TextReward, load_function
+
+
+def stop_token(config: PPOConfig, tokenizer: Any, vocab_size: int) -> int | None:
+    """The id that ends a response; None where nothing does. Raises RLHFError C06 for an id beyond the vocabulary."""
+    settings = config.ppo
+    if settings.stop_token_id is None:
+        return data.stop_token_id(tokenizer) if settings.stop_token != "none" else None
+    if settings.stop_token_id >= vocab_size:
+        text = f"ppo.stop_token_id {settings.stop_token_id} is no token of the model"
+        raise RLHFError("C06", text, where=config.where("ppo.stop_token_id"), hint="see the tokenizer's eos_token_id")
+    return settings.stop_token_id
+
+
+def read(config: PPOConfig, key: str, tokenizer: Any, body: Any) -> data.Rows[data.Prompt]:
+    """Prompts of data.prompts or data.eval_prompts that leave room for a response in the context of a model `body`.
+
+    Raises RLHFError C13 where none could, D01-D14. `body` None: the context is not known.
+    """
+    room = None
+    if body is not None:
+        room = loading.prompt_room(body, config.ppo.max_response_length, config.where("ppo.response_length"))
+    source = config.sources()[f"data.{key}"]
+    return data.prompt_rows(source, tokenizer, max_length=room, on_long=config.data.on_long)
+
+
+def check_rows(config: PPOConfig, prompts: data.Rows[Any], held_out: data.Rows[Any] | None) -> None:
+    """Warns D13, C14. Raises RLHFError D11."""
+    if held_out is not None:
+        data.warn_shared(prompts, held_out, where=config.where("data.eval_prompts"))
+    limits.check_prompts(config, prompts)
+    limits.warn_intervals(config, config.ppo.num_updates(len(prompts)))
+
+
+def functions(config: PPOConfig) -> dict[str, TextReward]:
+    """The Python functions among the rewards, by name. Raises RLHFError C17."""
+    return {
+        name: load_function(source.function, folder=config.file.parent, where=config.where(f"rewards.{name}.function"))
+        for name, source in config.rewards.items()
+        if source.function
+    }
+
+
+def warn_pad(body: Any, stop_token_id: int | None, where: str) -> None:
+    """T01 of a foreign reward model: its pad token also ends a text."""
+    if stop_token_id is not None and body.pad_token_id == stop_token_id:
+        text = "the reward model's pad token ends a text: it is read at the token before, as it was trained"
+        terminal.warn("T01", text, where=where)
+
+
+def arithmetic(config: PPOConfig, prompts: int) -> str:
+    """What the batch sizes come to, in one line."""
+    ours, updates = config.ppo, config.ppo.num_updates(prompts)
+    rows, parts, episodes = ours.per_device_train_batch_size, ours.gradient_accumulation_steps, ours.episodes_per_update
+    epochs, minibatches = ours.num_ppo_epochs, ours.num_mini_batches
+    return (
+        f"{prompts} prompts; an update: {rows} x {parts} = {episodes} episodes, "
+        f"{ours.num_samples_per_prompt} to a prompt; {epochs} epochs x {minibatches} minibatches = "
+        f"{epochs * minibatches} optimizer steps; in all {updates} updates, {updates * episodes} episodes"
+    )

@@ -1,0 +1,96 @@
+"""What `rlhf sft` starts from."""
+
+from typing import Any
+
+from rlhf_cli import data, terminal
+from rlhf_cli.config import SFTConfig
+from rlhf_cli.errors import placed
+from rlhf_cli.inputs import limits
+from rlhf_cli.models import loading, tokenizers
+
+TRAINED_ON = "model.new.tokenizer.train"
+CUT = ("wrapped", "bfd_split")  # packing strategies that cut long rows, so that none is too long
+IGNORED = -100  # label of a token that is not trained
+Tokens = list[dict[str, list[int]]]
+
+
+def tokenizer(config: SFTConfig, given: Any) -> Any:
+    """The tokenizer as training has it: `given`, that of model.path, or for None a new one; with a pad of its own.
+
+    Raises RLHFError C06, C07, D01-D05.
+    """
+    if given is None:
+        assert config.model.new is not None
+        with placed(config.where("model.new.tokenizer")):
+            given = tokenizers.train_tokenizer(config.sources()[TRAINED_ON], config.model.new.tokenizer.vocab_size)
+    if config.model.chat_template is not None:
+        tokenizers.set_chat_template(given, config.model.chat_template)
+    tokenizers.prepare_padding(given, stop_token_id=data.stop_token_id(given))
+    return given
+
+
+def new_body(config: SFTConfig, vocab_size: int) -> Any:
+    """The transformers config of model.new, special tokens left out. Raises RLHFError C01, C07, C13, C17."""
+    assert config.model.new is not None
+    with placed(config.where("model.new")):
+        unknown = dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos"))
+        body = loading.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **unknown)
+    limits.check_context(config, body, 0, strict=True)
+    return body
+
+
+def packing_strategy(config: SFTConfig) -> str | None:
+    """How rows are packed into sequences of max_length; None where they are not.
+
+    `bfd` keeps whole rows apart, by flash attention or by a mask as large as the batch's tokens squared. `wrapped` cuts
+    one long text, in which neighbours see each other: the usual way for plain text, and about twice as fast on a CPU.
+    """
+    if not config.sft.packing:
+        return None
+    plain = data.is_plain_text(config.sources()["data.train"])
+    strategy = config.trainer.get("packing_strategy", "wrapped" if plain else "bfd")
+    apart = "cut out of one long text, neighbours see each other" if strategy == "wrapped" else "rows stay apart"
+    terminal.say(f"sft      packing: {strategy} ({apart}; trainer.packing_strategy changes it)")
+    return strategy
+
+
+def read(config: SFTConfig, key: str, tokenizer: Any, strategy: str | None) -> data.Rows[Any]:
+    """Rows of data.train or data.eval, within max_length unless packing cuts them."""
+    return data.sft_rows(
+        config.sources()[f"data.{key}"],
+        tokenizer,
+        max_length=None if strategy in CUT else config.sft.max_length,
+        on_long=config.data.on_long,
+    )
+
+
+def check_rows(
+    config: SFTConfig, rows: data.Rows[Any], held_out: data.Rows[Any] | None, body: Any, strategy: str | None
+) -> None:
+    """Warns D13. Raises RLHFError C13 (`body` None: the context is not known), D11."""
+    if held_out is not None:
+        data.warn_shared(rows, held_out, where=config.where("data.eval"))
+    if body is not None:
+        longest = max(rows.longest, held_out.longest if held_out else 0)
+        limits.check_context(config, body, longest, strict=strategy in CUT or config.model.new is not None)
+    sequences = len(rows)
+    if strategy in CUT and rows.longest:
+        tokens = sum(len(row["input_ids"]) for row in rows)
+        limits.check_batch(config, rows, -(-tokens // config.sft.max_length), "packed sequences")
+    elif strategy not in CUT:
+        limits.check_batch(config, rows, sequences)
+
+
+def labelled(config: SFTConfig, rows: data.Rows[Any]) -> Tokens:
+    """{input_ids, labels} of each row."""
+    only = config.sft.completion_only_loss
+    return [
+        {
+            "input_ids": row["input_ids"],
+            "labels": [
+                token if wanted or not only else IGNORED
+                for token, wanted in zip(row["input_ids"], row["completion_mask"], strict=True)
+            ],
+        }
+        for row in rows
+    ]
