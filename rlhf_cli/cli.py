@@ -192,6 +192,25 @@ def run(
 
 
 @app.command()
+def check(
+    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A stage's YAML file, or a run's folder.")],
+    assignments: Trailing = None,
+    set_: Set = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Load the models too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Look at configs, files, every row of data, tokenizers and batch sizes; show all that is wrong, train nothing."""
+    from rlhf_cli import check
+    from rlhf_cli.config import Options
+
+    options = Options(trust_remote_code=trust_remote_code, debug=debug)
+    overrides = [*(set_ or []), *(assignments or [])]
+    raise typer.Exit(check.run(path, overrides, options, deep=deep, as_json=as_json))
+
+
+@app.command()
 def init(
     preset: Annotated[str | None, typer.Argument(metavar="PRESET", help="One of `rlhf init --list`.")] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write it.")] = None,

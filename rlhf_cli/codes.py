@@ -269,8 +269,8 @@ TOKENS_AND_MODELS = {
     "M04": Code(
         "adapter without its base",
         2,
-        "The folder holds an adapter whose base model is not there.",
-        "Bring the base model, or export a merged model.",
+        "The folder holds an adapter alone; the message names the base model that it wants.",
+        "Bring the base model, merge the two, and name the merged model.",
     ),
     "M05": Code(
         "damaged checkpoint",

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,23 @@ class World:
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(sections), encoding="utf-8")
         return path
+
+
+PPO = "models: {sft: model, reward: scorer}\ndata: {prompts: prompts.jsonl}\nppo:\n  total_episodes: 64\n"
+SFT = "model: {path: model}\ndata: {train: rows.jsonl}\nsft: {max_steps: 1}\n"
+REWARD = "model: {path: model}\ndata: {train: pairs.jsonl}\nreward: {max_steps: 1}\n"
+
+
+@pytest.fixture
+def folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Configs, data and a base model that are all right, for a test to break one thing."""
+    shutil.copytree(world.base, tmp_path / "model")
+    for name, path in (("rows", world.sft), ("pairs", world.pairs), ("prompts", world.sft)):
+        shutil.copy(path, tmp_path / f"{name}.jsonl")
+    for stage, text in (("sft", SFT), ("reward", REWARD), ("ppo", PPO)):
+        (tmp_path / f"{stage}.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)

@@ -1,56 +1,23 @@
-"""Bad input through the real CLI: each says code, place and fix in a line or two, and exits as promised."""
+"""Bad configs through the real CLI: each says code, place and fix in a line or two, and exits as promised."""
 
-import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 
 from rlhf_cli import rows
-from rlhf_cli.cli import app
-
-PPO = "models: {sft: model, reward: scorer}\ndata: {prompts: prompts.jsonl}\nppo:\n  total_episodes: 64\n"
-SFT = "model: {path: model}\ndata: {train: rows.jsonl}\nsft: {max_steps: 1}\n"
-REWARD = "model: {path: model}\ndata: {train: pairs.jsonl}\nreward: {max_steps: 1}\n"
-
-
-@pytest.fixture
-def folder(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Configs, data and a base model that are all right, for a test to break one thing."""
-    shutil.copytree(world.base, tmp_path / "model")
-    for name, path in (("rows", world.sft), ("pairs", world.pairs), ("prompts", world.sft)):
-        shutil.copy(path, tmp_path / f"{name}.jsonl")
-    for stage, text in (("sft", SFT), ("reward", REWARD), ("ppo", PPO)):
-        (tmp_path / f"{stage}.yaml").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def rlhf(stage: str, *arguments: str) -> Result:
-    return CliRunner().invoke(app, [stage, "-c", f"{stage}.yaml", *arguments])
-
-
-def refused(result: Result, code: str, place: str, *says: str, exit_code: int = 2) -> bool:
-    """The message in its form: `error[CODE]: PLACE: ...`, a hint at most, no traceback, nothing on stdout."""
-    first = result.stderr.splitlines()[0]
-    assert first.startswith(f"error[{code}]: {place}"), result.stderr
-    assert all(text in result.stderr for text in says), result.stderr
-    assert (result.exit_code, result.stdout) == (exit_code, "") and "Traceback" not in result.stderr
-    return True
-
-
-def replace(path: str, old: str, new: str) -> None:
-    text = Path(path).read_text()
-    assert old in text
-    Path(path).write_text(text.replace(old, new))
 
 
 def test_c01_unknown_key(folder: Path) -> None:
     replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  kl_coeff: 0.1")
     assert refused(rlhf("ppo"), "C01", "ppo.yaml:5: ", "kl_coeff", "hint: did you mean kl_coef?")
+
+
+def test_c02_key_in_the_wrong_section(folder: Path) -> None:
+    replace("ppo.yaml", "ppo:", "kl_coef: 0.1\nppo:")
+    says = ("kl_coef belongs under ppo:", "hint: write it as ppo.kl_coef")
+    assert refused(rlhf("ppo"), "C02", "ppo.yaml:3: ", *says)
 
 
 def test_c03_duplicate_key(folder: Path) -> None:
@@ -70,9 +37,62 @@ def test_c05_wrong_type(folder: Path) -> None:
     assert refused(rlhf("ppo"), "C05", "ppo.yaml:4: ", "total_episodes", "eight")
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("learning_rate: -1", "must be >= 0, got -1"),
+        ("learning_rate: .nan", "a finite number >= 0, got nan"),
+        ("learning_rate: .inf", "a finite number >= 0, got inf"),
+        ("max_steps: true", "expected a whole number > 0, got true"),
+    ],
+)
+def test_c06_out_of_range(folder: Path, line: str, says: str) -> None:
+    replace("sft.yaml", "max_steps: 1", line)
+    assert refused(rlhf("sft"), "C06", "sft.yaml:3: ", says)
+
+
+def test_c07_not_one_of_the_choices(folder: Path) -> None:
+    replace("sft.yaml", "max_steps: 1", "lr_scheduler_type: cosin")
+    says = ("linear, cosine, cosine_with_restarts", "hint: did you mean cosine?")
+    assert refused(rlhf("sft"), "C07", "sft.yaml:3: ", *says)
+
+
+@pytest.mark.parametrize(("given", "command"), [("reward", "sft"), ("ppo", "eval"), ("sft", "reward")])
+def test_c07_a_config_given_to_the_wrong_command_is_one_line(folder: Path, given: str, command: str) -> None:
+    result = rlhf(command, "-c", f"{given}.yaml")
+    says = (f"this config is for {given}, not for {command}", f"hint: run it with: rlhf {given} --config {given}.yaml")
+    assert refused(result, "C07", f"{given}.yaml: ", *says) and len(result.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "says"),
+    [
+        ("sft:\n\tmax_steps: 1\n", "sft.yaml:4:1: ", "hint: use spaces"),
+        ("sft: {max_steps: 1\n", "sft.yaml:4:1: ", "not valid YAML"),
+        ('sft: {lr_scheduler_type: "a\\0b"}\n', "sft.yaml:3: ", "U+0000 is not allowed"),
+    ],
+)
+def test_c08_syntax(folder: Path, line: str, place: str, says: str) -> None:
+    replace("sft.yaml", "sft: {max_steps: 1}\n", line)
+    assert refused(rlhf("sft"), "C08", place, says)
+
+
 def test_c09_config_missing(folder: Path) -> None:
     (folder / "ppo.yaml").unlink()
     assert refused(rlhf("ppo"), "C09", "", "ppo.yaml", "sft.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("packing: off", "hint: write true or false"),
+        ("max_steps: 012", "hint: write a plain decimal number"),
+        ("max_steps: 1:30", 'got "1:30"'),
+    ],
+)
+def test_c10_what_older_yaml_would_convert_is_refused(folder: Path, line: str, says: str) -> None:
+    replace("sft.yaml", "max_steps: 1", line)
+    assert refused(rlhf("sft"), "C10", "sft.yaml:3: ", says)
 
 
 def test_c11_bad_override(folder: Path) -> None:
@@ -86,92 +106,50 @@ def test_c12_batches_that_do_not_divide(folder: Path) -> None:
     )
 
 
+def test_c13_a_new_model_of_fewer_positions_than_max_length(folder: Path) -> None:
+    new = "new: {hidden_size: 32, max_position_embeddings: 64, tokenizer: {train: rows.jsonl, vocab_size: 300}}"
+    replace("sft.yaml", "path: model", new)
+    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 100")
+    says = ("sft.max_length 100 is 36 more than the model's 64 positions", "hint: lower sft.max_length by 36, to 64")
+    assert refused(rlhf("sft"), "C13", "sft.yaml:3: ", *says)
+    assert "C13" in check("sft.yaml").stderr
+
+
+def test_c13_rows_longer_than_the_context(folder: Path) -> None:
+    rows.write_jsonl(folder / "rows.jsonl", [{"prompt": "Tell me", "completion": " about the sun" * 100}] * 8)
+    result = rlhf("sft")
+    says = ("sft.max_length 1024 lets rows of ", "more than the model's 128 positions", "by 896, to 128")
+    assert refused(result, "C13", "sft.yaml:3: ", *says)
+
+
+def test_c13_a_response_that_leaves_no_room(folder: Path) -> None:
+    foreign_scorer(folder)
+    result = rlhf("ppo", "-s", "ppo.response_length=128")
+    says = ("no room for a prompt in the model's context of 128 tokens", "hint: lower it by at least 1")
+    assert refused(result, "C13", "--set ppo.response_length: ", *says)
+
+
+@pytest.mark.training
+def test_c14_an_interval_beyond_the_end(folder: Path) -> None:
+    replace("sft.yaml", "sft:", "output: {save_steps: 9}\nsft:")
+    assert warned(rlhf("sft"), "C14", "sft.yaml:3: ", "every 9 steps is more than the 1 of the run", "hint: lower")
+    assert (folder / "sft/state/checkpoint-1").is_dir()
+
+
+def test_c14_in_ppo(folder: Path) -> None:
+    foreign_scorer(folder)
+    replace("ppo.yaml", "ppo:", "output: {save_steps: 9}\nppo:")
+    assert warned(check("ppo.yaml"), "C14", "ppo.yaml:3: ", "every 9 updates is more than the 1 of the run")
+
+
 @pytest.mark.training
 def test_c15_output_of_another_config(folder: Path) -> None:
     assert rlhf("sft").exit_code == 0
     assert refused(rlhf("sft", "-s", "sft.weight_decay=0.1"), "C15", "", "sft.weight_decay 0.0 -> 0.1", "hint: --fresh")
 
 
-def test_d01_data_file_missing(folder: Path) -> None:
-    replace("sft.yaml", "rows.jsonl", "row.jsonl")
-    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", "hint: did you mean rows.jsonl?")
-
-
-def test_d02_column_missing(folder: Path) -> None:
-    rows.write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "worse": "c"}])
-    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "rejected", "worse", "data.columns")
-
-
-def test_d03_malformed_json(folder: Path) -> None:
-    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a" "completion": "b"}\n')
-    assert refused(rlhf("sft"), "D03", "rows.jsonl:2:16: ")
-
-
-def test_d05_no_usable_row(folder: Path) -> None:
-    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 2")
-    assert refused(rlhf("sft"), "D05", "rows.jsonl", "96", "longer than 2 tokens")
-
-
-@pytest.mark.training
-def test_t01_pad_is_eos(folder: Path) -> None:
-    """SFT adds a pad token, and says so; a foreign reward model is read where it was trained, and PPO says so."""
-    settings = json.loads((folder / "model/tokenizer_config.json").read_text())
-    (folder / "model/tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": settings["eos_token"]}))
-    trained = rlhf("sft")
-    assert trained.exit_code == 0 and "warning[T01]" in trained.stderr and "[PAD]" in trained.stderr
-    assert json.loads((folder / "sft/manifest.json").read_text())["special_tokens"]["pad"] > 1
-    _foreign_scorer(folder, pad_token_id=1)
-    small = (
-        "-s",
-        "ppo.total_episodes=8",
-        "-s",
-        "ppo.per_device_train_batch_size=8",
-        "-s",
-        "ppo.gradient_accumulation_steps=1",
-    )
-    scored = rlhf("ppo", *small, "-s", "ppo.response_length=8")
-    assert (
-        scored.exit_code == 0 and "warning[T01]: ppo.yaml:1: the reward model's pad token ends a text" in scored.stderr
-    )
-
-
-def _foreign_scorer(folder: Path, **changes: Any) -> None:
-    """scorer/: a one-label classifier on the base model, as somebody else would hand it on."""
-    import torch
-
-    from rlhf_cli.models import loading, tokenizers
-
-    torch.manual_seed(0)
-    model = loading.scorer_from_causal(folder / "model")
-    for name, value in changes.items():
-        setattr(model.config, name, value)
-    loading.save_model(model, tokenizers.load_tokenizer(folder / "model"), folder / "scorer", "A scorer.")
-
-
-@pytest.mark.training
-def test_t02_no_pad_token(folder: Path) -> None:
-    settings = json.loads((folder / "model/tokenizer_config.json").read_text())
-    settings.pop("pad_token")
-    (folder / "model/tokenizer_config.json").write_text(json.dumps(settings))
-    trained = rlhf("sft")
-    assert trained.exit_code == 0 and "warning[T02]" in trained.stderr
-    assert json.loads((folder / "sft/model/tokenizer_config.json").read_text())["pad_token"] == "[PAD]"
-
-
-@pytest.mark.training
-def test_t05_template_differs_between_stages(folder: Path) -> None:
-    assert rlhf("sft", "-s", "model.chat_template=chatml").exit_code == 0
-    (folder / "other.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
-    replace("reward.yaml", "path: model", "path: sft, chat_template: other.jinja")
-    assert refused(rlhf("reward"), "T05", "reward.yaml:1: ", "hint:")
-
-
-def test_m01_model_path_wrong(folder: Path) -> None:
-    replace("sft.yaml", "path: model", "path: ./modle")
-    assert refused(rlhf("sft"), "M01", "sft.yaml:1: ", "modle", "hint: did you mean model?")
-
-
-def test_m02_causal_model_as_reward(folder: Path) -> None:
-    replace("ppo.yaml", "reward: scorer", "reward: model")
-    result = rlhf("ppo")
-    assert refused(result, "M02", "", "no trained reward head", "hint:") and not (folder / "ppo/metrics.jsonl").exists()
+def test_c16_a_token_in_the_config(folder: Path) -> None:
+    secret = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
+    replace("sft.yaml", "path: model", f"path: model, revision: {secret}")
+    result = rlhf("sft")
+    assert refused(result, "C16", "sft.yaml:1: ", "HF_TOKEN") and secret not in result.output

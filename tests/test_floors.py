@@ -22,10 +22,13 @@ FLOORS = [
     {"inputs.*"},
     {"stages", "stages.trl_training", "demo.*", "preferences.*"},
     {"stages.sft", "stages.reward", "stages.ppo.*", "stages.eval.*", "pipeline", "presets"},
+    {"check.*"},
     {"cli"},
     {"__main__"},
 ]
-TORCH_FREE = "cli checkpoints config pipeline ppo.settings presets rows signals sources statistics terminal verdict"
+TORCH_FREE = (
+    "check cli checkpoints config pipeline ppo.settings presets rows signals sources statistics terminal verdict"
+)
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 

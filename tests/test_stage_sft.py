@@ -371,7 +371,8 @@ def test_other_fields_of_trl_reach_it(world: World, tmp_path: Path) -> None:
 
 def test_the_command_line_says_what_is_ours_and_nothing_else(world: World, tmp_path: Path) -> None:
     config = config_of(world, tmp_path)
-    command = [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(config.file), "sft.max_steps=3", "data.eval=null"]
+    changes = ["sft.max_steps=3", "data.eval=null"]
+    command = [sys.executable, "-m", "rlhf_cli", "sft", "--config", str(config.file), *changes]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert done.returncode == 0 and done.stdout == ""

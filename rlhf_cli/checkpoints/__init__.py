@@ -9,12 +9,15 @@ from rlhf_cli.checkpoints.outputs import (
     examine,
     finish,
     identity,
+    usable,
     versions,
 )
 from rlhf_cli.checkpoints.parents import (
     FOREIGN,
     Parent,
+    Reference,
     check_same_tokenizer,
+    is_here,
     open_parent,
     open_parents,
     open_reference,
@@ -26,6 +29,7 @@ from rlhf_cli.errors import shown
 __all__ = [
     "FOREIGN",
     "Parent",
+    "Reference",
     "Status",
     "begin",
     "check_same_tokenizer",
@@ -35,6 +39,7 @@ __all__ = [
     "file_sha256",
     "finish",
     "identity",
+    "is_here",
     "latest_state",
     "newest_step",
     "open_parent",
@@ -43,6 +48,7 @@ __all__ = [
     "references",
     "release",
     "shown",
+    "usable",
     "versions",
     "write_json",
 ]

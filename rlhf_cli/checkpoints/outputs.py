@@ -164,12 +164,7 @@ def begin(config: Any, wanted: dict[str, Any], *, fresh: bool) -> Literal["new",
         raise RLHFError("E03", text, where=config.where("run")) from error
     if fresh:
         _move_aside(folder)
-    status = examine(config, wanted)
-    if status.state == "stale":
-        raise _of_another_config(config, status.reasons)
-    if status.state == "damaged":
-        text = f"{shown(folder)} is finished but damaged: {status.reasons[0]}"
-        raise RLHFError("M05", text, hint="--fresh makes it again; the old folder is kept in .old/")
+    status = usable(config, wanted)
     if status.state == "finished":
         release(folder)
         return "finished"
@@ -179,6 +174,17 @@ def begin(config: Any, wanted: dict[str, Any], *, fresh: bool) -> Literal["new",
     resolved = config.dump(relative_to=folder)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     return "resume" if status.state == "resume" else "new"
+
+
+def usable(config: Any, wanted: Mapping[str, Any]) -> Status:
+    """`examine`. Raises C15 for a folder that another config made, M05 for a finished one whose files are damaged."""
+    status = examine(config, wanted)
+    if status.state == "stale":
+        raise _of_another_config(config, status.reasons)
+    if status.state == "damaged":
+        text = f"{shown(config.folder)} is finished but damaged: {status.reasons[0]}"
+        raise RLHFError("M05", text, hint="--fresh makes it again; the old folder is kept in .old/")
+    return status
 
 
 def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:

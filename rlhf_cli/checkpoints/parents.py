@@ -105,17 +105,21 @@ def open_reference(config: Any, reference: Reference) -> Parent:
 def open_parent(path: str, *, expect: tuple[str, ...], key: str, where: str, revision: str | None = None) -> Parent:
     """The finished stage folder, plain Hugging Face folder or cached hub id that `path` names.
 
-    Raises M10 for a stage that is unfinished, damaged, or not one of `expect`; M01 where there is nothing to load.
-    A plain folder is taken as it is (stage "foreign"): whether it fits is for the stage to find out.
+    Raises M01 where there is nothing to load, M04 for an adapter alone, M10 for a stage that is unfinished, damaged, or
+    not one of `expect`. A plain folder is taken as it is (stage "foreign"): whether it fits is for the stage to find
+    out.
     """
     folder = Path(path)
     if not folder.exists():
         if folder.is_absolute() or path.startswith((".", "~")):
             raise _nothing_there(folder, expect, key, where)
-        return _foreign(_from_hub(path, revision, key, where), key, hub=path)
+        found = _from_hub(path, revision, key, where)
+        _refuse_adapter(found, key, where)
+        return _foreign(found, key, hub=path)
     if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
         text = f"{key}: {shown(folder)} is the inside of a stage's folder"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {shown(folder.parent)}")
+    _refuse_adapter(folder, key, where)
     if (folder / "config.json").is_file():
         return _foreign(folder, key)
     if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
@@ -158,6 +162,34 @@ def _foreign(folder: Path, key: str, hub: str | None = None) -> Parent:
         if path.is_file() and path.suffix in _MODEL_SUFFIXES and not path.name.startswith(".")
     )
     return Parent(key, folder, FOREIGN, folder, model_sha256(describe(folder, names), prefix=""), {}, hub)
+
+
+def _refuse_adapter(folder: Path, key: str, where: str) -> None:
+    """An adapter is no model: M04 with the base that it wants. Beside whole weights its file says nothing."""
+    adapter = read_object(folder / "adapter_config.json")
+    if adapter is None or ((folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))):
+        return
+    base = adapter.get("base_model_name_or_path")
+    text = f"{key}: {shown(folder)} holds an adapter, not a whole model"
+    if not isinstance(base, str) or not base:
+        raise RLHFError("M04", f"{text}, and does not tell its base", where=where, hint="name a whole model")
+    if is_here(base) or is_here(str(folder / base)):
+        merge = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{shown(folder)}")'
+        hint = f"merge it into its base first, in Python: {merge}.merge_and_unload().save_pretrained(NEW_FOLDER)"
+        raise RLHFError("M04", f"{text}; its base is {base}", where=where, hint=hint)
+    text += f", and its base {base} is no folder here and no cached hub id"
+    raise RLHFError("M04", text, where=where, hint=f"fetch the base (hf download {base}), then merge the two")
+
+
+def is_here(name: str, revision: str | None = None) -> bool:
+    """Whether a model's name is a folder, or a hub id in the local cache."""
+    if Path(name).exists() or os.path.isabs(name):
+        return Path(name).exists()
+    try:
+        _from_hub(name, revision, "", "")
+    except RLHFError:
+        return False
+    return True
 
 
 def _from_hub(name: str, revision: str | None, key: str, where: str) -> Path:

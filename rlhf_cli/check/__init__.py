@@ -1,0 +1,46 @@
+"""`rlhf check FILE|DIR`: everything that can be known before a training, found at once, in the stages' own words.
+
+First what needs no torch (configs, files, parents); then tokenizers and every row of data; with `deep` models too.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_cli import pipeline
+from rlhf_cli.check import static
+from rlhf_cli.check.report import Report
+from rlhf_cli.config import Config, Options, load, stage_of
+
+
+def run(path: Path, overrides: Sequence[str], options: Options, *, deep: bool, as_json: bool) -> int:
+    """Check a stage's file or a run's folder, and print what was found; returns 0, or 2 where something is wrong."""
+    report = Report()
+    with report.collecting():
+        whole_run = path.is_dir() or not (path.is_file() or path.suffix in (".yaml", ".yml"))
+        if whole_run:
+            configs, unread = _of_a_run(path, overrides, report)
+        else:
+            configs, unread = [load(stage_of(path), path, overrides)], []
+        stages = static.look_at(configs, report, unread, whole_run=whole_run)
+        if stages:
+            from rlhf_cli.check.trial import Trial  # brings in torch
+
+            trial = Trial(report, options, deep=deep)
+            for stage in stages:
+                trial.run(stage)
+    return report.show(as_json=as_json)
+
+
+def _of_a_run(folder: Path, overrides: Sequence[str], report: Report) -> tuple[list[Config], list[Path]]:
+    """The configs of a folder that can be read, and where the others would write; what is wrong is in the report."""
+    files = pipeline.find_configs(folder)
+    routed = {stage: list[str]() for stage in files}
+    with report.collecting():
+        routed = pipeline.route(overrides, list(files))
+    configs = []
+    for stage, path in files.items():
+        with report.collecting():
+            configs.append(load(stage, path, routed[stage]))
+    read = {config.stage for config in configs}
+    return configs, [Path(os.path.abspath(folder)) / stage for stage in files if stage not in read]

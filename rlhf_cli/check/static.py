@@ -1,0 +1,97 @@
+"""What a check sees without torch: files, parents, and what the output holds."""
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhf_cli import checkpoints, pipeline, sources
+from rlhf_cli.check.report import Report
+from rlhf_cli.checkpoints import Parent, Reference
+from rlhf_cli.config import Config
+from rlhf_cli.errors import RLHFError, nearest_file, shown
+from rlhf_cli.sources import Source, folders
+
+
+@dataclass
+class Stage:
+    """One stage, as far as it was looked at."""
+
+    config: Config
+    parents: dict[str, Parent] = field(default_factory=dict)  # those that are there
+    waits: dict[str, Path] = field(default_factory=dict)  # key -> folder that an earlier stage is still to make
+    data: set[str] = field(default_factory=set)  # keys whose files are there
+
+
+def look_at(configs: Sequence[Config], report: Report, unread: Collection[Path], *, whole_run: bool) -> list[Stage]:
+    """All stages. In a whole run, what an earlier one is still to make may be absent, and stale output moves aside.
+
+    `unread` are the folders of stages whose configs could not be read: what reads them is not to blame.
+    """
+    stages = []
+    to_make = set(unread)
+    for config in configs:
+        stage = Stage(config)
+        _find_data(stage, report)
+        _find_parents(stage, to_make, report)
+        state = "" if stage.waits else _state(stage, report, whole_run=whole_run)
+        report.add(config.stage, shown(config.file), f"config read; output: {state}" if state else "config read")
+        for folder, key in {folder: key for key, folder in reversed(stage.waits.items())}.items():
+            report.add(config.stage, key, f"{shown(folder)}, which the {folder.name} stage is to make")
+        if whole_run and not state.startswith("up to date"):
+            to_make.add(config.folder)
+        stages.append(stage)
+    return stages
+
+
+def _find_data(stage: Stage, report: Report) -> None:
+    for key, source in stage.config.sources().items():
+        if _is_uncached(source):
+            name = source.shown()
+            report.skip(f"{stage.config.stage} {key}: {name} is not in the hub's cache; the stage would fetch it")
+            continue
+        with report.collecting():
+            sources.locate({key: source})
+            stage.data.add(key)
+
+
+def _is_uncached(source: Source) -> bool:
+    name, _ = sources.named(source.name)
+    return sources.is_hub_id(name) and folders.cached("/".join(name.split("/")[:2]), source.revision) is None
+
+
+def _find_parents(stage: Stage, to_make: Collection[Path], report: Report) -> None:
+    config, wrong = stage.config, set()
+    for reference in checkpoints.references(config):
+        if Path(reference.path) in to_make:
+            stage.waits[reference.key] = Path(reference.path)
+        elif _is_on_the_hub_alone(config, reference):
+            text = f"{reference.path} is not in the hub's cache; fetch it first: hf download {reference.path}"
+            report.skip(f"{config.stage} {reference.key}: {text}")
+        elif reference.path not in wrong:  # several keys may name one folder
+            try:
+                stage.parents[reference.key] = checkpoints.open_reference(config, reference)
+            except RLHFError as error:
+                wrong.add(reference.path)
+                report.errors |= dict.fromkeys(error.problems)
+
+
+def _is_on_the_hub_alone(config: Config, reference: Reference) -> bool:
+    """Whether a name can only be a hub id that is not cached, and is not a misspelt folder beside the config."""
+    name, beside = reference.path, config.file.parent
+    if os.path.isabs(name) or name.count("/") > 1 or checkpoints.is_here(name, reference.revision):
+        return False
+    owner, slash, _ = name.partition("/")
+    return not (beside / owner).is_dir() if slash else nearest_file(beside / name) is None
+
+
+def _state(stage: Stage, report: Report, *, whole_run: bool) -> str:
+    """What the stage would do with its output. Reports C15 and M05 where it would refuse."""
+    config = stage.config
+    if len(stage.parents) < len(checkpoints.references(config)) or len(stage.data) < len(config.sources()):
+        return ""
+    with report.collecting():
+        wanted = checkpoints.identity(config, stage.parents, config.sources())
+        status = (checkpoints.examine if whole_run else checkpoints.usable)(config, wanted)
+        return pipeline.describe(status)
+    return ""

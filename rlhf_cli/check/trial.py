@@ -1,0 +1,250 @@
+"""What a check sees with the stages' libraries: tokenizers, templates, every row; if asked, models."""
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from rlhf_cli import data
+from rlhf_cli.check.report import Report
+from rlhf_cli.check.static import Stage
+from rlhf_cli.checkpoints import Parent
+from rlhf_cli.config import EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.errors import placed, shown
+from rlhf_cli.inputs import eval as of_eval
+from rlhf_cli.inputs import limits, models
+from rlhf_cli.inputs import ppo as of_ppo
+from rlhf_cli.inputs import reward as of_reward
+from rlhf_cli.inputs import sft as of_sft
+from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.ppo.settings import PPOSettings
+
+POLICIES = ("models.sft", "models.ppo", "models.base")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a stage starts from, as far as it is known: from a folder, or from a stage that is still to run."""
+
+    parent: Parent
+    tokenizer: Any = None
+    body: Any = None  # the model's transformers config
+
+
+class Trial:
+    """Goes through the stages in the order of the chain; each may start from what an earlier one would leave."""
+
+    def __init__(self, report: Report, options: Options, *, deep: bool) -> None:
+        self.report, self.options, self.deep = report, options, deep
+        self.promised: dict[Path, Start] = {}
+        self.trained_on: list[data.Rows[Any]] = []
+        self.policy_settings: dict[Path, PPOSettings] = {}
+
+    def run(self, stage: Stage) -> None:
+        """Look at one stage."""
+        tries = {"sft": self._sft, "reward": self._reward, "ppo": self._ppo, "eval": self._eval}
+        tries[stage.config.stage](stage)
+        if self.deep:
+            self._load_models(stage)
+
+    def _sft(self, stage: Stage) -> None:
+        config = cast(SFTConfig, stage.config)
+        start, tokenizer = self._start(stage, "model.path"), None
+        body = start.body if start else None
+        with self.report.collecting():
+            if config.model.new is not None:
+                body = of_sft.new_body(config, config.model.new.tokenizer.vocab_size)
+                tokenizer = self._new_tokenizer(stage)
+            elif start and start.tokenizer and body:
+                loading.check_ids(body.get_text_config().vocab_size, start.tokenizer, config.where("model.path"))
+                tokenizer = of_sft.tokenizer(config, start.tokenizer)
+        if "data.train" in stage.data:
+            strategy = None
+            with self.report.collecting():
+                strategy = of_sft.packing_strategy(config)
+            rows, held_out = (
+                self._rows(stage, f"data.{key}", partial(of_sft.read, config, key, tokenizer, strategy))
+                for key in ("train", "eval")
+            )
+            if rows is not None:
+                with self.report.collecting():
+                    of_sft.check_rows(config, rows, held_out, body, strategy)
+                self._steps(config, rows, packed=strategy is not None)
+        self._promise(stage, tokenizer, body)
+
+    def _new_tokenizer(self, stage: Stage) -> Any:
+        """The tokenizer of model.new takes its time, and so does a model: both are made where models are looked at."""
+        if not self.deep:
+            self.report.skip("sft model.new: its tokenizer, so no lengths in tokens; the stage trains it (or --deep)")
+        elif of_sft.TRAINED_ON in stage.data:
+            config = cast(SFTConfig, stage.config)
+            assert config.model.new
+            tokenizer = of_sft.tokenizer(config, None)
+            with placed(config.where("model.new")):
+                loading.new_causal(config.model.new.config_fields(), tokenizer)
+            return tokenizer
+        return None
+
+    def _reward(self, stage: Stage) -> None:
+        config = cast(RewardConfig, stage.config)
+        start, tokenizer = self._start(stage, "model.path"), None
+        body = start.body if start else None
+        with self.report.collecting():
+            if start and body is not None:
+                of_reward.check_body(config, body)
+            if start and start.tokenizer:
+                tokenizer = of_reward.tokenizer(config, start.tokenizer, start.parent.stage)
+        rows, held_out = (
+            self._rows(stage, f"data.{key}", partial(of_reward.read, config, key, tokenizer))
+            for key in ("train", "eval")
+        )
+        if rows is not None:
+            with self.report.collecting():
+                of_reward.check_rows(config, rows, held_out, body)
+            self._steps(config, rows, packed=False)
+        self._promise(stage, tokenizer, body)
+
+    def _ppo(self, stage: Stage) -> None:
+        config = cast(PPOConfig, stage.config)
+        start = self._chain(stage)
+        tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
+        with self.report.collecting():
+            of_ppo.functions(config)
+        with self.report.collecting():
+            if tokenizer is not None and body is not None:
+                vocabulary = max(len(tokenizer), body.get_text_config().vocab_size)
+                stop = of_ppo.stop_token(config, tokenizer, vocabulary)
+                for key, scorer in self._scorers(stage):
+                    of_ppo.warn_pad(scorer, stop, config.where(key))
+        prompts, held_out = (
+            self._rows(stage, f"data.{key}", partial(of_ppo.read, config, key, tokenizer, body))
+            for key in ("prompts", "eval_prompts")
+        )
+        if prompts is not None:
+            with self.report.collecting():
+                of_ppo.check_rows(config, prompts, held_out)
+            self.report.add("ppo", "batches", of_ppo.arithmetic(config, len(prompts)))
+        self._promise(stage, tokenizer, body)
+        self.policy_settings[config.folder] = config.ppo
+
+    def _eval(self, stage: Stage) -> None:
+        config = cast(EvalConfig, stage.config)
+        start = self._chain(stage)
+        tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
+        with self.report.collecting():
+            of_eval.functions(config)
+        for _ in self._scorers(stage):
+            pass
+        length = config.eval.response_length or 0
+        with self.report.collecting():
+            settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
+            if policy is not None:
+                settings = of_eval.trained_by(policy)
+            if settings is not None or policy is not None:
+                length = of_eval.sampling(config, settings, Path(config.models.ppo), None).response_length
+        rows = self._rows(stage, "data.prompts", partial(of_eval.read, config, tokenizer, body, length))
+        if rows is not None:
+            for other in self.trained_on:
+                data.warn_shared(other, rows, where=config.where("data.prompts"))
+
+    def _chain(self, stage: Stage) -> Start | None:
+        """Where PPO and evaluation start; every model that they name must read text as models.sft does."""
+        config, options = stage.config, self.options
+        start = self._start(stage, "models.sft")
+        known = dict(stage.parents)
+        for key, folder in stage.waits.items():
+            if promised := self.promised.get(folder):
+                known[key] = replace(promised.parent, key=key)
+        if "models.sft" in known:
+            with self.report.collecting():
+                tokenizers.check_alike(known, config.where, trust_remote_code=options.trust_remote_code)
+        for key, parent in stage.parents.items():
+            if key in POLICIES:
+                with self.report.collecting(), placed(config.where(key)):
+                    body = loading.causal_config(parent.model, options.trust_remote_code)
+                    if start and start.tokenizer:
+                        loading.check_ids(body.get_text_config().vocab_size, start.tokenizer, None)
+        return start
+
+    def _scorers(self, stage: Stage) -> Iterator[tuple[str, Any]]:
+        """Key and transformers config of each reward model that is there; with a fault each is reported once."""
+        seen: set[Path] = set()
+        for key, parent in stage.parents.items():
+            if key not in POLICIES and parent.path not in seen:
+                seen.add(parent.path)
+                with self.report.collecting(), placed(stage.config.where(key)):
+                    yield key, loading.scorer_config(parent.model, self.options.trust_remote_code)
+
+    def _start(self, stage: Stage, key: str) -> Start | None:
+        """What the stage starts from; the tokenizer is the caller's to change."""
+        config, options = stage.config, self.options
+        if key in stage.waits:
+            start = self.promised.get(stage.waits[key])
+            if start is None or start.tokenizer is None:
+                why = f"the {stage.waits[key].name} stage's tokenizer is not known before it runs"
+                self.report.skip(f"{config.stage} {key}: {why}, so no lengths in tokens")
+            return replace(start, tokenizer=deepcopy(start.tokenizer)) if start else None
+        if key not in stage.parents:
+            return None
+        parent = stage.parents[key]
+        with self.report.collecting():
+            tokenizer = models.tokenizer(config, options, parent)
+            with placed(config.where(key)):
+                body = loading.read_config(parent.model, options.trust_remote_code)
+            self.report.add(config.stage, key, f"{shown(parent.path)}: {body.model_type}, {len(tokenizer)} tokens")
+            return Start(parent, tokenizer, body)
+        return None
+
+    def _load_models(self, stage: Stage) -> None:
+        """Each model that is there, loaded as the stage loads it, one at a time."""
+        config, options, seen = stage.config, self.options, set[Path]()
+        for key, parent in stage.parents.items():
+            if parent.path in seen:
+                continue
+            seen.add(parent.path)
+            load = models.causal if config.stage == "sft" or key in POLICIES else models.scorer
+            load = models.scorer_to_train if config.stage == "reward" else load
+            with self.report.collecting():
+                model = load(config, options, parent, models.tokenizer(config, options, parent))
+                if parent.manifest.get("probes") and load is models.scorer:
+                    models.check_probes(model, parent, where=config.where(key))
+                self.report.add(config.stage, key, f"loaded, {model.num_parameters():,} parameters")
+
+    def _promise(self, stage: Stage, tokenizer: Any, body: Any) -> None:
+        """What later stages of the run will find, where this one is still to run."""
+        config = stage.config
+        manifest: Mapping[str, Any] = {}
+        if tokenizer is not None:
+            with self.report.collecting():
+                manifest = tokenizers.token_fields(tokenizer, data.stop_token_id(tokenizer))
+        parent = Parent("", config.folder, config.stage, config.folder / "model", "", dict(manifest))
+        self.promised[config.folder] = Start(parent, tokenizer, body)
+
+    def _rows(self, stage: Stage, key: str, read: Callable[[], data.Rows[Any]]) -> data.Rows[Any] | None:
+        if key not in stage.data:
+            return None
+        with self.report.collecting():
+            rows = read()
+            unit = "prompts" if stage.config.stage in ("ppo", "eval") else "rows"
+            found = f"{len(rows)} {unit}" + (f", at most {rows.longest} tokens" if rows.longest else "")
+            if rows.left_out:
+                found += f"; {rows.left_out} of {rows.read} left out ({rows.left_out / rows.read:.1%})"
+            numbers = {"rows": len(rows), "read": rows.read, "left_out": rows.left_out}
+            self.report.add(stage.config.stage, key, found, **numbers, longest=rows.longest)
+            if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
+                self.trained_on.append(rows)
+            return rows
+        return None
+
+    def _steps(self, config: SFTConfig | RewardConfig, rows: data.Rows[Any], *, packed: bool) -> None:
+        """What the batch sizes come to. How many sequences packed rows make is known once they are packed."""
+        settings = config.sft if isinstance(config, SFTConfig) else config.reward
+        size, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+        found = f"{size} x {parts} = {size * parts} {'sequences' if packed else 'rows'} a step"
+        if not packed or settings.max_steps:
+            steps = settings.steps(len(rows))
+            limits.warn_intervals(config, steps)
+            found += f", {steps} steps in all"
+        self.report.add(config.stage, "batches", found)

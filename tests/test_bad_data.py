@@ -1,0 +1,169 @@
+"""Bad data through the real CLI: each says code, place and fix in a line or two, and exits as promised."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
+
+from rlhf_cli import rows
+
+GOOD = {"prompt": "Tell me about the sun.", "completion": " The sun is bright."}
+PAIR = {"prompt": "Tell me about the sun.", "chosen": " It is bright.", "rejected": " It is dull."}
+DROP = "hint: mend the row, or set data.on_bad: drop"
+
+
+def write(name: str, *contents: Any) -> None:
+    rows.write_jsonl(Path(f"{name}.jsonl"), contents)
+
+
+def test_d01_data_file_missing(folder: Path) -> None:
+    replace("sft.yaml", "rows.jsonl", "row.jsonl")
+    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", "hint: did you mean rows.jsonl?")
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "pipe.jsonl"])
+def test_d01_what_is_no_file(folder: Path, name: str) -> None:
+    os.mkfifo(folder / "pipe.jsonl")
+    replace("sft.yaml", "rows.jsonl", name)
+    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", f"{name} is a device or a pipe, a data file is needed")
+
+
+def test_d01_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a patch: root, who runs many a CI, may read everything."""
+    opens = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "rows.jsonl":
+            raise PermissionError(13, "Permission denied")
+        return opens(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert refused(rlhf("sft"), "D01", "sft.yaml:2: ", "cannot read rows.jsonl: Permission denied")
+
+
+def test_d02_column_missing(folder: Path) -> None:
+    rows.write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "worse": "c"}])
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "rejected", "worse", "data.columns")
+
+
+def test_d03_malformed_json(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a" "completion": "b"}\n')
+    assert refused(rlhf("sft"), "D03", "rows.jsonl:2:16: ")
+
+
+def test_d04_not_utf8(folder: Path) -> None:
+    (folder / "rows.jsonl").write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9t\xe9"}\n')
+    assert refused(rlhf("sft"), "D04", "rows.jsonl:2: ", "byte 0xE9 at position 13", "hint: convert", "iconv")
+
+
+def test_d05_no_usable_row(folder: Path) -> None:
+    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 2")
+    assert refused(rlhf("sft"), "D05", "rows.jsonl", "96", "longer than 2 tokens")
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "code", "says"),
+    [
+        ("sft", {**GOOD, "completion": None}, "D06", ('"completion" is null', DROP)),
+        ("sft", {**GOOD, "prompt": 7}, "D06", ('"prompt" is the number 7', DROP)),
+        ("reward", {**PAIR, "rejected": PAIR["chosen"]}, "D07", ('"chosen" equals "rejected"', "data.on_identical")),
+        ("sft", {**GOOD, "prompt": " "}, "D08", ("the prompt is empty", DROP)),
+        ("sft", {**GOOD, "completion": ""}, "D09", ('"completion" is empty', DROP)),
+        ("reward", {**PAIR, "chosen": "\n"}, "D09", ('"chosen" is empty', DROP)),
+        ("sft", {"prompt": "a"}, "D12", ('no column "completion"', "line 1 has one", DROP)),
+        ("sft", {"prompt": [], "completion": "a"}, "D12", ("a conversation here, text in line 1", DROP)),
+    ],
+)
+def test_a_bad_row_is_told_by_its_line(
+    folder: Path, stage: str, row: dict[str, Any], code: str, says: tuple[str, ...]
+) -> None:
+    """D06-D09 and D12."""
+    name, good = ("rows", GOOD) if stage == "sft" else ("pairs", PAIR)
+    write(name, good, row)
+    assert refused(rlhf(stage), code, f"{name}.jsonl:2: ", *says)
+
+
+def test_d08_pairs_that_begin_with_nothing_in_common(folder: Path) -> None:
+    write("pairs", {"chosen": "Yes.", "rejected": "No."})
+    says = ("the prompt is empty", "no beginning in common", "hint: add a prompt column, or")
+    assert refused(rlhf("reward"), "D08", "pairs.jsonl:1: ", *says)
+
+
+def test_d09_nothing_left_of_a_completion(folder: Path) -> None:
+    write("rows", GOOD, {**GOOD, "completion": "<eos>"})
+    assert refused(rlhf("sft"), "D09", "rows.jsonl:2: ", "nothing is left", DROP)
+
+
+def test_bad_rows_are_shown_up_to_five_and_counted(folder: Path) -> None:
+    write("rows", GOOD, *[{**GOOD, "prompt": ""}] * 7)
+    result = rlhf("sft")
+    assert refused(result, "D08", "rows.jsonl:2: ", "7 of 8 rows are bad; the first 5 are shown", "data.on_bad: drop")
+    assert result.stderr.count("error[D08]") == 6
+
+
+def test_d10_rows_that_are_too_long(folder: Path) -> None:
+    long = {**GOOD, "completion": " The sun is bright." * 9}
+    write("rows", *[GOOD] * 8, long, long)
+    replace("sft.yaml", "max_steps: 1", "max_length: 30")
+    says = ("2 of 10 rows left out: longer than 30 tokens (first: line 9); the longest has ", "data.on_long: error")
+    assert warned(check("sft.yaml"), "D10", "rows.jsonl: ", *says)
+    result = rlhf("sft", "-s", "data.on_long=error")
+    assert refused(result, "D10", "rows.jsonl:9: ", "at most 30 are allowed", "hint: set data.on_long: drop")
+
+
+@pytest.mark.parametrize(("stage", "name", "row"), [("sft", "rows", GOOD), ("reward", "pairs", PAIR)])
+def test_d11_fewer_rows_than_an_optimizer_step_takes(folder: Path, stage: str, name: str, row: dict[str, str]) -> None:
+    write(name, *[{**row, "prompt": f"{number}"} for number in range(20)])
+    says = (
+        f"{name}.jsonl has 20 usable rows, fewer than one optimizer step takes "
+        "(per_device_train_batch_size 8 x gradient_accumulation_steps 4 = 32)",
+        f"hint: set {stage}.gradient_accumulation_steps to 2 at most",
+    )
+    result = rlhf(stage, "-s", f"{stage}.gradient_accumulation_steps=4")
+    assert refused(result, "D11", f"{stage}.yaml:3: ", *says)
+
+
+def test_d11_fewer_prompts_than_an_update_takes(folder: Path) -> None:
+    foreign_scorer(folder)
+    write("prompts", *[{"prompt": f"{number}"} for number in range(20)])
+    says = ("20 usable prompts, fewer than one update takes (16 x 4 episodes = 64)", "hint: lower", "bring 64 prompts")
+    assert refused(rlhf("ppo"), "D11", "ppo.yaml:3: ", *says)
+
+
+@pytest.mark.training
+def test_d13_evaluation_prompts_that_are_trained_on(folder: Path) -> None:
+    write("held-out", GOOD, {**GOOD, "prompt": "Something else?"})
+    replace("sft.yaml", "train: rows.jsonl", "train: rows.jsonl, eval: held-out.jsonl")
+    says = ("1 of 2 evaluation prompts also occur in rows.jsonl", "hint: take them out")
+    assert warned(rlhf("sft"), "D13", "sft.yaml:2: ", *says)
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "row"),
+    [("reward", "train: pairs.jsonl, eval", PAIR), ("ppo", "prompts: prompts.jsonl, eval_prompts", GOOD)],
+)
+def test_d13_in_the_later_stages(folder: Path, stage: str, key: str, row: dict[str, str]) -> None:
+    foreign_scorer(folder)
+    write("held-out", row, {**row, "prompt": "Something else?"})
+    replace(f"{stage}.yaml", key.rpartition(",")[0], f"{key}: held-out.jsonl")
+    says = "1 of 2 evaluation prompts also occur in"
+    assert warned(check(f"{stage}.yaml"), "D13", f"{stage}.yaml:2: ", says, "hint: take them out")
+
+
+def test_d14_a_conversation_without_a_chat_template(folder: Path) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    write("rows", *[{"messages": turns}] * 8)
+    result = rlhf("sft")
+    assert refused(result, "D14", "rows.jsonl:1: ", "no chat template", "hint: set model.chat_template")
+    assert result.stderr.count("error[") == 1
+
+
+def test_d15_pairs_that_repeat_or_contradict_another(folder: Path) -> None:
+    turned = {**PAIR, "chosen": PAIR["rejected"], "rejected": PAIR["chosen"]}
+    write("pairs", PAIR, *[{**PAIR, "prompt": f"{number}"} for number in range(7)], PAIR, turned)
+    result = check("reward.yaml")
+    assert warned(result, "D15", "pairs.jsonl: ", "1 of 10 pairs stand in the file twice (first: line 1 and line 9)")
+    says = "1 of 10 pairs contradict another one: chosen and rejected swapped (first: line 1 and line 10)"
+    assert says in result.stderr

@@ -1,0 +1,237 @@
+"""`rlhf check`: all that is wrong at once, before any training, in the words of the stages."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_inputs import check, foreign_scorer, replace, rlhf
+
+from rlhf_cli import presets, rows
+from rlhf_cli.models import tokenizers
+
+
+@pytest.fixture
+def run_folder(folder: Path) -> Path:
+    """A run whose later stages start from what the earlier ones are still to make."""
+    replace("reward.yaml", "model: {path: model}\n", "")
+    replace("ppo.yaml", "models: {sft: model, reward: scorer}\n", "")
+    replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  response_length: 32")
+    pairs = {json.dumps(row): row for _, row in rows.read_jsonl(folder / "pairs.jsonl")}  # none twice
+    rows.write_jsonl(folder / "pairs.jsonl", pairs.values())
+    rows.write_jsonl(folder / "held-out.jsonl", [{"prompt": f"And the {n}?"} for n in range(9)])
+    (folder / "eval.yaml").write_text("data: {prompts: held-out.jsonl}\neval: {n: 9, best_of: []}\n")
+    return folder
+
+
+def found(*arguments: str) -> dict[str, Any]:
+    """What --json says."""
+    report: dict[str, Any] = json.loads(check(*(arguments or (".",)), "--json").stdout)
+    return report
+
+
+def lines(stdout: str) -> dict[tuple[str, str], str]:
+    """(stage, what) -> found, of the table."""
+    cells = [line.split(None, 2) for line in stdout.splitlines()[1:] if line[:1] not in ("n", "o")]
+    return {(stage, what): rest for stage, what, rest in cells}
+
+
+def test_a_run_that_is_all_right(run_folder: Path) -> None:
+    result = check(".")
+    assert (result.exit_code, result.stderr) == (0, "") and result.stdout.endswith("\nok\n")
+    said = lines(result.stdout)
+    assert said["sft", "sft.yaml"] == "config read; output: new"
+    assert said["sft", "model.path"] == "model: llama, 336 tokens"
+    assert said["reward", "model.path"] == "sft, which the sft stage is to make"
+    assert said["reward", "data.train"].startswith("93 rows, at most ")  # by the tokenizer that sft will leave
+    assert said["reward", "batches"] == "8 x 1 = 8 rows a step, 1 steps in all"
+    assert "16 x 4 = 64 episodes" in said["ppo", "batches"] and "1 updates" in said["ppo", "batches"]
+    assert said["eval", "data.prompts"].startswith("9 prompts, at most ")
+    assert "not checked" not in result.stdout and not (run_folder / "sft").exists()
+
+
+def test_lengths_are_those_of_the_stage(folder: Path) -> None:
+    tokenizer = tokenizers.load_tokenizer(folder / "model")
+    texts = [{"prompt": "Tell me", "completion": " about the sun" * (n % 7 + 1)} for n in range(96)]
+    rows.write_jsonl(folder / "rows.jsonl", texts)
+    lengths = [
+        len(tokenizer(row["prompt"]).input_ids) + len(tokenizer(row["completion"]).input_ids) + 1
+        for row in texts
+    ]
+    (numbers,) = [one for one in found("sft.yaml")["checked"] if one["what"] == "data.train"]
+    assert (numbers["rows"], numbers["longest"], numbers["left_out"]) == (96, max(lengths), 0)
+    (numbers,) = [one for one in found("sft.yaml", "sft.max_length=20")["checked"] if one["what"] == "data.train"]
+    assert numbers["left_out"] == sum(length > 20 for length in lengths) > 0
+
+
+def test_everything_that_is_wrong_is_told_at_once(run_folder: Path) -> None:
+    replace("sft.yaml", "max_steps: 1", "max_steps: 1, lr: 1")
+    rows.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "b"}])
+    replace("ppo.yaml", "prompts.jsonl", "promts.jsonl")
+    replace("eval.yaml", "eval:", 'judges: {mine: "no_such_module:score"}\neval:')
+    result = check(".")
+    codes = [line[6:9] for line in result.stderr.splitlines() if line.startswith("error[")]
+    assert result.exit_code == 2 and codes == ["C01", "D01", "D07", "C17"], result.stderr
+    places = ("sft.yaml:3: ", "ppo.yaml:1: ", "pairs.jsonl:1: ", "eval.yaml:2: ")
+    assert all(place in result.stderr for place in places) and "hint: did you mean prompts.jsonl?" in result.stderr
+    assert not result.stdout.rstrip().endswith("ok") and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("stage", "break_it"),
+    [
+        ("sft", ("rows.jsonl", '{"prompt": "a", "completion": ""}')),
+        ("reward", ("pairs.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "b"}')),
+        ("ppo", ("prompts.jsonl", '{"prompt": ""}')),
+        ("sft", ("model/tokenizer_config.json", "{")),
+    ],
+)
+def test_what_check_says_is_what_the_stage_says(folder: Path, stage: str, break_it: tuple[str, str]) -> None:
+    foreign_scorer(folder)
+    (folder / break_it[0]).write_text(break_it[1])
+    checked = check(f"{stage}.yaml").stderr
+    assert "error[" in checked and set(checked.splitlines()) == set(rlhf(stage).stderr.splitlines())
+
+
+def test_json(folder: Path) -> None:
+    replace("sft.yaml", "path: model", "path: owner/model")
+    rows.write_jsonl(folder / "rows.jsonl", [{"prompt": "a", "completion": ""}])
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    rows.write_jsonl(folder / "pairs.jsonl", [{**pair, "chosen": f"{n}"} for n in range(8)])
+    replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: pairs.jsonl")
+    report = found("sft.yaml")
+    place, hint = "rows.jsonl:1", "mend the row, or set data.on_bad: drop"
+    problem = {"code": "D09", "text": '"completion" is empty', "where": place, "hint": hint, "level": "error"}
+    assert (report["ok"], report["problems"]) == (False, [problem])
+    assert report["not_checked"][0].startswith("sft model.path: owner/model is not in the hub's cache")
+    warned = found("reward.yaml")
+    assert warned["ok"] and [(one["code"], one["level"]) for one in warned["problems"]] == [("D13", "warning")]
+    assert found("nowhere")["problems"][0]["code"] == "C09"
+
+
+def test_a_hub_that_is_not_there_is_no_fault(run_folder: Path) -> None:
+    """Everything else is checked, rows without their lengths."""
+    replace("sft.yaml", "path: model", "path: owner/model")
+    replace("ppo.yaml", "prompts.jsonl", "owner/prompts")
+    result = check(".")
+    assert (result.exit_code, result.stderr) == (0, "")
+    told = [line for line in result.stdout.splitlines() if line.startswith("not checked: ")]
+    assert len(told) == 5 and "hf download owner/model" in told[0] and "ppo data.prompts: owner/prompts" in told[1]
+    assert "tokenizer is not known" in told[2] and lines(result.stdout)["sft", "data.train"] == "96 rows"
+    rows.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "", "chosen": "a", "rejected": "b"}])
+    assert check(".").exit_code == 2
+
+
+def test_a_misspelt_folder_is_no_hub_id(folder: Path) -> None:
+    replace("sft.yaml", "path: model", "path: modle")
+    assert "error[M01]: sft.yaml:1: model.path" in check("sft.yaml").stderr
+    (folder / "base").mkdir()
+    replace("sft.yaml", "path: modle", "path: base/model")
+    assert "error[M01]: sft.yaml:1: model.path" in check("sft.yaml").stderr
+
+
+def test_fresh_weights(run_folder: Path) -> None:
+    new = "new: {hidden_size: 32, num_attention_heads: 4, num_hidden_layers: 1, max_position_embeddings: 64, "
+    replace("sft.yaml", "path: model", new + "tokenizer: {train: rows.jsonl, vocab_size: 300}}")
+    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 64")
+    quick = check(".")
+    assert quick.exit_code == 0 and lines(quick.stdout)["sft", "data.train"] == "96 rows"
+    assert "not checked: sft model.new: its tokenizer" in quick.stdout
+    deep = check(".", "--deep")
+    assert deep.exit_code == 0 and lines(deep.stdout)["ppo", "data.prompts"].startswith("96 prompts, at most ")
+    assert "not checked" not in deep.stdout
+    replace("sft.yaml", "hidden_size", "hiden_size")
+    assert "error[C01]: sft.yaml:1: model.new.hiden_size" in check(".").stderr
+
+
+def test_evaluation_prompts_that_a_stage_trains_on(run_folder: Path) -> None:
+    """D13 across stages, told for each data that holds them."""
+    _, pair = next(rows.read_jsonl(run_folder / "pairs.jsonl"))
+    rows.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": pair["prompt"]}, {"prompt": "Something else?"}])
+    result = check(".")
+    told = [line for line in result.stderr.splitlines() if line.startswith("warning[D13]: eval.yaml:1: ")]
+    assert [line.rpartition(" ")[2] for line in told] == ["rows.jsonl", "pairs.jsonl", "prompts.jsonl"]
+    assert result.exit_code == 0 and all("1 of 2 evaluation prompts also occur in" in line for line in told)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_models_are_loaded_only_when_asked_for(folder: Path, deep: bool) -> None:
+    """M02: a head that the config promises and the weights do not hold."""
+    foreign_scorer(folder)
+    shutil.copy(folder / "model/model.safetensors", folder / "scorer")
+    result = check("ppo.yaml", *(["--deep"] if deep else []))
+    assert result.exit_code == (2 if deep else 0), result.stderr
+    if deep:
+        assert "error[M02]: ppo.yaml:1: scorer has no trained reward head" in result.stderr
+
+
+def test_the_faults_of_a_reward_models_config_need_no_weights(folder: Path) -> None:
+    replace("ppo.yaml", "reward: scorer", "reward: model")
+    assert "error[M02]: ppo.yaml:1: model has no trained reward head" in check("ppo.yaml").stderr
+
+
+def test_t04_and_t05_against_a_stage_that_is_still_to_run(run_folder: Path) -> None:
+    foreign_scorer(run_folder)
+    (run_folder / "ppo.yaml").write_text("models: {reward: scorer}\n" + (run_folder / "ppo.yaml").read_text())
+    assert check(".").exit_code == 0
+    replace("sft.yaml", "path: model", "path: model, chat_template: chatml")
+    assert "error[T04]: ppo.yaml:1: models.reward has another tokenizer" in check(".").stderr
+    replace("reward.yaml", "data:", "model: {chat_template: '{{ messages }}'}\ndata:")
+    assert "error[T05]: reward.yaml:1: model.chat_template is not that of the SFT stage" in check(".").stderr
+
+
+@pytest.mark.training
+def test_finished_stages_and_the_output_of_another_config(run_folder: Path) -> None:
+    assert rlhf("sft").exit_code == 0
+    whole = lines(check(".").stdout)
+    assert whole["sft", "sft.yaml"].startswith("config read; output: up to date (")
+    assert whole["reward", "model.path"] == "sft: llama, 336 tokens"
+    assert check("reward.yaml").exit_code == 0
+    replace("sft.yaml", "max_steps: 1", "max_steps: 2")
+    assert "error[C15]: sft.yaml: sft holds another run: sft.max_steps 1 -> 2" in check("sft.yaml").stderr
+    stale = check(".")  # rlhf run moves it aside
+    assert stale.exit_code == 0 and lines(stale.stdout)["reward", "model.path"].startswith("sft, which the sft stage")
+
+
+def test_the_stage_of_a_file(folder: Path) -> None:
+    for name, text, stage in (
+        ("mine.yaml", "stage: reward\n" + (folder / "reward.yaml").read_text(), "reward"),
+        ("first.yaml", (folder / "sft.yaml").read_text(), "sft"),
+        ("judged.yaml", "judges: {}\ndata: {prompts: rows.jsonl}\nmodels: {sft: model}\n", "eval"),
+    ):
+        (folder / name).write_text(text)
+        assert (stage, name) in lines(check(name).stdout)
+    (folder / "odd.yaml").write_text("seed: 1\n")
+    assert "error[C07]: odd.yaml: nothing here tells which stage" in check("odd.yaml").stderr
+
+
+def test_overrides_reach_the_stages(run_folder: Path) -> None:
+    assert check(".", "-s", "ppo.total_episodes=128", "*.seed=3").exit_code == 0
+    result = check(".", "-s", "ppo.total_episodes=0", "seed=1")
+    assert "error[C06]: --set ppo.total_episodes" not in result.stderr and "error[C11]: --set seed" in result.stderr
+
+
+@pytest.mark.training
+def test_the_steps_of_a_run_are_those_that_it_takes(folder: Path) -> None:
+    sizes = "num_train_epochs: 1.5, per_device_train_batch_size: 7, gradient_accumulation_steps: 3"
+    replace("sft.yaml", "max_steps: 1", sizes)
+    assert lines(check("sft.yaml").stdout)["sft", "batches"] == "7 x 3 = 21 rows a step, 8 steps in all"
+    assert rlhf("sft").exit_code == 0
+    assert json.loads((folder / "sft/manifest.json").read_text())["step"] == 8
+
+
+def test_static_faults_need_no_torch(folder: Path) -> None:
+    replace("sft.yaml", "max_steps: 1", "max_stepps: 1")
+    code = "import sys; from rlhf_cli import check; from rlhf_cli.config import Options; from pathlib import Path\n"
+    code += "done = check.run(Path('sft.yaml'), [], Options(), deep=False, as_json=False)\n"
+    code += "assert done == 2 and not {'torch', 'transformers'} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "error[C01]" in done.stderr
+
+
+def test_a_preset_is_all_right(tmp_path: Path) -> None:
+    presets.init("ci", tmp_path / "ci")
+    assert check(str(tmp_path / "ci")).exit_code == 0
