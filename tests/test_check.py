@@ -58,8 +58,7 @@ def test_lengths_are_those_of_the_stage(folder: Path) -> None:
     texts = [{"prompt": "Tell me", "completion": " about the sun" * (n % 7 + 1)} for n in range(96)]
     rows.write_jsonl(folder / "rows.jsonl", texts)
     lengths = [
-        len(tokenizer(row["prompt"]).input_ids) + len(tokenizer(row["completion"]).input_ids) + 1
-        for row in texts
+        len(tokenizer(row["prompt"]).input_ids) + len(tokenizer(row["completion"]).input_ids) + 1 for row in texts
     ]
     (numbers,) = [one for one in found("sft.yaml")["checked"] if one["what"] == "data.train"]
     assert (numbers["rows"], numbers["longest"], numbers["left_out"]) == (96, max(lengths), 0)

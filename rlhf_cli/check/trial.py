@@ -1,6 +1,6 @@
 """What a check sees with the stages' libraries: tokenizers, templates, every row; if asked, models."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,11 +112,12 @@ class Trial:
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
             of_ppo.functions(config)
+        scorers = self._scorers(stage, tokenizer)
         with self.report.collecting():
             if tokenizer is not None and body is not None:
                 vocabulary = max(len(tokenizer), body.get_text_config().vocab_size)
                 stop = of_ppo.stop_token(config, tokenizer, vocabulary)
-                for key, scorer in self._scorers(stage):
+                for key, scorer in scorers.items():
                     of_ppo.warn_pad(scorer, stop, config.where(key))
         prompts, held_out = (
             self._rows(stage, f"data.{key}", partial(of_ppo.read, config, key, tokenizer, body))
@@ -135,8 +136,7 @@ class Trial:
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
             of_eval.functions(config)
-        for _ in self._scorers(stage):
-            pass
+        self._scorers(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
             settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
@@ -164,18 +164,26 @@ class Trial:
             if key in POLICIES:
                 with self.report.collecting(), placed(config.where(key)):
                     body = loading.causal_config(parent.model, options.trust_remote_code)
+                    if key != "models.sft":
+                        self.report.add(config.stage, key, f"{shown(parent.path)}: {body.model_type}")
                     if start and start.tokenizer:
                         loading.check_ids(body.get_text_config().vocab_size, start.tokenizer, None)
         return start
 
-    def _scorers(self, stage: Stage) -> Iterator[tuple[str, Any]]:
-        """Key and transformers config of each reward model that is there; with a fault each is reported once."""
+    def _scorers(self, stage: Stage, tokenizer: Any) -> dict[str, Any]:
+        """Key -> transformers config, of each reward model that is there; one that several keys name is told once."""
+        found: dict[str, Any] = {}
         seen: set[Path] = set()
         for key, parent in stage.parents.items():
             if key not in POLICIES and parent.path not in seen:
                 seen.add(parent.path)
                 with self.report.collecting(), placed(stage.config.where(key)):
-                    yield key, loading.scorer_config(parent.model, self.options.trust_remote_code)
+                    scorer = loading.scorer_config(parent.model, self.options.trust_remote_code)
+                    self.report.add(stage.config.stage, key, f"{shown(parent.path)}: {scorer.model_type}, one label")
+                    found[key] = scorer
+                    if tokenizer is not None:
+                        loading.check_ids(scorer.get_text_config().vocab_size, tokenizer, None)
+        return found
 
     def _start(self, stage: Stage, key: str) -> Start | None:
         """What the stage starts from; the tokenizer is the caller's to change."""
