@@ -16,7 +16,7 @@ import yaml
 
 from rlhf_cli import checkpoints, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
-from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load
+from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load, takes
 from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
@@ -189,7 +189,7 @@ def select(found: Mapping[str, Path], folder: Path, selection: Selection) -> dic
 
 
 def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str]]:
-    """Which stage gets which `--set`: the one that has the key's section; with `*.` in front, all that have it.
+    """Which stage gets which `--set`: the one that has the key, else its section; with `*.` in front, all that do.
 
     Raises C11 for a key that no stage or, without `*.`, more than one stage could mean.
     """
@@ -199,6 +199,7 @@ def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str
         key = text.partition("=")[0].strip()
         section = key.removeprefix("*.").partition(".")[0]
         owners = [stage for stage in stages if section in CONFIGS[stage].model_fields]
+        owners = [stage for stage in owners if takes(stage, key)] or owners
         if len(owners) > 1 and not key.startswith("*."):
             hint = f"-s '*.{text}' sets it in all of them; for one, change its file"
             problem = f"{section} is in {', '.join(f'{stage}.yaml' for stage in owners)}"

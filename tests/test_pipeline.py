@@ -276,6 +276,12 @@ def test_a_key_goes_to_the_stage_that_has_its_section(run: Callable) -> None:
 def test_a_star_goes_to_every_stage_that_has_the_section() -> None:
     stages = list(CONFIGS)
     assert pipeline.route(["*.seed=3"], stages) == {stage: ["*.seed=3"] for stage in CONFIGS}
+    assert pipeline.route(["model.new.hidden_size=8", "data.on_identical=drop"], stages) == {
+        "sft": ["model.new.hidden_size=8"],
+        "reward": ["data.on_identical=drop"],
+        "ppo": [],
+        "eval": [],
+    }
     assert pipeline.route(["*.models.dtype=float32"], stages) == {
         "sft": [], "reward": [], "ppo": ["*.models.dtype=float32"], "eval": ["*.models.dtype=float32"],
     }  # fmt: skip

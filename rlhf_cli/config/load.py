@@ -84,7 +84,13 @@ def takes(stage: str, key: str) -> bool:
     if field_at(model, parts):
         return True
     above = [field_at(model, parts[:depth]) for depth in range(1, len(parts))]
-    return any(field is not None and field_shape(field).entries is not None for field in above)
+    return any(field is not None and _is_open(field) for field in above)
+
+
+def _is_open(field: FieldInfo) -> bool:
+    """Whether below a key any name may stand: in a table, or in a section that hands its keys on (model.new)."""
+    below = field_shape(field)
+    return below.entries is not None or (below.model is not None and below.model.model_config.get("extra") == "allow")
 
 
 def _validated(model: type[Config], tree: dict[str, Any], origin: Origin) -> tuple[Config | None, list[Problem]]:
