@@ -81,6 +81,7 @@ KNOWN = Facts(
     answer_p95=90,
     row_mean=70.0,
     row_p99=150,
+    row_max=400,
     parameters=600_000,
     hidden=128,
     layers=3,
@@ -102,6 +103,7 @@ def test_learning_rates_meet_their_anchors() -> None:
 def test_lengths_follow_the_texts_and_end_at_the_context() -> None:
     sizes = choose(KNOWN, None)
     assert (sizes.max_length, sizes.response_length) == (152, 96)
+    assert choose(replace(KNOWN, row_max=187), None).max_length == 192
     short = choose(replace(KNOWN, context=100), None)
     assert (short.max_length, short.response_length) == (100, 50)
     assert "longer than the model's context of 100" in short.notes[0]

@@ -32,6 +32,7 @@ class Facts:
     answer_p95: int
     row_mean: float  # prompt and answer
     row_p99: int
+    row_max: int
     parameters: int
     hidden: int
     layers: int
@@ -72,6 +73,7 @@ def gather(folder: Path, tokenizer: Any, parts: Parts) -> Facts:
         answer_p95=quantile(chosen, 0.95),
         row_mean=sum(both) / len(both),
         row_p99=quantile(both, 0.99),
+        row_max=max(both),
         parameters=parameters,
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,

@@ -10,6 +10,7 @@ from rlhf_cli.preferences.facts import Facts
 RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
 MOST = {"sft": 1e-3, "reward": 1e-3, "ppo": 2e-4}  # for the smallest; PPO with more ran away from SFT within 20 updates
 GROWTH = 0.6
+WORTH_IT = 1.25  # times the 99th percentile: up to there the longest rows are taken too
 CONTEXT = 4096  # for a model that names no limit
 ACTIVATIONS = 68  # bytes a token, layer, hidden unit: twice the 34 of 16 bits (Korthikanti et al. 2022, eq. 1)
 PER_WEIGHT = {"train": 16, "ppo": 40}  # bytes a parameter: AdamW in float32; two such models and two that are only read
@@ -63,7 +64,8 @@ def choose(known: Facts, minutes: float | None) -> Sizes:
     """Sizes that fit; `minutes` is what the whole run may take (None: 30 on a CPU, 480 on a GPU)."""
     context = known.context or CONTEXT
     response_length = min(_up(known.answer_p95, 8), max(8, context - _up(known.prompt_p99, 8)), context // 2)
-    max_length = min(_up(known.row_p99, 8), context)
+    longest = known.row_max if known.row_max <= WORTH_IT * known.row_p99 else known.row_p99
+    max_length = min(_up(longest, 8), context)
     memory = {name: 0.8 * known.memory - weight * known.parameters for name, weight in PER_WEIGHT.items()}
     tight = min(memory.values()) < _row_bytes(known, max_length) * 8
     rows = _rows(memory["train"], _row_bytes(known, max_length))
@@ -83,7 +85,7 @@ def choose(known: Facts, minutes: float | None) -> Sizes:
         eval_rows=min(64, 4 * ppo_rows),
         checkpointing=tight,
         minutes=None,
-        notes=_notes(known, max_length, memory),
+        notes=_notes(known, longest, max_length, memory),
     )
     return _within(sizes, known, minutes)
 
@@ -162,7 +164,7 @@ def _samples(prompts: int) -> int:
     return next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES // count <= max(prompts, 1))
 
 
-def _notes(known: Facts, max_length: int, memory: dict[str, float]) -> tuple[str, ...]:
+def _notes(known: Facts, longest: int, max_length: int, memory: dict[str, float]) -> tuple[str, ...]:
     notes = []
     if memory["ppo"] < 0:
         needed = PER_WEIGHT["ppo"] * known.parameters / 1e9
@@ -170,7 +172,7 @@ def _notes(known: Facts, max_length: int, memory: dict[str, float]) -> tuple[str
             f"PPO of {known.parameters / 1e9:.1f} G parameters needs about {needed:.0f} GB for its four models, this "
             f"machine has {known.memory / 1e9:.0f} GB: take a smaller base model, or run the folder on a larger machine"
         )
-    if known.row_p99 > max_length:
+    if longest > max_length:
         notes.append(f"some rows are longer than the model's context of {known.context} tokens and will be left out")
     return tuple(notes)
 
