@@ -107,7 +107,7 @@ def test_lengths_follow_the_texts_and_end_at_the_context() -> None:
     short = choose(replace(KNOWN, context=100), None)
     assert (short.max_length, short.response_length) == (100, 50)
     assert "longer than the model's context of 100" in short.notes[0]
-    assert choose(replace(KNOWN, context=None, row_p99=9000), None).max_length == 4096
+    assert choose(replace(KNOWN, context=None, row_p99=9000, row_max=9000), None).max_length == 4096
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 9, 31, 64, 5000])
