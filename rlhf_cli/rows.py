@@ -11,7 +11,8 @@ import orjson
 from rlhf_cli.errors import RLHFError, nearest_file, shown
 
 BOM = b"\xef\xbb\xbf"
-ONE_A_LINE = "a data file holds one JSON object a line (JSON Lines)"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+ONE_A_LINE = "JSON Lines hold one object a line; a list of objects is read from a file that ends in .json"
 
 
 def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -22,19 +23,22 @@ def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[in
     """
     path = Path(path)
     with open_data(path, where_key) as file:
-        for number, raw in enumerate(file, start=1):
-            if number == 1:
-                raw = raw.removeprefix(BOM)
-            try:
-                row = orjson.loads(raw)
-            except orjson.JSONDecodeError:
-                row = None  # blank, wrong, or odd: the careful reader tells which
-            if type(row) is dict:
-                yield number, row
-                continue
-            text = decoded(raw, path, number)
-            if text.strip():
-                yield number, _row(text.rstrip("\r\n"), path, number)
+        yield from numbered_rows(file, path)
+
+
+def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """`read_jsonl` of an open file; `path` is its name in messages."""
+    for number, raw in enumerate(file, start=1):
+        if number == 1:
+            raw = raw.removeprefix(BOM)
+        try:
+            row = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            row = None  # blank, wrong, or odd: the careful reader tells which
+        if type(row) is dict:
+            yield number, row
+        elif decoded(raw, path, number).strip():
+            yield number, _row(raw.rstrip(b"\r\n"), path, number)
 
 
 def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
@@ -42,7 +46,7 @@ def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
     if not path.is_file():
         raise _missing(path, where_key)
     try:
-        return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+        return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
     except OSError as error:
         raise RLHFError("D01", f"cannot read {shown(path)}: {error.strerror}", where=where_key) from error
 
@@ -69,39 +73,53 @@ def _missing(path: Path, where: str | None) -> RLHFError:
 
 
 def decoded(raw: bytes, path: Path, number: int) -> str:
-    """The text of a line. Raises D04 where it is not UTF-8."""
+    """The text of what begins in line `number` of a file. Raises D04 where it is not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
+        line = number + raw.count(b"\n", 0, error.start)
+        position = error.start - raw.rfind(b"\n", 0, error.start)
+        coding = "utf16" if raw.startswith(UTF16) else "latin1"
         raise RLHFError(
             "D04",
-            f"byte 0x{raw[error.start]:02X} at position {error.start + 1} of the line is not UTF-8",
-            where=f"{shown(path)}:{number}",
-            hint="convert the file, for example: iconv -f latin1 -t utf8",
+            f"byte 0x{raw[error.start]:02X} at position {position} of the line is not UTF-8",
+            where=f"{shown(path)}:{line}",
+            hint=f"convert the file, for example: iconv -f {coding} -t utf8",
         ) from error
 
 
-def _row(text: str, path: Path, number: int) -> dict[str, Any]:
-    where = f"{shown(path)}:{number}"
+def parse(raw: bytes, path: Path, number: int = 1) -> Any:
+    """The JSON value that begins in line `number` of a file. Raises RLHFError D03, D04 with line and column.
+
+    Integers beyond 64 bits come as floats; of a key that stands twice the last value counts.
+    """
     try:
-        row = json.loads(text, parse_constant=_refuse_constant)
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        refusal = error  # it has the better place, json the better words, and some of it json takes
+    text = decoded(raw, path, number)
+    at = f"{shown(path)}:{number + refusal.lineno - 1}:{refusal.colno}"
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
+        at = f"{shown(path)}:{number + error.lineno - 1}:{error.colno}"
         hint = ONE_A_LINE if number == 1 and text.strip() in ("[", "{") else None
-        raise RLHFError("D03", f"not valid JSON: {error.msg}", where=f"{where}:{error.colno}", hint=hint) from error
+        raise RLHFError("D03", f"not valid JSON: {error.msg}", where=at, hint=hint) from error
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RLHFError("D03", f"not valid JSON: {reason}", where=f"{where}:1") from error
-    if not isinstance(row, dict):
-        kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-        raise RLHFError(
-            "D12",
-            f"the line holds {kinds.get(type(row), 'a number')}, not an object {{...}}",
-            where=where,
-            hint=ONE_A_LINE,
-        )
+        raise RLHFError("D03", f"not valid JSON: {reason}", where=at) from error
     # Only a \u escape can smuggle in half a surrogate pair, which no tokenizer and no file takes.
     if "\\u" in text:
-        _refuse_half_surrogates(row, where)
+        _refuse_half_surrogates(value, at)
+    return value
+
+
+def _row(raw: bytes, path: Path, number: int) -> dict[str, Any]:
+    row = parse(raw, path, number)
+    if not isinstance(row, dict):
+        kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+        text = f"the line holds {kinds.get(type(row), 'a number')}, not an object {{...}}"
+        raise RLHFError("D12", text, where=f"{shown(path)}:{number}", hint=ONE_A_LINE)
     return row
 
 
@@ -109,9 +127,9 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _refuse_half_surrogates(row: dict[str, Any], where: str) -> None:
+def _refuse_half_surrogates(value: Any, where: str) -> None:
     try:
-        json.dumps(row, ensure_ascii=False).encode("utf-8")
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise RLHFError(

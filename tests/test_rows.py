@@ -34,11 +34,11 @@ def test_rows_come_with_line_numbers_and_blank_lines_are_skipped(here: Path) -> 
     [
         (b'{"a": 1 "b": 2}', "D03", "a.jsonl:2:9", "not valid JSON: Expecting ',' delimiter"),
         (b'{"a": ', "D03", "a.jsonl:2:7", "not valid JSON: Expecting value"),
-        (b'{"a": NaN}', "D03", "a.jsonl:2:1", "not valid JSON: NaN is not a JSON number"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "D03", "a.jsonl:2:1", "not valid JSON: Exceeds the limit"),
-        (b"[" * 100_000, "D03", "a.jsonl:2:1", "not valid JSON: nested too deeply"),
+        (b'{"a": NaN}', "D03", "a.jsonl:2:7", "not valid JSON: NaN is not a JSON number"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "D03", "a.jsonl:2:7", "not valid JSON: Exceeds the limit"),
+        (b"[" * 100_000, "D03", "a.jsonl:2:1026", "not valid JSON: nested too deeply"),
         (b'{"a": "caf\xe9"}', "D04", "a.jsonl:2", "byte 0xE9 at position 11 of the line is not UTF-8"),
-        (b'{"a": "\\ud83d"}', "D04", "a.jsonl:2", "the escape \\ud83d is half a character"),
+        (b'{"a": "\\ud83d"}', "D04", "a.jsonl:2:8", "the escape \\ud83d is half a character"),
         (b"[1, 2]", "D12", "a.jsonl:2", "the line holds a list, not an object {...}"),
         (b"null", "D12", "a.jsonl:2", "the line holds null, not an object {...}"),
         (b"3", "D12", "a.jsonl:2", "the line holds a number, not an object {...}"),
@@ -57,8 +57,9 @@ def test_whole_characters_may_be_written_as_escapes(here: Path) -> None:
 
 
 def test_a_document_instead_of_lines_is_explained(here: Path) -> None:
-    (here / "a.json").write_text('[\n{"a": 1}\n]\n')
-    assert problem_of(Path("a.json")).hint == "a data file holds one JSON object a line (JSON Lines)"
+    (here / "a.jsonl").write_text('[\n{"a": 1}\n]\n')
+    hint = "JSON Lines hold one object a line; a list of objects is read from a file that ends in .json"
+    assert problem_of(Path("a.jsonl")).hint == hint
 
 
 def test_a_missing_file_names_the_nearest_and_who_named_it(here: Path) -> None:

@@ -10,7 +10,6 @@ from rlhf_cli.check.report import Report
 from rlhf_cli.checkpoints import Parent, Reference
 from rlhf_cli.config import Config
 from rlhf_cli.errors import RLHFError, nearest_file, shown
-from rlhf_cli.sources import Source, folders
 
 
 @dataclass
@@ -46,18 +45,13 @@ def look_at(configs: Sequence[Config], report: Report, unread: Collection[Path],
 
 def _find_data(stage: Stage, report: Report) -> None:
     for key, source in stage.config.sources().items():
-        if _is_uncached(source):
+        if not source.is_here():
             name = source.shown()
             report.skip(f"{stage.config.stage} {key}: {name} is not in the hub's cache; the stage would fetch it")
             continue
         with report.collecting():
             sources.locate({key: source})
             stage.data.add(key)
-
-
-def _is_uncached(source: Source) -> bool:
-    name, _ = sources.named(source.name)
-    return sources.is_hub_id(name) and folders.cached("/".join(name.split("/")[:2]), source.revision) is None
 
 
 def _find_parents(stage: Stage, to_make: Collection[Path], report: Report) -> None:

@@ -31,8 +31,9 @@ def relative(value: str, mark: PathKey, folder: Path) -> str:
     if not is_path(value, mark):
         return value
     path = Path(os.path.relpath(value, folder)).as_posix()
-    # A model named without a dot would be taken for a hub id wherever the folder is missing.
-    return path if path.startswith(".") or mark.kind in ("data", "run", "template") else f"./{path}"
+    # A model or a folder of data named without a dot would be taken for a hub id wherever the folder is missing.
+    plain = mark.kind in ("run", "template") or (mark.kind == "data" and sources.is_file_name(path))
+    return path if plain or path.startswith(".") else f"./{path}"
 
 
 def is_path(value: str, mark: PathKey) -> bool:
@@ -66,10 +67,10 @@ def _resolved(text: str, mark: PathKey, base: str, run: str) -> str:
 
 def resolved_data(text: str, base: str) -> str:
     """A path, unless it can only be a dataset of the hub: OWNER/NAME, no data file's ending, no folder OWNER here."""
-    name, split = sources.named(text)
+    name, split = sources.named(text, base)
     candidate = _absolute(name, base)
     local = name.startswith((".", "/", "~")) or os.path.exists(candidate) or sources.is_file_name(name)
-    if not local and sources.HUB_ID.fullmatch(name) and not os.path.isdir(os.path.dirname(candidate)):
+    if not local and sources.HUB_ID.fullmatch(name) and not os.path.isdir(_absolute(name.partition("/")[0], base)):
         return text
     return candidate + (f"[{split}]" if split else "")
 

@@ -2,33 +2,36 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
 from rlhf_cli import terminal
-from rlhf_cli.data.tokens import Conversation
-from rlhf_cli.sources.folders import cache_folder
+from rlhf_cli.data.tokens import Conversation, Encoded, render
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.sources.hub import cache_folder
 
 LEAST = 10_000  # rows; fewer are tokenised as fast as they are looked up
 MOST = 5e9  # bytes kept; beyond, what was used longest ago goes
 VERSION = 1  # of what `encode_many` makes; a change of the tokens it makes needs another
-Encoded = list[tuple[list[int], list[int]]]
 
 
 def encoded(
     tokenizer: Any,
-    prompts: Sequence[str | Conversation],
+    prompts: Sequence[str | Conversation | None],
     responses: Sequence[str | None],
-    make: Callable[[], Encoded],
-) -> Encoded:
+    make: Callable[[], list[Encoded]],
+) -> list[Encoded]:
     """What `make` returns, (prompt ids, response ids) of each row, from the cache where it is there."""
     if len(prompts) < LEAST or not tokenizer.is_fast:
         return make()
     path = cache_folder() / "tokens" / f"{_key(tokenizer, prompts, responses)}.npz"
-    found = _read(path)
+    found = _read(path, len(prompts))
     if found is not None:
         terminal.say(f"data     {len(found)} rows tokenised before, taken from {path.parent}")
         return found
@@ -37,46 +40,57 @@ def encoded(
         _write(path, made)
         _prune(path.parent)
     except OSError as error:
-        terminal.say(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
+        _say_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
     return made
 
 
-def _key(tokenizer: Any, prompts: Sequence[str | Conversation], responses: Sequence[str | None]) -> str:
-    total = sha256(repr((VERSION, tokenizer.chat_template, tokenizer.eos_token_id)).encode())
+@cache
+def _say_once(text: str) -> None:
+    terminal.say(text)
+
+
+def _key(tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]) -> str:
+    told = (VERSION, tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.split_special_tokens, _today(tokenizer))
+    total = sha256(repr(told).encode())
     total.update(tokenizer.backend_tokenizer.to_str().encode())
     for prompt, response in zip(prompts, responses, strict=True):
         total.update(f"{prompt!r}\0{response!r}\n".encode("utf-8", "surrogatepass"))
     return total.hexdigest()
 
 
-def _write(path: Path, rows: Encoded) -> None:
+def _today(tokenizer: Any) -> str:
+    """What the chat template makes of a short question: some templates write the day's date."""
+    try:
+        return render(tokenizer, [{"role": "user", "content": "?"}], generation_prompt=True)
+    except RLHFError:  # no template, or one that wants more
+        return ""
+
+
+def _write(path: Path, rows: list[Encoded]) -> None:
     lengths = np.array([[len(prompt), len(response)] for prompt, response in rows], dtype=np.int64)
-    tokens = np.fromiter((token for pair in rows for ids in pair for token in ids), np.int32, int(lengths.sum()))
+    tokens = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.int32, int(lengths.sum()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}-{os.getpid()}")
+    scratch = path.with_name(f"{path.name}-{os.getpid()}")
     with scratch.open("wb") as file:
         np.savez(file, lengths=lengths, tokens=tokens)
     scratch.replace(path)
 
 
-def _read(path: Path) -> Encoded | None:
+def _read(path: Path, rows: int) -> list[Encoded] | None:
     try:
         with np.load(path, allow_pickle=False) as file:
-            lengths, tokens = file["lengths"], file["tokens"].tolist()
+            lengths, tokens = file["lengths"], file["tokens"]
         path.touch()
-    except (OSError, ValueError, KeyError, EOFError):  # not there, or half written by another system
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # not there, or damaged
         return None
-    ends = lengths.reshape(-1).cumsum().tolist()
-    if (ends[-1] if ends else 0) != len(tokens):
+    if lengths.shape != (rows, 2) or lengths.sum() != len(tokens):
         return None
-    starts = [0, *ends]
-    return [
-        (tokens[starts[row] : ends[row]], tokens[starts[row + 1] : ends[row + 1]]) for row in range(0, len(ends), 2)
-    ]
+    parts = iter(np.split(tokens, lengths.reshape(-1).cumsum()[:-1]))
+    return [(prompt.tolist(), response.tolist()) for prompt, response in zip(parts, parts, strict=True)]
 
 
 def _prune(folder: Path) -> None:
-    files = sorted(folder.glob("*.npz"), key=lambda path: path.stat().st_mtime, reverse=True)
+    files = sorted(folder.glob("*.npz*"), key=lambda path: path.stat().st_mtime, reverse=True)
     total = 0
     for path in files:
         total += path.stat().st_size

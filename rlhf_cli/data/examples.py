@@ -1,5 +1,6 @@
 """Rows of a file to token rows: examples for SFT, pairs for the reward model, prompts for PPO and evaluation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -10,12 +11,13 @@ from rlhf_cli.data import cache, texts, transcripts
 from rlhf_cli.data.faults import BadRow
 from rlhf_cli.data.forms import DataFile
 from rlhf_cli.data.found import Rows
-from rlhf_cli.data.tokens import Conversation, encode_many
+from rlhf_cli.data.tokens import Conversation, Encoded, encode_many
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.sources import Place, Source
 
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+Asked = tuple[Place, str | Conversation | None, str | None]  # a row of what `encode_many` takes
 PROMPT_FORMS = (*PAIR_FORMS, ("prompt",), ("messages",))
 Row = TypeVar("Row")
 
@@ -54,17 +56,20 @@ def sft_rows(
     found = _examples(file)
     prompts = [example.prompt or example.response for example in found]
     if tokenizer is None:
-        return _finished(file, [{} for _ in found], prompts, max_length)
+        return _finished(file, [{} for _ in found], prompts)
     if file.transcripts and not tokenizer.chat_template:
         found = [example.as_text() for example in found]
     encoded = _encode(file, tokenizer, [(example.place, example.prompt, example.response) for example in found])
     rows = []
-    for example, (prompt, response) in zip(found, encoded, strict=True):
+    for example, tokens in zip(found, encoded, strict=True):
+        if tokens is None:
+            continue
+        prompt, response = tokens
         good = not example.prompt or _has_prompt(file, example.place, prompt)
-        good = _has_response(file, example.place, "completion", response) and good
+        good = good and _has_response(file, example.place, "completion", response)
         if good and _fits(file, example.place, len(prompt) + len(response), max_length, on_long):
             rows.append({"input_ids": prompt + response, "completion_mask": [0] * len(prompt) + [1] * len(response)})
-    return _finished(file, rows, prompts, max_length)
+    return _finished(file, rows, prompts)
 
 
 def preference_rows(
@@ -85,20 +90,23 @@ def preference_rows(
     _warn_repeated(file, pairs)
     prompts = [pair.prompt for pair in pairs]
     if tokenizer is None:
-        return _finished(file, [{} for _ in pairs], prompts, max_length)
+        return _finished(file, [{} for _ in pairs], prompts)
     if file.transcripts and not tokenizer.chat_template:
         pairs = [pair.as_text() for pair in pairs]
-    encoded = _encode(file, tokenizer, [(p.place, p.prompt, text) for p in pairs for text in (p.chosen, p.rejected)])
+    asked = ((pair.place, pair.prompt, pair.chosen) for pair in pairs)
+    others = ((pair.place, None, pair.rejected) for pair in pairs)
+    encoded = _encode(file, tokenizer, [*asked, *others])
     rows = []
-    for number, pair in enumerate(pairs):
-        (prompt, chosen), (_, rejected) = encoded[2 * number : 2 * number + 2]
-        good = _has_prompt(file, pair.place, prompt)
-        good = _has_response(file, pair.place, "chosen", chosen) and good
-        good = _has_response(file, pair.place, "rejected", rejected) and good
+    for pair, first, second in zip(pairs, encoded[: len(pairs)], encoded[len(pairs) :], strict=True):
+        if first is None or second is None:
+            continue
+        (prompt, chosen), (_, rejected) = first, second
+        good = _has_prompt(file, pair.place, prompt) and _has_response(file, pair.place, "chosen", chosen)
+        good = good and _has_response(file, pair.place, "rejected", rejected)
         if good and _fits(file, pair.place, len(prompt) + max(len(chosen), len(rejected)), max_length, on_long):
             row = {"prompt_ids": prompt, "chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
             rows.append(row if pair.margin is None else {**row, "margin": pair.margin})
-    return _finished(file, rows, prompts, max_length)
+    return _finished(file, rows, prompts)
 
 
 def preference_pairs(source: Source | Path | str) -> tuple[list[texts.Pair], int, bool]:
@@ -110,11 +118,9 @@ def preference_pairs(source: Source | Path | str) -> tuple[list[texts.Pair], int
     pairs: dict[str, texts.Pair] = {}
     for pair in read_pairs(file, "drop"):
         if pairs.setdefault(repr((pair.prompt, pair.chosen, pair.rejected)), pair) is not pair:
-            file.drop(pair.place, "the same pair again")
-    file.finish(len(pairs))
-    file.warn_dropped("D15", "the same pair again", "each pair counts once")
-    file.warn_dropped("D07", texts.IDENTICAL, "such a pair holds no preference")
-    file.warn_bad("the other rows are used")
+            file.drop(pair.place, "D15", "the same pair again")
+    hints = {"D15": "each pair counts once", "D07": "such a pair holds no preference"}
+    file.finish(len(pairs), hints, "the other rows are used")
     return list(pairs.values()), file.read, file.transcripts
 
 
@@ -134,15 +140,16 @@ def prompt_rows(
     found = _openings(file, [(place, prompt) for place, prompt in _distinct_prompts(file) if _is_ours(file, prompt)])
     texts_as_given = [prompt for _, prompt in found]
     if tokenizer is None:
-        return _finished(file, [Prompt([], text, place) for place, text in found], texts_as_given, max_length)
+        return _finished(file, [Prompt([], text, place) for place, text in found], texts_as_given)
     if file.transcripts and not tokenizer.chat_template:
         found = [(place, transcripts.render(prompt)) for place, prompt in found]
     encoded = _encode(file, tokenizer, [(place, prompt, None) for place, prompt in found])
     prompts = []
-    for (place, text), (ids, _) in zip(found, encoded, strict=True):
-        if _has_prompt(file, place, ids) and _fits(file, place, len(ids), max_length, on_long):
+    for (place, text), tokens in zip(found, encoded, strict=True):
+        ids = tokens[0] if tokens else []
+        if tokens and _has_prompt(file, place, ids) and _fits(file, place, len(ids), max_length, on_long):
             prompts.append(Prompt(ids, text, place))
-    return _finished(file, prompts, texts_as_given, max_length)
+    return _finished(file, prompts, texts_as_given)
 
 
 def _examples(file: DataFile) -> list[texts.Example]:
@@ -169,7 +176,7 @@ def read_pairs(file: DataFile, on_identical: str) -> list[texts.Pair]:
             pairs.append(pair)
         except BadRow as bad:
             if bad.code == "D07" and on_identical == "drop":
-                file.drop(place, texts.IDENTICAL)
+                file.drop(place, "D07", texts.IDENTICAL)
             else:
                 file.note(place, bad)
     return pairs
@@ -236,49 +243,51 @@ def _is_ours(file: DataFile, prompt: str | Conversation) -> bool:
     return share is None or share.holds(texts.split_key(prompt))
 
 
-def _encode(
-    file: DataFile, tokenizer: Any, rows: list[tuple[Place, str | Conversation, str | None]]
-) -> list[tuple[list[int], list[int]]]:
-    """Tokens of all rows at once; where the chat template refuses one, row by row to find which."""
+def _encode(file: DataFile, tokenizer: Any, rows: list[Asked]) -> Sequence[Encoded | None]:
+    """Tokens of all rows at once; where the chat template refuses one, row by row to find which, and None for it."""
     if file.problems:
         file.finish(usable=0)
     prompts, answers = [prompt for _, prompt, _ in rows], [text for _, _, text in rows]
     try:
-        encoded = cache.encoded(tokenizer, prompts, answers, lambda: encode_many(tokenizer, prompts, answers))
-    except RLHFError as refusal:
-        encoded = _encode_one_by_one(file, tokenizer, rows, refusal)
-    _warn_two_starts(file, tokenizer, prompts, encoded)
+        encoded: Sequence[Encoded | None] = cache.encoded(
+            tokenizer, prompts, answers, lambda: encode_many(tokenizer, prompts, answers)
+        )
+    except RLHFError:
+        encoded = _encode_one_by_one(file, tokenizer, rows)
+    _warn_two_starts(file, tokenizer, rows, encoded)
     return encoded
 
 
-def _encode_one_by_one(
-    file: DataFile, tokenizer: Any, rows: list[tuple[Place, str | Conversation, str | None]], refusal: RLHFError
-) -> list[tuple[list[int], list[int]]]:
-    encoded = []
+def _encode_one_by_one(file: DataFile, tokenizer: Any, rows: list[Asked]) -> list[Encoded | None]:
+    encoded: list[Encoded | None] = []
     for place, prompt, text in rows:
         try:
             encoded += encode_many(tokenizer, [prompt], [text])
         except RLHFError as error:
             problem = error.problems[0]
+            if problem.code != "D06":  # the tokenizer's own fault, the same in every row
+                raise RLHFError(problem.code, problem.text, where=str(place), hint=problem.hint) from error
             file.note(place, BadRow(problem.code, problem.text, problem.hint))
-            encoded.append(([], []))
-            if problem.code != "D06":  # the template's own fault, the same in every row
-                break
-    if file.problems or not file.dropped:
+            encoded.append(None)
+    if file.problems:
         file.finish(usable=0)
-        raise refusal
     return encoded
 
 
-def _warn_two_starts(
-    file: DataFile, tokenizer: Any, prompts: list[str | Conversation], encoded: list[tuple[list[int], list[int]]]
-) -> None:
+def _warn_two_starts(file: DataFile, tokenizer: Any, rows: list[Asked], encoded: Sequence[Encoded | None]) -> None:
     """T03: a text that begins with the start token where the tokenizer or the chat template writes one too."""
     start = tokenizer.bos_token_id
-    doubled = [at for at, (prompt, answer) in enumerate(encoded) if (prompt[:2] + answer[:2])[:2] == [start, start]]
+    doubled: list[Asked] = []
+    asked = 0
+    for row, tokens in zip(rows, encoded, strict=True):
+        if tokens is None or row[1] is None:
+            continue
+        asked += 1
+        if (tokens[0][:2] + tokens[1][:2])[:2] == [start, start]:
+            doubled.append(row)
     if doubled:
-        adds = "the tokenizer" if isinstance(prompts[doubled[0]], str) else "the chat template"
-        what = f"{len(doubled)} of {len(encoded)} texts start with {tokenizer.bos_token!r} twice"
+        adds = "the tokenizer" if isinstance(doubled[0][1], str) else "the chat template"
+        what = f"{len(doubled)} of {asked} texts start with {tokenizer.bos_token!r} twice"
         text = f"{what}: they hold one, and {adds} adds one"
         terminal.warn("T03", text, where=file.source.shown(), hint=f"take {tokenizer.bos_token} out of the texts")
 
@@ -301,17 +310,13 @@ def _fits(file: DataFile, place: Place, length: int, max_length: int | None, on_
         file.longest_usable = max(file.longest_usable, length)
         return True
     if on_long == "drop":
-        file.drop(place, f"longer than {max_length} tokens")
+        file.drop(place, "D10", f"longer than {max_length} tokens")
     else:
         hint = "set data.on_long: drop, or raise the token limit"
         file.note(place, BadRow("D10", f"{length} tokens, at most {max_length} are allowed", hint))
     return False
 
 
-def _finished(file: DataFile, rows: list[Row], prompts: list[str | Conversation], max_length: int | None) -> Rows[Row]:
+def _finished(file: DataFile, rows: list[Row], prompts: Sequence[str | Conversation]) -> Rows[Row]:
     file.finish(len(rows))
-    hint = "raise the token limit, or shorten the rows; data.on_long: error refuses them"
-    file.warn_dropped("D10", f"longer than {max_length} tokens", hint)
-    file.warn_dropped("D07", texts.IDENTICAL, "take the rows out of the file")
-    file.warn_bad()
     return Rows(rows, file, prompts)

@@ -1,6 +1,6 @@
 """The forms that rows of a data file may have, and what is wrong with those that have none."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,15 @@ from rlhf_cli.errors import Problem, RLHFError, nearest
 from rlhf_cli.sources import Place, Source
 
 SHOWN_ROWS = 5
-OF_THE_FILE = ("D02", "D14")  # wrong in every row: leaving rows out would not help
-DROP = "mend the row, or set data.on_bad: drop"
 Form = tuple[str, ...]
 TEXT, CONVERSATION = "text", "a conversation"
+OF_THE_FILE = ("D02", "D14")  # wrong in every row: leaving rows out would not help
+OF_OTHER_KEYS = ("D07", "D10")  # data.on_identical and data.on_long decide
+HINTS = {
+    "D07": "take the rows out of the file",
+    "D10": "raise the token limit, or shorten the rows; data.on_long: error refuses them",
+}
+DROP = "mend the row, or set data.on_bad: drop"
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,20 @@ class First:
     place: Place
     form: Form
     kinds: dict[str, str]
+
+
+@dataclass
+class Lost:
+    """Rows left out for faults of one code, told by the first of them."""
+
+    first: Place
+    text: str
+    last: Place
+    rows: int = 1
+    alike: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.text}{'' if self.alike else ', and the like'}"
 
 
 class DataFile:
@@ -37,8 +56,7 @@ class DataFile:
         self.longest = self.longest_usable = 0  # tokens, with and without the rows that were left out for it
         self.transcripts = False  # whether the texts are dialogues, which the rows then hold as conversations
         self.problems: list[Problem] = []
-        self.dropped: dict[str, list[Place]] = {}
-        self.faults: dict[tuple[str, str], None] = {}  # code and reason of what `on_bad: drop` let pass, in order
+        self.dropped: dict[str, Lost] = {}  # by code
         known = sorted({name for form in forms for name in form} | {"margin"})
         for name in self.columns:
             if name not in known:
@@ -64,47 +82,48 @@ class DataFile:
                     form, row = self._turns(form, row)
             except BadRow as bad:
                 self.note(place, bad)
-                if first is None:
+                if first is None and self.problems:
                     break  # without a form nothing can be said of the rows that follow
                 continue
             yield place, form, row
 
     def note(self, place: Place, bad: BadRow) -> None:
-        """A row that cannot be used: an error in the end, or one to leave out."""
-        if self.source.on_bad == "drop" and bad.code not in OF_THE_FILE:
-            self.faults[bad.code, str(bad)] = None
-            self.drop(place, str(bad))
-        else:
-            hint = bad.hint or (DROP if bad.code not in OF_THE_FILE else None)
+        """A row that cannot be used: an error in the end, or one to leave out. Its first fault counts."""
+        if self.source.on_bad == "drop" and bad.code not in OF_THE_FILE + OF_OTHER_KEYS:
+            self.drop(place, bad.code, bad.text)
+        elif not self.problems or self.problems[-1].where != str(place):
+            hint = bad.hint or (DROP if bad.code not in OF_THE_FILE + OF_OTHER_KEYS else None)
             self.problems.append(Problem(bad.code, bad.text, str(place), hint))
 
-    def drop(self, place: Place, reason: str) -> None:
+    def drop(self, place: Place, code: str, text: str) -> None:
         """A row that is left out, and counted."""
-        self.dropped.setdefault(reason, []).append(place)
+        lost = self.dropped.setdefault(code, Lost(place, text, place))
+        if lost.last != place:
+            lost.rows, lost.last, lost.alike = lost.rows + 1, place, lost.alike and text == lost.text
 
-    def finish(self, usable: int) -> None:
-        """Raises what is wrong with the rows, the first five in full; D05 where none of them is usable."""
+    def finish(
+        self,
+        usable: int,
+        hints: Mapping[str, str] = HINTS,
+        otherwise: str = "data.on_bad: error shows each of them",
+    ) -> None:
+        """Raises what is wrong with the rows, the first five in full; D05 where none of them is usable.
+
+        Warns of the rows that were left out: how many for which fault, where the first one stands, and a hint by code.
+        """
         if self.problems:
             raise RLHFError.of(self._told())
         if usable == 0:
-            lost = "; ".join(f"{len(places)} {reason}" for reason, places in self.dropped.items())
-            text = f"no usable row: {self.read} read" + (f", lost {lost}" if lost else "")
+            told = "; ".join(f"{lost.rows} {lost}" for lost in self.dropped.values())
+            text = f"no usable row: {self.read} read" + (f", lost {told}" if told else "")
             share = self.source.share
-            if share and self.read and not lost:
+            if share and self.read and not told:
                 text += f", none of them in the part that data.eval_fraction {share.fraction:g} leaves"
             raise RLHFError("D05", text, where=self.source.shown(), hint=self.where and f"see {self.where}")
-
-    def warn_dropped(self, code: str, reason: str, hint: str) -> None:
-        """Says how many rows were left out for `reason`, and where the first one stands."""
-        if places := self.dropped.get(reason):
-            text = f"{len(places)} of {self.read} rows left out: {reason} (first: {places[0].short})"
+        for code, lost in self.dropped.items():
+            text = f"{lost.rows} of {self.read} rows left out: {lost} (first: {lost.first.short})"
             text += f"; the longest has {self.longest}" if code == "D10" else ""
-            terminal.warn(code, text, where=self.source.shown(), hint=hint)
-
-    def warn_bad(self, hint: str = "data.on_bad: error shows each of them") -> None:
-        """`warn_dropped` for each fault that `on_bad: drop` lets pass."""
-        for code, reason in self.faults:
-            self.warn_dropped(code, reason, hint)
+            terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, otherwise))
 
     def _told(self) -> list[Problem]:
         told, hints = [], set()
@@ -116,7 +135,9 @@ class DataFile:
             last = self.problems[-1]
             text = f"{len(self.problems)} of {self.read} rows are bad; the first {SHOWN_ROWS} are shown"
             text += f"; the longest has {self.longest} tokens" if last.code == "D10" else ""
-            told.append(Problem(last.code, text, self.source.shown(), "data.on_bad: drop leaves them out"))
+            can_go = any(problem.code not in OF_THE_FILE + OF_OTHER_KEYS for problem in self.problems)
+            hint = "data.on_bad: drop leaves them out" if can_go else None
+            told.append(Problem(last.code, text, self.source.shown(), hint))
         return told
 
     def _form(self, raw: dict[str, Any], row: dict[str, Any]) -> Form:
@@ -148,7 +169,7 @@ class DataFile:
         if "prompt" not in form:
             return form, {**row, **{name: transcripts.parse(row[name], self._theirs(name)) for name in form}}
         answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
-        return form, {**row, **answers, "prompt": transcripts.parse(row["prompt"], self._theirs("prompt"))}
+        return form, {**row, **answers, "prompt": transcripts.parse_prompt(row["prompt"], self._theirs("prompt"))}
 
     def _check_like(self, first: First, row: dict[str, Any]) -> None:
         for name in first.form:

@@ -17,7 +17,7 @@ class Rows(list[Row]):
     def __init__(self, rows: Iterable[Row], file: DataFile, prompts: Iterable[str | Conversation]) -> None:
         super().__init__(rows)
         self.read = file.read
-        self.left_out = sum(map(len, file.dropped.values()))
+        self.left_out = sum(lost.rows for lost in file.dropped.values())
         self.longest = file.longest_usable  # tokens; 0 without a tokenizer
         self.source = file.source
         self.prompts = frozenset(map(texts.as_key, prompts))

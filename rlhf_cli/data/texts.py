@@ -1,7 +1,7 @@
 """What one row says: its prompt and its responses, as text or conversation, whatever form the row has."""
 
-import math
 import re
+import sys
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice, takewhile
@@ -172,8 +172,8 @@ def _margin(row: dict[str, Any]) -> float | None:
     if "margin" not in row:
         return None
     margin = row["margin"]
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise BadRow("D06", f'"margin" is {margin!r}, a number is needed')
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= sys.float_info.max:
+        raise BadRow("D06", f'"margin" is {margin!r:.40}, a finite number is needed')
     return float(margin)
 
 

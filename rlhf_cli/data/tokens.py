@@ -10,12 +10,13 @@ from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
 
 Conversation = list[dict[str, Any]]
+Encoded = tuple[list[int], list[int]]  # ids of a prompt and of a response
 AT_ONCE = 4096  # rows
 SHOWN_FROM = 20_000  # rows: below, tokenising takes a second or two
 _MARK = "assistant-text-ends-here"
 
 
-def encode(tokenizer: Any, prompt: str | Conversation, response: str | None) -> tuple[list[int], list[int]]:
+def encode(tokenizer: Any, prompt: str | Conversation, response: str | None) -> Encoded:
     """Token ids (prompt, response) of one row; the response ends in the stop token, once, and is [] for None.
 
     A string keeps the special tokens that the tokenizer begins a text with (BOS), never those that it ends one with.
@@ -26,13 +27,13 @@ def encode(tokenizer: Any, prompt: str | Conversation, response: str | None) -> 
 
 
 def encode_many(
-    tokenizer: Any, prompts: Sequence[str | Conversation], responses: Sequence[str | None]
-) -> list[tuple[list[int], list[int]]]:
+    tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]
+) -> list[Encoded]:
     """`encode` of many rows: the same ids, several times faster; a fast tokenizer works on all cores at once.
 
-    Shows progress where that takes a while.
+    A prompt that is None has no ids: a response's do not depend on it. Shows progress where that takes a while.
     """
-    encoded: list[tuple[list[int], list[int]]] = []
+    encoded: list[Encoded] = []
     with terminal.Progress("data", len(prompts), "row", quiet=len(prompts) < SHOWN_FROM) as bar:
         for first in range(0, len(prompts), AT_ONCE):
             rows = slice(first, first + AT_ONCE)
@@ -42,8 +43,8 @@ def encode_many(
 
 
 def _encode_batch(
-    tokenizer: Any, prompts: Sequence[str | Conversation], responses: Sequence[str | None]
-) -> list[tuple[list[int], list[int]]]:
+    tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]
+) -> list[Encoded]:
     texts = [text for text in responses if text is not None]
     stop = stop_token_id(tokenizer) if texts else -1
     answers = iter(_tokenize(tokenizer, texts))
@@ -98,13 +99,13 @@ def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int
     return eos
 
 
-def _encode_prompts(tokenizer: Any, prompts: Sequence[str | Conversation]) -> list[list[int]]:
+def _encode_prompts(tokenizer: Any, prompts: Sequence[str | Conversation | None]) -> list[list[int]]:
     plain = [prompt for prompt in prompts if isinstance(prompt, str)]
-    chats = [render(tokenizer, p, generation_prompt=True) for p in prompts if not isinstance(p, str)]
+    chats = [render(tokenizer, prompt, generation_prompt=True) for prompt in prompts if isinstance(prompt, list)]
     suffix = len(_suffix(tokenizer)) if plain else 0
     strings = iter(ids[: len(ids) - suffix] for ids in _tokenize(tokenizer, plain, special=True))
     rendered = iter(_tokenize(tokenizer, chats))  # the template has written its own special tokens
-    return [next(strings) if isinstance(prompt, str) else next(rendered) for prompt in prompts]
+    return [[] if p is None else next(strings) if isinstance(p, str) else next(rendered) for p in prompts]
 
 
 def _suffix(tokenizer: Any) -> list[int]:

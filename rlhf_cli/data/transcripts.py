@@ -16,15 +16,27 @@ def looks_like_one(text: str) -> bool:
 
 
 def parse(text: str, column: str) -> Conversation:
-    """The turns as messages; an empty turn of Assistant at the end, which only asks for an answer, is left away.
+    """The turns as messages, in the order and number that they have.
 
     Raises BadRow D12 for a text that does not begin with a turn.
     """
-    before, *parts = TURN.split(text.strip("\n "))
-    if before.strip() or not parts:
+    before, *parts = TURN.split(text.strip())
+    if before or not parts:
         raise BadRow("D12", f'"{column}" does not begin with "Human:"')
-    turns = [{"role": ROLES[name], "content": said.strip()} for name, said in zip(parts[::2], parts[1::2], strict=True)]
-    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
+    return [{"role": ROLES[name], "content": said.strip()} for name, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def parse_prompt(text: str, column: str) -> Conversation:
+    """`parse` of a text that asks for an answer: the empty turn of Assistant at its end is left away.
+
+    Raises BadRow D12 where the assistant has begun to answer.
+    """
+    turns = parse(text, column)
+    if turns[-1]["role"] == "assistant":
+        if turns[-1]["content"]:
+            raise BadRow("D12", f'"{column}" ends in words of the assistant')
+        turns.pop()
+    return turns
 
 
 def render(conversation: str | Conversation) -> str:

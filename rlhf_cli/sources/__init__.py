@@ -5,12 +5,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
 from rlhf_cli.rows import open_data
-from rlhf_cli.sources import folders
+from rlhf_cli.sources import folders, hub
 from rlhf_cli.sources.readers import ENDINGS, Place, ending, read
 
 __all__ = ["HUB_ID", "Place", "Share", "Source", "is_file_name", "locate", "named"]
@@ -59,14 +60,14 @@ class Source:
         return named_by if isinstance(named_by, Source) else cls(str(named_by))
 
     def files(self) -> list[Path]:
-        """The files that hold the rows, in order. Raises RLHFError D01, D02 for a split that is not there."""
+        """The files that hold the rows, in order. Raises RLHFError D01, also for a split that is not there."""
         name, split = named(self.name)
         if is_hub_id(name):
             return self._of_hub(name, split)
         path = Path(name)
-        if path.is_dir():
+        if os.path.isdir(path):
             return self._of_folder(path, split)
-        if not path.exists():
+        if not os.path.exists(path):
             near = nearest_file(path)
             hint = f"did you mean {near}?" if near else None
             raise RLHFError("D01", f"no such file {shown(path)}", where=self.where, hint=hint)
@@ -77,47 +78,45 @@ class Source:
 
     def rows(self) -> Iterator[Row]:
         """Every row with its place, `max_rows` at most, read one at a time. Raises RLHFError D01-D04, D12."""
-        left = self.max_rows
-        for path in self.files():
-            for row in read(path, self.where):
-                if left is not None and left <= 0:
-                    return
-                left = None if left is None else left - 1
-                yield row
+        return islice((row for path in self.files() for row in read(path, self.where)), self.max_rows)
 
     def shown(self) -> str:
         """The name as messages tell it."""
         name, split = named(self.name)
         return (name if is_hub_id(name) else shown(name)) + (f"[{split}]" if split else "")
 
+    def is_here(self) -> bool:
+        """Whether nothing of it has to be fetched from the hub, so that a look at it costs little."""
+        name, split = named(self.name)
+        if not is_hub_id(name):
+            return True
+        dataset, part = _in_two(name)
+        first = self._first_rows(dataset, split) if self.max_rows is not None and not part else None
+        kept = hub.kept(dataset, self.revision, part) if hub.is_offline() else None
+        return bool(kept or hub.cached(dataset, self.revision, part) or (first and first.path.is_file()))
+
     def _of_hub(self, name: str, split: str | None) -> list[Path]:
         """In the hub's cache or fetched into it; of what is not there yet, `max_rows` are streamed."""
-        owner, repository, *inside = name.split("/")
-        dataset = f"{owner}/{repository}"
-        found = folders.cached(dataset, self.revision)
-        if found is None and self.max_rows is not None and not inside:
-            splits = (split,) if split else self.splits
-            return [folders.first_rows(dataset, self.subset, splits, self.revision, self.max_rows, self.where)]
-        found = found or folders.fetch(dataset, self.revision, self.where)
-        return self._of_folder(found.joinpath(*inside), split)
+        dataset, part = _in_two(name)
+        if self.max_rows is not None and not part:
+            first = self._first_rows(dataset, split)
+            if first.path.is_file() or not (hub.is_offline() or hub.cached(dataset, self.revision)):
+                return [first.fetch(self.where)]
+        folder = hub.cached(dataset, self.revision, part) or hub.fetch(dataset, self.revision, part, self.where)
+        return self._of_folder(folder / part, split)
+
+    def _first_rows(self, dataset: str, split: str | None) -> hub.FirstRows:
+        assert self.max_rows is not None
+        return hub.FirstRows(dataset, self.subset, split, self.splits, self.revision, self.max_rows)
 
     def _of_folder(self, folder: Path, split: str | None) -> list[Path]:
         found = folders.splits(folder, self.subset, self.where)
-        wanted = (split,) if split else self.splits
-        picked = next((name for name in wanted if name in found), None)
-        if picked is None and not split and len(found) == 1:
-            picked = next(iter(found))
-        if picked is None:
-            near = nearest(wanted[0], found)
-            text = f"{self.shown()} has no split {' or '.join(wanted)}; it has {', '.join(found)}"
-            hint = f"write the split behind the name: [{near or next(iter(found))}]"
-            raise RLHFError("D01", text, where=self.where, hint=hint)
-        return found[picked]
+        return folders.pick(found, split, self.splits, self.shown().removesuffix(f"[{split}]"), self.where)
 
 
-def named(text: str) -> tuple[str, str | None]:
-    """NAME[SPLIT] in its two parts; a split's absence is None."""
-    match = NAMED.fullmatch(text)
+def named(text: str, base: str = "") -> tuple[str, str | None]:
+    """NAME[SPLIT] in its two parts; a split's absence is None. A path of `base` may itself end in brackets."""
+    match = None if os.path.exists(os.path.join(base, text)) else NAMED.fullmatch(text)
     return (match["name"], match["split"]) if match else (text, None)
 
 
@@ -127,8 +126,15 @@ def is_file_name(text: str) -> bool:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a resolved name (paths are absolute by then) is a dataset of the hub."""
-    return not os.path.isabs(name) and not os.path.exists(name) and HUB_ID.fullmatch(name) is not None
+    """Whether a resolved name (paths are absolute by then) is a dataset of the hub, or a folder in one."""
+    local = os.path.isabs(name) or os.path.exists(name) or is_file_name(name)
+    return not local and HUB_ID.fullmatch(name) is not None
+
+
+def _in_two(name: str) -> tuple[str, str]:
+    """A hub id as dataset and folder inside it, "" for all of it."""
+    owner, repository, *inside = name.split("/")
+    return f"{owner}/{repository}", "/".join(inside)
 
 
 def locate(sources: Mapping[str, Source]) -> dict[str, list[Path]]:

@@ -2,15 +2,16 @@
 
 import csv
 import io
-import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from rlhf_cli.errors import RLHFError, nearest, shown
-from rlhf_cli.rows import BOM, decoded, open_data, read_jsonl
+from rlhf_cli.rows import BOM, decoded, numbered_rows, open_data, parse
+
+AT_ONCE = 1024  # rows of a Parquet file
 
 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a long text is no error
 
@@ -34,107 +35,117 @@ class Place(NamedTuple):
 Rows = Iterator[tuple[Place, dict[str, Any]]]
 
 
-def read(path: Path, where: str | None = None) -> Rows:
-    """The rows of a file by its ending. Raises RLHFError D01 (missing, unreadable, unknown ending), D03, D04, D12."""
+def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -> Rows:
+    """The rows of a file by its ending; `opened` is the file where it is not on this disk.
+
+    Raises RLHFError D01 (missing, unreadable, unknown ending), D03, D04, D12.
+    """
     reader = ENDINGS.get(ending(path))
     if reader is None:
         near = nearest(ending(path), ENDINGS)
         text = f"{shown(path)}: a data file ends in {', '.join(ENDINGS)}, or in one of them and .gz"
         raise RLHFError("D01", text, where=where, hint=f"did you mean {near}?" if near else None)
     try:
-        yield from reader(path, where)
+        with opened or open_data(path, where) as file:
+            yield from reader(file, path)
     except (OSError, EOFError, zlib.error) as error:
         raise RLHFError("D01", f"cannot read {shown(path)}: {error}", where=where) from error
 
 
 def ending(path: Path) -> str:
     """`.jsonl` of rows.jsonl and of rows.jsonl.gz."""
-    return (Path(path.stem) if path.suffix == ".gz" else path).suffix.lower()
+    return (Path(path.stem) if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
-def _json_lines(path: Path, where: str | None) -> Rows:
-    for number, row in read_jsonl(path, where_key=where):
+def _json_lines(file: BinaryIO, path: Path) -> Rows:
+    for number, row in numbered_rows(file, path):
         yield Place(path, number), row
 
 
-def _json(path: Path, where: str | None) -> Rows:
+def _json(file: BinaryIO, path: Path) -> Rows:
     """A list of objects; what does not begin like a list is read as JSON lines."""
-    with open_data(path, where) as file:
-        raw = file.read().removeprefix(BOM)
+    raw = file.read().removeprefix(BOM)
     if not raw.lstrip().startswith(b"["):
-        yield from _json_lines(path, where)
+        yield from _json_lines(io.BytesIO(raw), path)
         return
-    text = _utf8(raw, path)
-    try:
-        rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        at = f"{shown(path)}:{error.lineno}:{error.colno}"
-        raise RLHFError("D03", f"not valid JSON: {error.msg}", where=at) from error
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(parse(raw, path), start=1):
         place = Place(path, number, "row")
         if not isinstance(row, dict):
             raise RLHFError("D12", f"the list holds {row!r:.40}, not an object {{...}}", where=str(place))
         yield place, row
 
 
-def _table(path: Path, where: str | None) -> Rows:
+def _table(file: BinaryIO, path: Path) -> Rows:
     """CSV or TSV with a header. Every cell is a text as it stands there: "NA" and "1e5" stay what they are."""
-    with open_data(path, where) as file:
-        text = _utf8(file.read().removeprefix(BOM), path)
-    delimiter = "\t" if ending(path) == ".tsv" else ","
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    lines = (decoded(raw.removeprefix(BOM) if n == 1 else raw, path, n) for n, raw in enumerate(file, start=1))
+    reader = csv.reader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
+    start = 1
+    header: list[str] = []
     try:
-        header = next(reader, [])
-        start = reader.line_num + 1
         for cells in reader:
             place, start = Place(path, start), reader.line_num + 1
             if not cells:
                 continue
-            if len(cells) != len(header):
-                odd = f"{len(cells)} cells, but the header in line 1 names {len(header)} columns"
+            if not header:
+                header = _header(cells, place)
+            elif len(cells) != len(header):
+                odd = f"{len(cells)} cells, but the header names {len(header)} columns"
                 raise RLHFError("D12", odd, where=str(place), hint="put a text that holds the delimiter in quotes")
-            yield place, dict(zip(header, cells, strict=True))
+            else:
+                yield place, dict(zip(header, cells, strict=True))
     except csv.Error as error:
-        raise RLHFError("D03", f"not valid CSV: {error}", where=f"{shown(path)}:{reader.line_num}") from error
+        alone = "new-line character" in str(error)
+        hint = "its lines end in \\r alone: tr '\\r' '\\n'" if alone else 'inside quotes, a quote is written twice: ""'
+        text = f"not valid CSV: {'a line break outside quotes' if alone else error}"
+        raise RLHFError("D03", text, where=str(Place(path, start)), hint=hint) from error
 
 
-def _parquet(path: Path, where: str | None) -> Rows:
+def _header(cells: list[str], place: Place) -> list[str]:
+    twice = next((name for name in cells if name and cells.count(name) > 1), None)
+    if twice is not None:
+        raise RLHFError("D03", f'the header names the column "{twice}" twice', where=str(place))
+    return cells
+
+
+def _parquet(file: BinaryIO, path: Path) -> Rows:
     import pyarrow as arrow  # comes with datasets; too slow to import for those who need none
     import pyarrow.parquet as parquet
 
-    if not path.is_file():
-        raise RLHFError("D01", f"no such file: {shown(path)}", where=where)
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=AT_ONCE):
+                for row in _plain(batch, path, number):
                     number += 1
                     yield Place(path, number, "row"), row
-    except arrow.ArrowInvalid as error:
-        raise RLHFError("D03", f"no valid Parquet file: {error}", where=shown(path)) from error
+    except arrow.ArrowException as error:
+        reason = " ".join(str(error).split())
+        raise RLHFError("D03", f"no valid Parquet file: {reason}", where=shown(path)) from error
 
 
-def _text(path: Path, where: str | None) -> Rows:
-    """One text a line, without the line's end."""
-    with open_data(path, where) as file:
-        for number, raw in enumerate(file, start=1):
-            text = decoded(raw.removeprefix(BOM) if number == 1 else raw, path, number).rstrip("\r\n")
-            if text.strip():
-                yield Place(path, number), {"text": text}
-
-
-def _utf8(raw: bytes, path: Path) -> str:
+def _plain(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
+    """The rows of a record batch, which `before` others precede. Raises D04 with the row that is not UTF-8."""
     try:
-        return raw.decode("utf-8")
+        return batch.to_pylist()
     except UnicodeDecodeError as error:
-        number = raw.count(b"\n", 0, error.start) + 1
-        first = raw.rfind(b"\n", 0, error.start) + 1
-        last = raw.find(b"\n", error.start)
-        return decoded(raw[first : last if last >= 0 else None], path, number)  # raises D04 with the line
+        for number in range(batch.num_rows):
+            try:
+                batch.slice(number, 1).to_pylist()
+            except UnicodeDecodeError:
+                place = Place(path, before + number + 1, "row")
+                raise RLHFError("D04", "a text is not UTF-8", where=str(place)) from error
+        raise
 
 
-ENDINGS: dict[str, Callable[[Path, str | None], Rows]] = {
+def _text(file: BinaryIO, path: Path) -> Rows:
+    """One text a line, without the line's end."""
+    for number, raw in enumerate(file, start=1):
+        text = decoded(raw.removeprefix(BOM) if number == 1 else raw, path, number).rstrip("\r\n")
+        if text.strip():
+            yield Place(path, number), {"text": text}
+
+
+ENDINGS: dict[str, Callable[[BinaryIO, Path], Rows]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,
