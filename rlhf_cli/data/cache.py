@@ -12,7 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from rlhf_cli import terminal
-from rlhf_cli.data.tokens import Conversation, Encoded, render
+from rlhf_cli.data.tokens import Conversation, Encoded, render, shared
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.sources.hub import cache_folder
 
@@ -86,7 +86,7 @@ def _read(path: Path, rows: int) -> list[Encoded] | None:
     if lengths.shape != (rows, 2) or lengths.sum() != len(tokens):
         return None
     parts = iter(np.split(tokens, lengths.reshape(-1).cumsum()[:-1]))
-    return [(prompt.tolist(), response.tolist()) for prompt, response in zip(parts, parts, strict=True)]
+    return [(shared(prompt.tolist()), shared(response.tolist())) for prompt, response in zip(parts, parts, strict=True)]
 
 
 def _prune(folder: Path) -> None:

@@ -1,0 +1,131 @@
+"""Folders with the hub's layout: which files are a split, in which order, and what is said of those that are none."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cli.errors import Problem, RLHFError
+from rlhf_cli.rows import write_jsonl
+from rlhf_cli.sources import Source, named
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def folder(root: Path, files: dict[str, str]) -> Path:
+    """A folder of JSON lines files, each with one row that says its name; a README as given."""
+    for name, readme in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".md":
+            path.write_text(readme)
+        elif path.suffix == ".gz":
+            path.write_bytes(gzip.compress(f'{{"text": "{name}"}}\n'.encode()))
+        else:
+            write_jsonl(path, [{"text": name}])
+    return root
+
+
+def texts(name: Path | str, **options: Any) -> list[str]:
+    return [row["text"] for _, row in Source(str(name), **options).rows()]
+
+
+def problem(name: Path | str, **options: Any) -> Problem:
+    with pytest.raises(RLHFError) as caught:
+        Source(str(name), "sft.yaml:3", **options).files()
+    assert caught.value.exit_code == 2
+    (found,) = caught.value.problems
+    assert found.code == "D01" and found.where == "sft.yaml:3"
+    return found
+
+
+LAYOUTS = [
+    (("train.jsonl", "test.jsonl", "dev.jsonl"), {"": ["train.jsonl"], "[test]": ["test.jsonl"]}),
+    (("train/b.jsonl", "train/a.jsonl", "test/a.jsonl"), {"": ["train/a.jsonl", "train/b.jsonl"]}),
+    (("data/train-00001.jsonl.gz", "data/train-00000.jsonl.gz", "data/valid-0.jsonl.gz"),
+     {"": ["data/train-00000.jsonl.gz", "data/train-00001.jsonl.gz"], "[validation]": ["data/valid-0.jsonl.gz"]}),
+    (("any.jsonl", "other.jsonl", ".hidden.jsonl"), {"": ["any.jsonl", "other.jsonl"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "v2 [final]", "a*b?", "été 数据", ".hidden", "per%20cent#1"])
+@pytest.mark.parametrize(("files", "wanted"), LAYOUTS)
+def test_the_files_of_a_split_in_their_order(
+    here: Path, name: str, files: tuple[str, ...], wanted: dict[str, list[str]]
+) -> None:
+    folder(here / name, dict.fromkeys(files, ""))
+    for split, found in wanted.items():
+        assert texts(f"{here / name}{split}") == found
+        assert [path.relative_to(here / name).as_posix() for path in Source(f"{here / name}{split}").files()] == found
+
+
+def test_held_out_rows_come_from_validation_or_test_and_rows_of_a_lone_split_from_that(here: Path) -> None:
+    usual = {"splits": ("validation", "test")}
+    assert texts(folder(here / "a", {"train.jsonl": "", "test.jsonl": ""}), **usual) == ["test.jsonl"]
+    assert texts(folder(here / "b", {"dev.jsonl": "", "test.jsonl": "", "train.jsonl": ""}), **usual) == ["dev.jsonl"]
+    assert texts(folder(here / "c", {"rows.jsonl": ""}), **usual) == ["rows.jsonl"]
+
+
+CONFIGS = """---
+configs:
+- config_name: small
+  data_files: [{split: train, path: s/*.jsonl}]
+- config_name: big
+  default: true
+  data_files: [{split: train_sft, path: b/2.jsonl}, {split: train_prefs, path: b/1.jsonl}]
+---
+"""
+
+
+def test_subsets_of_the_readme(here: Path) -> None:
+    root = folder(here / "a", {"README.md": CONFIGS, "s/1.jsonl": "", "b/1.jsonl": "", "b/2.jsonl": ""})
+    assert texts(root, subset="small") == ["s/1.jsonl"]
+    assert texts(f"{root}[train_prefs]") == ["b/1.jsonl"]
+    assert problem(root) == Problem(
+        "D01",
+        "a has no split train; it has train_sft, train_prefs",
+        "sft.yaml:3",
+        "write the split behind the name: [train_sft]",
+    )
+    assert problem(root, subset="smal") == Problem(
+        "D01", 'a has no subset "smal"; it has small, big', "sft.yaml:3", "set data.subset: small"
+    )
+    root = folder(here / "b", {"README.md": CONFIGS.replace("  default: true\n", ""), "s/1.jsonl": "", "b/2.jsonl": ""})
+    assert problem(root).text == "b has the subsets small, big" and problem(root).hint == "set data.subset: small"
+
+
+def test_what_is_not_there(here: Path) -> None:
+    root = folder(here / "a", {"train.jsonl": "", "test.jsonl": ""})
+    missing = problem(f"{root}[tst]")
+    assert missing.text == "a has no split tst; it has train, test" and str(missing.hint).endswith("[test]")
+    assert problem(root, subset="x").text == 'a has no subset "x"; it has default'
+    (here / "empty").mkdir()
+    assert problem(here / "empty").text.startswith("empty holds no data files")
+    (here / "v[1]").mkdir()
+    assert problem(here / "v[1]").text.startswith("v[1] holds no data files")
+    assert "is one file, it has no split [test]" in problem(f"{root}/train.jsonl[test]").text
+    near = problem(here / "b" / "trian.jsonl")
+    assert near.text == "no such file b/trian.jsonl" and problem(f"{root}/trian.jsonl").hint == (
+        "did you mean a/train.jsonl?"
+    )
+
+
+def test_a_split_behind_a_name_and_brackets_in_one(here: Path) -> None:
+    assert named("a/b[test]") == ("a/b", "test") and named("a/b") == ("a/b", None)
+    assert named("a[1]/b.jsonl") == ("a[1]/b.jsonl", None)
+    (here / "a[1]").mkdir()
+    assert named("a[1]") == ("a[1]", None) and named("a[1][test]") == ("a[1]", "test")
+    assert named("a[1]", base=str(here.parent)) == ("a", "1")  # not there: a split
+
+
+def test_nothing_is_left_in_the_hubs_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", here / "cache")
+    assert texts(folder(here / "a", {"train.jsonl": ""})) == ["train.jsonl"]
+    assert not (here / "cache").exists()
