@@ -70,6 +70,14 @@ def folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """No test reads or writes the user's cache, nor does a child process that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _a_new_command() -> Any:
     """Each test starts as a new process would: no warning was said, no output is held."""

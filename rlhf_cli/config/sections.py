@@ -28,8 +28,8 @@ COLUMNS = (
     "[none]"
 )
 NAMES = (
-    "a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; .gz too), a folder of such, or a dataset of the hub; "
-    "[SPLIT] behind the name picks a split"
+    "a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; .gz too), a folder of such, or a dataset of the hub, "
+    "OWNER/NAME; [SPLIT] behind the name picks a split"
 )
 ON_LONG = "Rows longer than the token limit: drop them with a warning, or error. [ours]"
 
@@ -37,7 +37,12 @@ ON_LONG = "Rows longer than the token limit: drop them with a warning, or error.
 class NewTokenizer(Section):
     """A byte-level BPE tokenizer trained on the spot."""
 
-    train: DataPath = Field(description="Text to train the tokenizer on: all texts of any data that data.train takes.")
+    train: DataPath = Field(
+        description=(
+            "Text to train the tokenizer on: all texts of any data that data.train could name; where it is the same, "
+            "data.subset, data.revision and data.max_rows hold for it too."
+        )
+    )
     vocab_size: int = Field(gt=0, description="Most tokens of the vocabulary, special tokens included.")
 
 
@@ -116,7 +121,9 @@ class _Data(Section):
         ),
     )
     subset: str | None = Field(
-        None, description="Subset (config) of a dataset of the hub that has several; none: its default. [datasets]"
+        None,
+        description="Subset (config) of a dataset of the hub, or of a folder like one, that has several; none: its "
+        "default. [datasets]",
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a dataset from the hub; none: its main branch. [datasets]"
@@ -125,8 +132,8 @@ class _Data(Section):
         None,
         gt=0,
         description=(
-            "Most rows read, the first ones; of a dataset that is not in the hub's cache only these are streamed. "
-            "[none: all]"
+            "Most rows read, the first ones of each key's data; of a dataset that is not in the hub's cache only these "
+            "are streamed. [none: all]"
         ),
     )
     eval_fraction: float | None = Field(
@@ -135,14 +142,19 @@ class _Data(Section):
         lt=1,
         description=(
             "Share of the prompts that is held out, with all their rows: training never reads them, evaluation reads "
-            "nothing else. The same share and seed hold out the same prompts in every stage. [none]"
+            "nothing else. The same share and seed hold out the same prompts in every stage; of a conversation its "
+            "opening by the user counts, of {text} all of it, of {chosen, rejected} as texts what they share. [none]"
         ),
     )
     split_seed: int | None = Field(
         None, ge=0, description="Another seed holds out other prompts; none: 0. Only with eval_fraction. [ours]"
     )
     on_bad: Literal["error", "drop"] = Field(
-        "error", description="Rows that cannot be used: stop, or leave them out with a count of each fault. [ours]"
+        "error",
+        description=(
+            "Rows that cannot be used: stop, or leave them out with a count of each fault. Long rows have on_long, "
+            "identical answers on_identical; a file that cannot be parsed always stops. [ours]"
+        ),
     )
 
     @model_validator(mode="after")

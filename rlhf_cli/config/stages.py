@@ -1,6 +1,7 @@
 """The four configs: sft.yaml, reward.yaml, ppo.yaml, eval.yaml."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -44,8 +45,10 @@ class SFTConfig(Config):
         """Key path -> source, of all data that the stage reads."""
         found = self.data.sources(self.where)
         if self.model.new:
-            key = "model.new.tokenizer.train"
-            found[key] = Source(self.model.new.tokenizer.train, self.where(key))
+            key, name = "model.new.tokenizer.train", self.model.new.tokenizer.train
+            # The very rows of data.train, of which data.subset and data.max_rows may be a part; else a source apart.
+            same = found["data.train"] if name == self.data.train else Source(name)
+            found[key] = replace(same, where=self.where(key), columns={}, share=None)
         return found
 
 

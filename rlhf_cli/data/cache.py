@@ -78,7 +78,7 @@ def _write(path: Path, rows: list[Encoded]) -> None:
 
 def _read(path: Path, rows: int) -> list[Encoded] | None:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             lengths, tokens = file["lengths"], file["tokens"]
         path.touch()
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # not there, or damaged

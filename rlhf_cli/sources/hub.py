@@ -115,8 +115,15 @@ class FirstRows:
         return self.path
 
     def _urls(self, where: str | None) -> list[str]:
+        from huggingface_hub import HfApi
+
         try:
-            found = folders.builder(self.name, self.subset, self.revision).config.data_files or {}
+            # `datasets` would try for half a minute to reach a hub that is not there; this fails at once.
+            commit = HfApi().dataset_info(self.name, revision=self.revision).sha
+        except Exception as error:
+            raise _not_on_the_hub(self.name, error, where) from error
+        try:
+            found = folders.builder(self.name, self.subset, commit).config.data_files or {}
         except ValueError as error:
             raise folders.refused(self.name, self.name, self.subset, where, error) from error
         except Exception as error:
@@ -138,8 +145,7 @@ def _streamed(name: str, urls: Sequence[str], where: str | None) -> Iterator[dic
 
     for url in urls:
         system, remote = url_to_fs(str(url))
-        inside = remote.partition("@")[2].partition("/")[2]  # of datasets/OWNER/NAME@COMMIT/...
-        path = Path(name, inside) if inside else Path(remote)
+        path = Path(name, remote.partition("@")[2].partition("/")[2])  # of datasets/OWNER/NAME@COMMIT/...
         with system.open(remote, "rb") as raw:
             file = gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else io.BufferedReader(raw, 2**20)
             yield from (row for _, row in read(path, where, cast(BinaryIO, file)))
