@@ -115,6 +115,14 @@ def test_what_is_not_there(here: Path) -> None:
     )
 
 
+def test_files_of_another_kind_are_not_left_aside_in_silence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = folder(here / "a", {"1.jsonl": "", "2.jsonl": "", "sub/3.csv": "", "LICENSE.txt": ""})
+    assert texts(root) == texts(root) == ["1.jsonl", "2.jsonl"]
+    assert capsys.readouterr().err == "data     a: 3.csv left aside, the other files are .jsonl\n"
+    texts(folder(here / "b", {"1.jsonl": "", "LICENSE.txt": "", "README.md": "# b"}))
+    assert capsys.readouterr().err == ""
+
+
 def test_a_split_behind_a_name_and_brackets_in_one(here: Path) -> None:
     assert named("a/b[test]") == ("a/b", "test") and named("a/b") == ("a/b", None)
     assert named("a[1]/b.jsonl") == ("a[1]/b.jsonl", None)

@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.sources.readers import ending
 
+DATA = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"}  # .json and .txt may well be notes
 OF_PATTERNS = frozenset("*?[]")  # in a folder's own path they would be taken for a pattern of names
 
 
@@ -28,9 +32,28 @@ def splits(folder: Path, subset: str | None, where: str | None) -> dict[str, lis
             found = builder(str(mirror), subset).config.data_files or {}
         except Exception as error:  # each of its many kinds of refusal is one of ours: nothing to read here
             raise refused(str(mirror), shown(folder), subset, where, error) from error
-        return {
-            str(split): [folder / os.path.relpath(file, mirror) for file in files] for split, files in found.items()
+        files = {
+            str(split): [folder / os.path.relpath(name, mirror) for name in of_it] for split, of_it in found.items()
         }
+    _say_what_is_left_aside(folder, [path for of_it in files.values() for path in of_it])
+    return files
+
+
+@cache
+def _say_once(text: str) -> None:
+    terminal.say(text)
+
+
+def _say_what_is_left_aside(folder: Path, files: Sequence[Path]) -> None:
+    """Of data of several kinds `datasets` takes the commonest one; a README may mean that, else nobody does."""
+    kinds = {ending(path) for path in files}
+    others = DATA - kinds
+    left = sorted(path.name for path in folder.rglob("*") if ending(path) in others and not path.name.startswith("."))
+    if left and not (folder / "README.md").exists():
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        _say_once(
+            f"data     {shown(folder)}: {left[0]}{more} left aside, the other files are {', '.join(sorted(kinds))}"
+        )
 
 
 def builder(name: str, subset: str | None, revision: str | None = None) -> Any:
