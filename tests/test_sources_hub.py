@@ -138,8 +138,10 @@ def test_a_dataset_is_fetched_once_and_stays_there_when_the_hub_does_not(home: P
 def test_a_snapshot_that_misses_files_is_completed(home: Path) -> None:
     with serving(DATASETS) as (hub, _):
         (whole,), _ = ask(home, hub, {"name": "lab/shards"})
+        (listing,) = home.glob("hub/*/trees/*.json")
+        listing.unlink()  # older clients keep none, and those who ask for a single file get none
         Path(whole["files"][0]).unlink()
-        assert ask(home, hub, {"name": "lab/shards"})[0] == [whole]
+        assert ask(home, hub, {"name": "lab/shards"})[0] == [whole] and listing.exists()
         Path(whole["files"][1]).unlink()
     (found,), _ = ask(home, NOWHERE, {"name": "lab/shards"}, offline=True)
     assert "error[D01]: sft.yaml:3:" in found["error"]  # and never half of the data
@@ -199,7 +201,11 @@ def test_a_cache_made_by_others_is_taken_as_it_stands_offline(home: Path) -> Non
         snapshot = dataset / "snapshots" / commit
         snapshot.mkdir(parents=True)
         (snapshot / "train.jsonl").write_text(f'{{"text": "{text}"}}\n' * 3)
-    tagged = {"name": "lab/hand", "revision": "v2", "max_rows": 1}
-    (main, other), said = ask(home, NOWHERE, {"name": "lab/hand"}, tagged, offline=True)
+    (dataset / "refs" / "card").write_text("c" * 40)
+    (dataset / "snapshots" / ("c" * 40)).mkdir()
+    (dataset / "snapshots" / ("c" * 40) / "README.md").write_text("# Only the card")
+    tagged, card = {"name": "lab/hand", "revision": "v2", "max_rows": 1}, {"name": "lab/hand", "revision": "card"}
+    (main, other, none), said = ask(home, NOWHERE, {"name": "lab/hand"}, tagged, card, offline=True)
+    assert "not to be had from the hub: the hub may not be asked" in none["error"]
     assert main["rows"] == [{"text": "one"}] * 3 and other["rows"] == [{"text": "two"}]
     assert said.count("as the hub's cache holds it") == 1
