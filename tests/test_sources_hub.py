@@ -25,6 +25,9 @@ import json, sys
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.sources import Source
 for options in json.loads(sys.argv[1]):
+    if options.pop("look", False):
+        print(json.dumps({"here": Source(**options).is_here()}))
+        continue
     try:
         source = Source(where="sft.yaml:3", **options)
         found = {"files": [str(path) for path in source.files()], "rows": [row for _, row in source.rows()]}
@@ -100,7 +103,10 @@ def test_first_rows_are_streamed_once_as_they_stand_and_do_not_pass_for_the_whol
         assert "Traceback" not in said and "Setting CardData" not in said
         asked.clear()
         assert ask(home, hub, first)[0] == [found] and not [path for path in asked if "lab" in path]
-        (all_of_it,), said = ask(home, hub, whole)  # a README in the hub's cache is not the dataset
+        looks = [{**one, "look": True} for one in (first, whole)]
+        here = ask(home, hub, looks[0], looks[1], whole, looks[1])
+        assert [here[0][number]["here"] for number in (0, 1, 3)] == [True, False, True]
+        all_of_it, said = here[0][2], here[1]  # a README in the hub's cache is not the dataset
         assert all_of_it["rows"] == TABLE and "fetching lab/tables from the hub" in said
     (before, now), _ = ask(home, NOWHERE, first, whole, offline=True)
     assert before == found and now == all_of_it
