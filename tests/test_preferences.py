@@ -64,6 +64,12 @@ def test_of_many_prompts_no_more_than_needed_are_held_out() -> None:
     assert len(parts["held-out"]) == 1000 and len(parts["pairs"]) == 10_000
 
 
+def test_a_part_is_not_in_the_order_of_the_file() -> None:
+    for part in split.cut([pair(prompt, number) for number, prompt in enumerate(ASKED)], 0).values():
+        numbers = [one.place.number for one in part]
+        assert numbers != sorted(numbers)
+
+
 def test_too_few_prompts_are_refused() -> None:
     with pytest.raises(RLHFError) as caught:
         split.cut([pair(prompt) for prompt in ASKED[:19] * 9], 0)

@@ -84,6 +84,8 @@ def cut(pairs: list[Pair], seed: int) -> Parts:
     parts: Parts = {name: [] for name in SHARES}
     for pair in pairs:
         parts[part_of[data.split_key(pair.prompt)]].append(pair)
+    for name, part in parts.items():
+        random.Random(f"{seed} {name}").shuffle(part)  # eval takes the first ones: they are a fair sample then
     return parts
 
 
