@@ -148,7 +148,8 @@ class DataFile:
         absent = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
         near = nearest(absent, raw) or next(iter(raw), "NAME")
         text = f"the row needs {wanted}; columns found: {', '.join(raw) or 'none'}"
-        raise BadRow("D02", text, f"name the file's columns, for example data.columns: {{{absent}: {near}}}")
+        named = f"--column {absent}={near}" if self.where == "--data" else f"data.columns: {{{absent}: {near}}}"
+        raise BadRow("D02", text, f"name the file's columns, for example {named}")
 
     def _first(self, place: Place, raw: dict[str, Any], row: dict[str, Any]) -> First:
         """What the first row says of all of them; switches the reading of transcripts on."""
