@@ -198,6 +198,7 @@ def check(
     set_: Set = None,
     deep: Annotated[bool, typer.Option("--deep", help="Load the models too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone, and the exit code.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -207,7 +208,7 @@ def check(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = [*(set_ or []), *(assignments or [])]
-    raise typer.Exit(check.run(path, overrides, options, deep=deep, as_json=as_json))
+    raise typer.Exit(check.run(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet))
 
 
 @app.command()
@@ -250,7 +251,7 @@ def init(
         )
         return
     wishes = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
-    if given := [name for name, value in wishes.items() if value]:
+    if preset in presets.PRESETS and (given := [name for name, value in wishes.items() if value]):
         raise RLHFError("C11", f"--{given[0]} belongs to `rlhf init preferences`", hint="leave it out")
     presets.init(preset, folder, seed=seed)
 

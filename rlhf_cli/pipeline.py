@@ -44,6 +44,7 @@ class Step:
 def run(folder: Path, overrides: Sequence[str], selection: Selection, options: Options) -> int:
     """Bring the stages of a folder up to date; returns 0, or the exit code of the stage that failed.
 
+    Where more than the last stage has to run, `rlhf check` looks at everything first, in a child; its code is returned.
     Raises RLHFError for what is wrong before anything runs (C01-C17, D01, M01, M10), and R06 for an evaluation that
     is up to date but does not meet its requirements.
     """
@@ -54,8 +55,14 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
     if options.dry_run:
         _forecast(configs, selection.force)
         return 0
+    checked = bool(selection.only or selection.start)  # a part of a run is checked by its own stages
     for stage, config in configs.items():
         step = decide(config, selection.force)
+        if step.runs and not checked and config is not list(configs.values())[-1]:
+            checked = True
+            terminal.say("run      checking configs, data and tokenizers of all stages first")
+            if code := _run_child(check_command(folder, overrides, options)):
+                return code
         terminal.out(f"{stage:<8} {step.why}")
         if step.runs:
             command = child_command(config, routed[stage], options, fresh=step.fresh)
@@ -223,6 +230,14 @@ def child_command(config: Config, overrides: Sequence[str], options: Options, *,
         command += ["--set", text]
     flags = {"--fresh": fresh, "--trust-remote-code": options.trust_remote_code, "--debug": options.debug}
     return command + [flag for flag, is_set in flags.items() if is_set]
+
+
+def check_command(folder: Path, overrides: Sequence[str], options: Options) -> list[str]:
+    """The command line that looks at a whole folder: a fault of the last stage must not be found after hours."""
+    sets = [word for text in overrides for word in ("--set", text)]
+    flags = {"--trust-remote-code": options.trust_remote_code, "--debug": options.debug}
+    flagged = [flag for flag, is_set in flags.items() if is_set]
+    return [sys.executable, "-m", "rlhf_cli", "check", str(folder), "--quiet", *sets, *flagged]
 
 
 def _load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:

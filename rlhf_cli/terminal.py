@@ -4,7 +4,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 from unicodedata import combining, east_asian_width
@@ -16,6 +17,7 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SECONDS_BETWEEN_LINES = 10.0
 
 _said: dict[str, Problem] = {}  # by the line as printed, without its hint
+_muted = False
 
 
 def clean(text: str) -> str:
@@ -39,7 +41,19 @@ def warn(code: str, text: str, *, where: str | None = None, hint: str | None = N
     line = Problem(code, problem.text, where).line("warning")
     if line not in _said:
         _said[line] = problem
-        _write(sys.stderr, problem.line("warning"))
+        if not _muted:
+            _write(sys.stderr, problem.line("warning"))
+
+
+@contextmanager
+def muted_warnings() -> Iterator[None]:
+    """Within, warnings are kept but not shown: somebody else will say them."""
+    global _muted
+    before, _muted = _muted, True
+    try:
+        yield
+    finally:
+        _muted = before
 
 
 def warnings_said() -> list[str]:

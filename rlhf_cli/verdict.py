@@ -92,12 +92,18 @@ def _trust(reward: Mapping[str, Any]) -> str:
     return text + (", which may be guessing: so may all that builds on it" if reward["ci95"][0] <= 0.5 else "")
 
 
+def _undecided(rate: Mapping[str, Any]) -> str:
+    """What a win rate's interval leaves open; more prompts (eval.n) make it narrower."""
+    low, high = rate.get("ci95") or (0.0, 0.0)
+    return ", undecided" if low <= 0.5 <= high else ""
+
+
 def _print_win_rates(report: Mapping[str, Any]) -> None:
     found = list(_win_rates("", report)) + list(_win_rates(", near-greedy", report.get("greedy", {})))
     for row in report.get("best_of", []):
         found += [(f"PPO over SFT's best of {row['n']}", *item) for item in row.get("ppo_win_rate", {}).items()]
     rows = [
-        [pair, judge, _interval(rate["value"], rate.get("ci95")), f"{rate['ties']}", f"{rate['n']}"]
+        [pair, judge, _interval(rate["value"], rate.get("ci95")) + _undecided(rate), f"{rate['ties']}", f"{rate['n']}"]
         for pair, judge, rate in found
     ]
     if rows:

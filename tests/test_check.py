@@ -53,6 +53,31 @@ def test_a_run_that_is_all_right(run_folder: Path) -> None:
     assert "not checked" not in result.stdout and not (run_folder / "sft").exists()
 
 
+@pytest.mark.training
+def test_a_run_looks_at_everything_first(run_folder: Path) -> None:
+    """A fault of the third stage ends it before the first one."""
+    rows.write_jsonl(run_folder / "prompts.jsonl", [{"prompt": f"Tell me about {n}."} for n in range(70)])
+    with (run_folder / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": null}\n')
+    command = [sys.executable, "-m", "rlhf_cli", "run", "."]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    first, *errors = done.stderr.splitlines()
+    assert first.startswith("run      checking")
+    assert errors == [
+        'error[D06]: prompts.jsonl:71: "prompt" is null, text or a list of messages is needed',
+        "hint: mend the row, or set data.on_bad: drop",
+    ]
+    assert not (run_folder / "sft").exists()
+
+
+def test_quiet_says_errors_alone(run_folder: Path) -> None:
+    rows.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": "And?"}] * 9 + [{"prompt": "And? " * 99}])
+    assert "D10" in check(".").stderr
+    quiet = check(".", "--quiet")
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
+
+
 def test_lengths_are_those_of_the_stage(folder: Path) -> None:
     tokenizer = tokenizers.load_tokenizer(folder / "model")
     texts = [{"prompt": "Tell me", "completion": " about the sun" * (n % 7 + 1)} for n in range(96)]

@@ -362,3 +362,10 @@ def test_the_list_of_trl_fields_is_current() -> None:
         pytest.skip(f"made from {made_from}, other versions are installed")
     script = runpy.run_path(str(root / "scripts" / "trl_fields.py"))
     assert script["render"](script["describe"]()) == text, "run scripts/trl_fields.py"
+
+
+def test_a_requirement_of_a_judge_that_is_not_there() -> None:
+    text = "data: {prompts: p}\njudges: {mine: 'a:b'}\neval:\n  require: {win_rate.ppo_vs_sft.mein.value: '>= 0.5'}\n"
+    message = only("eval", text)
+    assert message.startswith("error[C17]: eval.yaml:4: eval.require: win_rate.ppo_vs_sft.mein.value names no judge")
+    assert message.endswith("\nhint: did you mean mine?")

@@ -245,7 +245,7 @@ GOOD = {"prompt": "Tell me", "completion": " Yes"}
 PAIR = {"prompt": "Tell me", "chosen": " Yes", "rejected": " No"}
 BAD_SFT = [
     ([{"question": "a", "answer": "b"}], "D02", ":1: the row needs {prompt, completion}", "columns found: question"),
-    ([{"prompt": "a"}], "D02", ":1:", "data.columns: {completion: prompt}"),
+    ([{"prompt": "a"}], "D02", ":1:", "data.columns: {completion: NAME}"),
     ([GOOD, {"prompt": "a", "completion": None}], "D06", ":2:", '"completion" is null'),
     ([GOOD, {"prompt": 3, "completion": "b"}], "D06", ":2:", '"prompt" is the number 3'),
     ([{"messages": [USER, {"role": "assistant", "content": None}]}], "D06", ":1:", "content of message 2"),
@@ -320,6 +320,20 @@ def test_the_first_five_bad_rows_and_a_count(tokenizer: Any, tmp_path: Path) -> 
     lines = [str(problem) for problem in error.problems]
     assert len(lines) == 6 and "rows.jsonl:4:" in lines[0] and "9 of 12 rows are bad" in lines[5]
     assert "drop the row" in lines[0] and sum("hint" in line for line in lines) == 1
+
+
+def test_d02_a_column_is_never_named_for_what_it_is_not(tokenizer: Any, tmp_path: Path) -> None:
+    """Of pairs SFT would learn the chosen answers, never the prompts."""
+    error = problems_of(data.sft_rows, file_of(tmp_path, PAIR), tokenizer)
+    assert "data.columns: {completion: chosen}" in str(error)
+
+
+def test_d02_a_column_that_the_file_has_not(tokenizer: Any, tmp_path: Path) -> None:
+    path = file_of(tmp_path, {"prompt": "A", "chosen": " B", "rejected": " C", "question": "D"})
+    source = Source(str(path), columns={"prompt": "questions"})
+    error = problems_of(data.preference_rows, source, tokenizer)
+    assert error.problems[0].code == "D02" and 'no column "questions"' in str(error)
+    assert error.problems[0].hint == "did you mean question?"
 
 
 def test_d02_a_column_that_is_none_of_ours(tokenizer: Any, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ CONFIGS = {
 def run_here(command: list[str]) -> int:
     """A stage in this process, which is quicker than a child."""
     assert command[:3] == [sys.executable, "-m", "rlhf_cli"]
+    if command[3] == "check":
+        return 0  # the fakes' data would not pass
     try:
         return fake_stage.main(command[3:])
     except SystemExit as end:
@@ -85,6 +87,29 @@ def test_a_first_run_makes_all_and_a_second_one_nothing(run: Callable, monkeypat
     monkeypatch.setattr(pipeline, "_run_child", lambda command: pytest.fail(f"ran {command}"))
     lines = run()
     assert all(is_skipped(line) for line in lines.values()) and lines.keys() == CONFIGS.keys()
+
+
+def test_all_is_checked_once_before_the_first_of_several_stages(
+    run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def child(command: list[str]) -> int:
+        calls.append(command[3])
+        return 2 if command[3] == "check" and (folder / "wrong").exists() else run_here(command)
+
+    monkeypatch.setattr(pipeline, "_run_child", child)
+    (folder / "wrong").touch()
+    assert run(code=2) == {} and calls == ["check"]
+    (folder / "wrong").unlink()
+    run()
+    assert calls == ["check", "check", *CONFIGS]
+    run()  # nothing to do
+    (folder / "held-out.jsonl").write_text("{} \n")
+    run()  # the last stage alone: it looks for itself
+    assert calls == ["check", "check", *CONFIGS, "eval"]
+    command = pipeline.check_command(Path("a"), ["ppo.kl_coef=1"], Options(trust_remote_code=True))
+    assert command[3:] == ["check", "a", "--quiet", "--set", "ppo.kl_coef=1", "--trust-remote-code"]
 
 
 def test_skipping_everything_shows_the_verdict_and_needs_no_torch(
@@ -350,6 +375,7 @@ def test_signals_reach_the_child_and_its_exit_code_comes_back(folder: Path, numb
 import sys; from pathlib import Path; from rlhf_cli import pipeline, cli
 real = pipeline.child_command
 pipeline.child_command = lambda *a, **k: [sys.executable, {str(FAKE)!r}, *real(*a, **k)[3:]]
+pipeline.check_command = lambda *a: [sys.executable, "-c", ""]
 cli.app(["run", "."])
 """
     environment = {**os.environ, "FAKE_WAITS": "sft"}

@@ -166,6 +166,15 @@ def test_every_requirement_that_fails_has_its_line() -> None:
     ]
 
 
+def test_an_interval_that_holds_a_half_is_undecided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {
+        name: {**rate(value, 0), "ci95": ci} for name, value, ci in (("a", 0.6, [0.5, 0.7]), ("b", 0.6, [0.51, 0.7]))
+    }
+    verdict.print_verdict(write(tmp_path, {**REPORT, "win_rate": {"ppo_vs_sft": rates}, "greedy": {}}, []))
+    told = capsys.readouterr().out
+    assert "0.600 [0.500, 0.700], undecided" in told and "0.600 [0.510, 0.700]  " in told
+
+
 @pytest.mark.parametrize(("low", "guessing"), [(0.51, False), (0.5, True), (0.45, True)])
 def test_the_reward_model_is_told_with_what_it_is_worth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], low: float, guessing: bool

@@ -5,18 +5,24 @@ First what needs no torch (configs, files, parents); then tokenizers and every r
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from rlhf_cli import pipeline
+from rlhf_cli import pipeline, terminal
 from rlhf_cli.check import static
 from rlhf_cli.check.report import Report
 from rlhf_cli.config import Config, Options, load, stage_of
 
 
-def run(path: Path, overrides: Sequence[str], options: Options, *, deep: bool, as_json: bool) -> int:
-    """Check a stage's file or a run's folder, and print what was found; returns 0, or 2 where something is wrong."""
+def run(
+    path: Path, overrides: Sequence[str], options: Options, *, deep: bool, as_json: bool = False, quiet: bool = False
+) -> int:
+    """Check a stage's file or a run's folder, and print what was found; returns 0, or 2 where something is wrong.
+
+    `quiet` prints errors alone: what comes before a run, whose stages warn themselves.
+    """
     report = Report()
-    with report.collecting():
+    with report.collecting(), terminal.muted_warnings() if quiet else nullcontext():
         whole_run = path.is_dir() or not (path.is_file() or path.suffix in (".yaml", ".yml"))
         if whole_run:
             configs, unread = _of_a_run(path, overrides, report)
@@ -29,7 +35,7 @@ def run(path: Path, overrides: Sequence[str], options: Options, *, deep: bool, a
             trial = Trial(report, options, deep=deep)
             for stage in stages:
                 trial.run(stage)
-    return report.show(as_json=as_json)
+    return report.show_errors() if quiet else report.show(as_json=as_json)
 
 
 def _of_a_run(folder: Path, overrides: Sequence[str], report: Report) -> tuple[list[Config], list[Path]]:

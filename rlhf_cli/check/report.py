@@ -47,10 +47,15 @@ class Report:
             terminal.table(columns, [[one[name] for name in columns] for one in self.checked])
         for what in self.not_checked:
             terminal.out(f"not checked: {what}")
+        if not self.errors:
+            count = len(self.not_checked)
+            terminal.out(f"ok, but for {count} that could not be checked" if count else "ok")
+        return self.show_errors()
+
+    def show_errors(self) -> int:
+        """Print what is wrong alone; returns the exit code."""
         for problem in self.errors:
             terminal.say(str(problem))
-        if not self.errors:
-            terminal.out("ok")
         return 2 if self.errors else 0
 
     def _as_json(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rlhf_cli.config.sections import (
     SFTModel,
 )
 from rlhf_cli.config.training import RewardSettings, SFTSettings
+from rlhf_cli.errors import nearest
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.sources import Source
 
@@ -248,6 +249,19 @@ class EvalConfig(Config):
                 "eval.best_of picks answers by the reward, and models.reward is null",
                 {"hint": "name a judge `reward`, or set eval.best_of: []", "key": "eval.best_of"},
             )
+        return self
+
+    @model_validator(mode="after")
+    def _required_judges_are_there(self) -> Self:
+        judges = {"reward", *self.judges} if self.models.reward else set(self.judges)
+        for key in self.eval.require:
+            section, *rest = key.removeprefix("greedy.").split(".")
+            judge = rest[1] if section == "win_rate" and len(rest) > 1 else None
+            if judge is not None and judge not in judges:
+                near = nearest(judge, judges)
+                hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(judges))}"
+                text = f"eval.require: {key} names no judge of this file"
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": "eval.require"})
         return self
 
     def sources(self) -> dict[str, Source]:

@@ -14,6 +14,7 @@ from rlhf_cli.sources import Place, Source
 SHOWN_ROWS = 5
 Form = tuple[str, ...]
 TEXT, CONVERSATION = "text", "a conversation"
+ANSWERS = {"completion", "chosen"}  # one may well be read as the other
 OF_THE_FILE = ("D02", "D14")  # wrong in every row: leaving rows out would not help
 OF_OTHER_KEYS = ("D07", "D10")  # data.on_identical and data.on_long decide
 HINTS = {
@@ -146,13 +147,20 @@ class DataFile:
                 return form
         wanted = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
         absent = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
-        near = nearest(absent, raw) or next(iter(raw), "NAME")
+        # Never one that stands for another of our columns: answers would be learnt from prompts.
+        free = [name for name in raw if name not in {name for form in self.forms for name in form} - ANSWERS]
+        near = nearest(absent, free) or next((name for name in free if name in ANSWERS), next(iter(free), "NAME"))
         text = f"the row needs {wanted}; columns found: {', '.join(raw) or 'none'}"
         named = f"--column {absent}={near}" if self.where == "--data" else f"data.columns: {{{absent}: {near}}}"
         raise BadRow("D02", text, f"name the file's columns, for example {named}")
 
     def _first(self, place: Place, raw: dict[str, Any], row: dict[str, Any]) -> First:
         """What the first row says of all of them; switches the reading of transcripts on."""
+        for ours, theirs in self.columns.items():
+            if theirs not in raw:
+                near = nearest(theirs, raw)
+                text = f'no column "{theirs}", which is to be read as {ours}; columns found: {", ".join(raw) or "none"}'
+                raise BadRow("D02", text, f"did you mean {near}?" if near else None)
         form = self._form(raw, row)
         kinds = {name: _kind(row[name], self._theirs(name)) for name in form}
         dialogues = ("prompt",) if "prompt" in form else form  # the columns that would hold one

@@ -42,7 +42,7 @@ def write(folder: Path, templates: Path, wish: Wish) -> None:
     a folder that holds any of the files already.
     """
     refuse_taken(folder)
-    base = checkpoints.open_parent(wish.base, expect=("sft", "ppo"), key="--base", where="--base")
+    base = checkpoints.open_parent(wish.base, expect=("sft", "ppo"), key="--base", where="")
     source = Source(wish.data, "--data", columns=wish.columns, on_bad="drop")
     tokenizer = tokenizers.load_tokenizer(base.model)
     style = split.read(source, tokenizer, plain=wish.plain)
