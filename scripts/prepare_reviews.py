@@ -56,12 +56,15 @@ def pairs(rows: list[Labelled], pairings: int, draw: random.Random) -> Iterator[
 START = "review:"
 
 
-def prompts(rows: list[Labelled], draw: random.Random) -> Iterator[dict[str, str]]:
+def prompts(rows: list[Labelled], draw: random.Random) -> list[str]:
+    """The first words of each sentence that goes on after them."""
+    found = []
     for text, _ in rows:
         words = text.split()
         count = draw.randint(*WORDS)
         if len(words) > count:
-            yield {"prompt": f"{START} {' '.join(words[:count])}"}
+            found.append(f"{START} {' '.join(words[:count])}")
+    return found
 
 
 def texts(rows: list[Labelled]) -> Iterator[dict[str, str]]:
@@ -81,13 +84,17 @@ def main() -> None:
         (data / part).mkdir(parents=True)
     seen = parts["train"] + parts["reward"]
     write_jsonl(data / "train/texts.jsonl", texts(seen))
-    write_jsonl(data / "train/prompts.jsonl", prompts(seen, random.Random(f"{asked.seed} prompts")))
+    begun = prompts(seen, random.Random(f"{asked.seed} prompts"))
+    held_out = [
+        text for text in prompts(parts["held-out"], random.Random(f"{asked.seed} held-out")) if text not in begun
+    ]
+    write_jsonl(data / "train/prompts.jsonl", ({"prompt": text} for text in begun))
+    write_jsonl(data / "held-out/prompts.jsonl", ({"prompt": text} for text in held_out))
     write_jsonl(data / "reward/pairs.jsonl", pairs(parts["reward"], PAIRINGS, random.Random(f"{asked.seed} pairs")))
     write_jsonl(data / "judge/labelled.jsonl", ({"text": text, "good": label} for text, label in parts["judge"]))
     write_jsonl(data / "held-out/labelled.jsonl", ({"text": text, "good": label} for text, label in parts["held-out"]))
     write_jsonl(data / "held-out/texts.jsonl", texts(parts["held-out"]))
     write_jsonl(data / "held-out/pairs.jsonl", pairs(parts["held-out"], 1, random.Random(f"{asked.seed} pairs")))
-    write_jsonl(data / "held-out/prompts.jsonl", prompts(parts["held-out"], random.Random(f"{asked.seed} held-out")))
     for part, rows in parts.items():
         print(f"{part:<9} {len(rows)} sentences")
 

@@ -83,6 +83,8 @@ def test_sft_reads_no_sentence_of_the_judge_or_of_the_evaluation(run: Path) -> N
     assert seen == parts["train"] | parts["reward"]
     begun = {row["prompt"].removeprefix("review: ") for row in contents(run, "train/prompts")}
     assert all(any(text.startswith(start) for text in seen) for start in begun)
+    asked = {row["prompt"].removeprefix("review: ") for row in contents(run, "held-out/prompts")}
+    assert asked and not asked & begun
 
 
 def test_pairs_are_a_good_sentence_against_a_bad_one(run: Path) -> None:

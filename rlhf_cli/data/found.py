@@ -24,7 +24,12 @@ class Rows(list[Row]):
 
 
 def warn_shared(training: Rows, evaluation: Rows, *, where: str | None) -> None:
-    """D13: how many of the evaluation's prompts were trained on; `where` names the key of the evaluation's data."""
+    """D13: how many of the evaluation's prompts were trained on; `where` names the key of the evaluation's data.
+
+    Where all training rows have one and the same prompt, it tells them apart no more than no prompt would.
+    """
+    if len(training.prompts) == 1 < len(training):
+        return
     if shared := len(training.prompts & evaluation.prompts):
         text = f"{shared} of {len(evaluation.prompts)} evaluation prompts also occur in {training.source.shown()}"
         hint = "take them out of one of the two; data.eval_fraction holds prompts out"
