@@ -259,3 +259,10 @@ def test_static_faults_need_no_torch(folder: Path) -> None:
 def test_a_preset_is_all_right(tmp_path: Path) -> None:
     presets.init("ci", tmp_path / "ci")
     assert check(str(tmp_path / "ci")).exit_code == 0
+
+
+def test_prompts_without_room_are_told_why(folder: Path) -> None:
+    replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  response_length: 126")
+    result = check("ppo.yaml")
+    assert result.exit_code == 2 and "error[D05]: " in result.stderr
+    assert "hint: the model's context leaves prompts 2 tokens beside a response of 126: lower that" in result.stderr

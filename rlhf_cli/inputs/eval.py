@@ -10,6 +10,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig
 from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.inputs import limits
 from rlhf_cli.models import loading
 from rlhf_cli.ppo.rewards import TextReward, load_function
 from rlhf_cli.ppo.settings import PPOSettings
@@ -52,7 +53,8 @@ def read(config: EvalConfig, tokenizer: Any, body: Any, response_length: int) ->
     room = None
     if body is not None:
         room = loading.prompt_room(body, response_length, config.where("eval.response_length"))
-    return data.prompt_rows(config.sources()["data.prompts"], tokenizer, max_length=room)
+    with limits.room_explained(room, response_length):
+        return data.prompt_rows(config.sources()["data.prompts"], tokenizer, max_length=room)
 
 
 def functions(config: EvalConfig) -> dict[str, TextReward]:

@@ -1,5 +1,7 @@
 """Numbers that must fit each other: rows and batches, rows and the model's context, intervals and steps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlhf_cli import terminal
@@ -66,3 +68,18 @@ def warn_intervals(config: Config, steps: int) -> None:
         if every and every > steps:
             text = f"one {what} every {every} {unit} is more than the {steps} of the run: only the last one gets one"
             terminal.warn("C14", text, where=config.where(key), hint=f"lower {key}, or leave it out")
+
+
+@contextmanager
+def room_explained(room: int | None, response_length: int) -> Iterator[None]:
+    """Within, D05 of prompts that are all too long says what leaves them so little room."""
+    try:
+        yield
+    except RLHFError as error:
+        problem = error.problems[0]
+        if room is None or problem.code != "D05" or "longer than" not in problem.text:
+            raise
+        hint = (
+            f"the model's context leaves {room} tokens to a prompt beside a response of {response_length}: lower that"
+        )
+        raise RLHFError("D05", problem.text, where=problem.where, hint=hint) from error

@@ -30,7 +30,8 @@ def read(config: PPOConfig, key: str, tokenizer: Any, body: Any) -> data.Rows[da
     if body is not None:
         room = loading.prompt_room(body, config.ppo.max_response_length, config.where("ppo.response_length"))
     source = config.sources()[f"data.{key}"]
-    return data.prompt_rows(source, tokenizer, max_length=room, on_long=config.data.on_long)
+    with limits.room_explained(room, config.ppo.max_response_length):
+        return data.prompt_rows(source, tokenizer, max_length=room, on_long=config.data.on_long)
 
 
 def check_rows(config: PPOConfig, prompts: data.Rows[Any], held_out: data.Rows[Any] | None) -> None:
