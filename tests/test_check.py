@@ -265,4 +265,4 @@ def test_prompts_without_room_are_told_why(folder: Path) -> None:
     replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  response_length: 126")
     result = check("ppo.yaml")
     assert result.exit_code == 2 and "error[D05]: " in result.stderr
-    assert "hint: the model's context leaves prompts 2 tokens beside a response of 126: lower that" in result.stderr
+    assert "hint: the model's context leaves 2 tokens to a prompt beside a response of 126: lower that" in result.stderr
