@@ -124,7 +124,7 @@ def test_json(folder: Path) -> None:
     replace("sft.yaml", "path: model", "path: owner/model")
     rows.write_jsonl(folder / "rows.jsonl", [{"prompt": "a", "completion": ""}])
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    rows.write_jsonl(folder / "pairs.jsonl", [{**pair, "chosen": f"{n}"} for n in range(8)])
+    rows.write_jsonl(folder / "pairs.jsonl", [{**pair, "prompt": f"{n}"} for n in range(8)])
     replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: pairs.jsonl")
     report = found("sft.yaml")
     place, hint = "rows.jsonl:1", "mend the row, or set data.on_bad: drop"
@@ -259,6 +259,13 @@ def test_static_faults_need_no_torch(folder: Path) -> None:
 def test_a_preset_is_all_right(tmp_path: Path) -> None:
     presets.init("ci", tmp_path / "ci")
     assert check(str(tmp_path / "ci")).exit_code == 0
+
+
+def test_one_prompt_for_all_rows_is_no_leak(folder: Path) -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    rows.write_jsonl(folder / "pairs.jsonl", [{**pair, "chosen": f"{n}"} for n in range(8)])
+    replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: pairs.jsonl")
+    assert "D13" not in check("reward.yaml").stderr
 
 
 def test_prompts_without_room_are_told_why(folder: Path) -> None:
