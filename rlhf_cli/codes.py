@@ -234,7 +234,7 @@ TOKENS_AND_MODELS = {
         "reward model of another tokenizer",
         2,
         "The reward model reads other token ids than the policy writes.",
-        "Train the reward model from the SFT checkpoint, or set rewards.NAME.retokenize: true.",
+        "Train the reward model from the SFT checkpoint, or call it from a Python function: rewards.NAME.function.",
     ),
     "T05": Code(
         "another chat template",

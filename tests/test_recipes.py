@@ -281,3 +281,19 @@ def test_instruct_on_chat_models(family: str, hub: Hub, tmp_path: Path) -> None:
         if kind.begins:
             begins = tokenizer.convert_tokens_to_ids(kind.begins)
             assert probe["prompt_ids"][0] == begins and probe["prompt_ids"].count(begins) == 1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_checked_as_far_as_can_be_without_a_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every name of the hub is told as not checked, once for each key; all else is right."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+    assert CliRunner().invoke(app, ["init", name, str(tmp_path / "run")]).exit_code == 0
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "run"), "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and report["ok"] and report["problems"] == [], result.output
+    stages = {path.stem for path in (tmp_path / "run").glob("*.yaml")}
+    assert {one["stage"] for one in report["checked"]} == stages
+    assert report["not_checked"] and any("HF_HUB_OFFLINE" in one for one in report["not_checked"])

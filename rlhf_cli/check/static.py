@@ -10,6 +10,7 @@ from rlhf_cli.check.report import Report
 from rlhf_cli.checkpoints import Parent, Reference
 from rlhf_cli.config import Config
 from rlhf_cli.errors import RLHFError, nearest_file, shown
+from rlhf_cli.sources import hub
 
 
 @dataclass
@@ -47,7 +48,8 @@ def _find_data(stage: Stage, report: Report) -> None:
     for key, source in stage.config.sources().items():
         if not source.is_here():
             name = source.shown()
-            report.skip(f"{stage.config.stage} {key}: {name} is not in the hub's cache; the stage would fetch it")
+            then = "and the hub may not be asked (HF_HUB_OFFLINE)" if hub.is_offline() else "the stage would fetch it"
+            report.skip(f"{stage.config.stage} {key}: {name} is not in the hub's cache; {then}")
             continue
         with report.collecting():
             sources.locate({key: source})
