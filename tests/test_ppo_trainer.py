@@ -346,9 +346,29 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
     experience = trainer.judge(trainer.generate(tiny.prompts()))
     experience.advantages[0, 0] = float("inf")
     before = tiny.weights(trainer.policy)
-    with pytest.raises(RLHFError, match="gradient"):
+    with pytest.raises(RLHFError, match="step 1: loss is not finite in row 0"):
         trainer.update(experience)
     assert torch.equal(before, tiny.weights(trainer.policy))
+
+
+@pytest.mark.parametrize("name", ["policy", "value"])
+def test_a_gradient_of_a_finite_loss_that_is_not_finite_never_reaches_the_weights(name):
+    trainer = tiny.trainer()
+    experience = trainer.judge(trainer.generate(tiny.prompts()))
+    next(getattr(trainer, name).parameters()).register_hook(lambda grad: grad * float("inf"))
+    before = tiny.weights(trainer.policy), tiny.weights(trainer.value)
+    with pytest.raises(RLHFError, match=f"step 1: {name} gradient is not finite"):
+        trainer.update(experience)
+    assert torch.equal(before[0], tiny.weights(trainer.policy)) and torch.equal(before[1], tiny.weights(trainer.value))
+
+
+def test_weights_that_a_step_blew_up_are_told_before_anything_is_saved():
+    trainer = tiny.trainer(max_grad_norm=1e38, num_ppo_epochs=1)
+    next(trainer.policy.parameters()).register_hook(lambda grad: 1e4 * grad)
+    trainer.optimizer = torch.optim.SGD(trainer.policy.parameters(), lr=3e38)
+    trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, 1.0)
+    with pytest.raises(RLHFError, match="step 1: a weight of the policy model is not finite"):
+        trainer.step(tiny.prompts())
 
 
 def test_given_scores_stand_in_for_the_sources():

@@ -15,20 +15,40 @@ from torch import Tensor, nn
 from rlhf_cli.ppo.records import MicroBatch, Rollout, micro_batches
 
 
+class ValueHead(nn.Module):
+    """A value model that is no model: one number from a causal model's own last hidden state (..., H) -> (...).
+
+    It starts at zero, and so does every value. TRL 0.11's AutoModelForCausalLMWithValueHead.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        width = model.get_output_embeddings().weight.shape[1]
+        self.score = nn.Linear(width, 1, bias=False, device=model.device, dtype=model.dtype)
+        nn.init.zeros_(self.score.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):  # a value rounded to bfloat16 would lose two digits
+            values = self.score(hidden.to(self.score.weight.dtype))[..., 0]
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 @contextmanager
-def _head_on(model: Any, row: Tensor, column: Tensor) -> Iterator[None]:
+def _head_on(model: Any, row: Tensor, column: Tensor) -> Iterator[list[Tensor]]:
     """Within, the output head sees only the hidden states at (row, column): (1, N, H) in place of (n, L, H).
 
     Every family's own extras around the head (soft-capping, scaling) stay in force, and no logits are made that nobody
-    needs.
+    needs. Yields a list that receives those hidden states (N, H).
     """
+    seen: list[Tensor] = []
 
     def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0][row, column][None], *inputs[1:])
+        seen.append(inputs[0][row, column])
+        return (seen[0][None], *inputs[1:])
 
     handle = model.get_output_embeddings().register_forward_pre_hook(select)
     try:
-        yield
+        yield seen
     finally:
         handle.remove()
 
@@ -37,6 +57,19 @@ def response_logits(model: Any, micro: MicroBatch) -> Tensor:
     """Logits (N, V) that predict each response token of the micro-batch."""
     with _head_on(model, micro.row, micro.column):
         return model(input_ids=micro.ids, use_cache=False).logits[0]
+
+
+def policy_and_value(
+    policy: Any, value: nn.Module, micro: MicroBatch, *, learn_policy: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) and values (N,); one forward pass where the value model is a head on the policy.
+
+    Without `learn_policy` no gradient goes into the policy.
+    """
+    learns = learn_policy and torch.is_grad_enabled()
+    with torch.set_grad_enabled(learns), _head_on(policy, micro.row, micro.column) as seen:
+        logits = policy(input_ids=micro.ids, use_cache=False).logits[0]
+    return logits, value(seen[0]) if isinstance(value, ValueHead) else response_values(value, micro)
 
 
 def _scores_at(model: Any, ids: Tensor, row: Tensor, column: Tensor) -> Tensor:

@@ -31,9 +31,8 @@ def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     return z.gather(-1, ids[..., None])[..., 0] - torch.logsumexp(z, -1)
 
 
-@torch.no_grad()
 def token_entropy(logits: Tensor, temperature: float) -> Tensor:
-    """Entropy (...) of the softmax of logits (..., V) / temperature in nats: -sum_i p_i log p_i. It has no gradient."""
+    """Entropy (...) of the softmax of logits (..., V) / temperature in nats: -sum_i p_i log p_i."""
     logp = torch.log_softmax(scaled(logits, temperature), -1)
     return -torch.where(logp > -torch.inf, logp.exp() * logp, 0).sum(-1)
 
@@ -106,26 +105,51 @@ def shape_rewards(scores: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, -penalty, 0) + torch.where(steps == last, scores[:, None], 0)
 
 
+def overlong(lengths: Tensor, limit: int, tokens: int) -> Tensor:
+    """How far each response reaches into the last `tokens` before its limit, (B,): max(0, l - (limit - n)) / n, 0 to 1.
+
+    Yu et al. 2025 (DAPO, arXiv 2503.14476), equation 13.
+    """
+    return (lengths - (limit - tokens)).clamp(min=0) / tokens
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, episodes: int, horizon: int) -> float:
+    """The next KL coefficient: kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), n episodes just seen.
+
+    Ziegler et al. 2019, section 2.2; TRL 0.11's AdaptiveKLController.
+    """
+    return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * episodes / horizon)
+
+
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cliprange: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    cliprange: float,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Clipped surrogate at each token, to be minimised; returns (loss, ratio, clipped), each (...).
 
-    -min(ratio A, clip(ratio, 1 - eps, 1 + eps) A), ratio = pi / pi_old; `clipped` is where the clip is the active
-    branch.
-    Schulman et al. 2017, equation 7.
+    -min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A), ratio = pi / pi_old (Schulman et al. 2017, equation 7). With
+    `dual_clip` c the loss of a negative advantage is at most -c A (Ye et al. 2020, arXiv 1912.09729, equation 5).
+    `clipped` is where a bound is the active branch.
     """
     ratio = torch.exp(logprobs - old_logprobs)
     plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(plain, bounded), ratio, bounded > plain
+    bounded = -advantages * ratio.clamp(1 - cliprange, 1 + (cliprange if cliprange_high is None else cliprange_high))
+    loss, clipped = torch.max(plain, bounded), bounded > plain
+    if dual_clip is not None:
+        ceiling = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        loss, clipped = torch.min(loss, ceiling), clipped | (loss > ceiling)
+    return loss, ratio, clipped
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
     """Clipped value loss at each token; returns (loss, clipped), each (...).
 
-    max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2. OpenAI baselines ppo2; N+ details (arXiv 2403.17031),
-    detail 17.
+    max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2. OpenAI baselines, ppo2/model.py; Huang et al. 2024
+    (arXiv 2403.17031), section 7.
     """
     bounded = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     plain_error, bounded_error = (values - returns) ** 2, (bounded - returns) ** 2

@@ -9,9 +9,9 @@ from rlhf_cli.ppo.records import Experience
 Stats = dict[str, float]
 
 
-def objective(experience: Experience, *, kl_coef: float, in_reward: bool) -> Stats:
+def objective(experience: Experience, *, in_reward: bool) -> Stats:
     """The rollout as it was judged. `objective/non_score_reward` is the KL penalty as applied: 0 with kl_in loss."""
-    mask, rollout = experience.mask, experience.rollout
+    mask, rollout, kl_coef = experience.mask, experience.rollout, experience.kl_coef
 
     def per_row(x: Tensor) -> float:
         return float(torch.where(mask, x, 0).sum(1).mean())
@@ -36,7 +36,10 @@ def objective(experience: Experience, *, kl_coef: float, in_reward: bool) -> Sta
 
 
 def averages(steps: list[Stats]) -> Stats:
-    """Means over the update's optimizer steps; `ratio_error` only of the first, where it should be 0."""
-    stats = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0] if name != "ratio_error"}
-    stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in steps) / len(steps)
+    """Means over the update's optimizer steps, those that ratio_threshold skipped left out (where not all were)."""
+    made = [step for step in steps if not step["skipped"]] or steps
+    names = [name for name in made[0] if name not in ("ratio_error", "skipped")]
+    stats = {name: sum(step[name] for step in made) / len(made) for name in names}
+    stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in made) / len(made)
+    stats["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
     return stats | {"policy/first_ratio_error": steps[0]["ratio_error"]}

@@ -1,29 +1,41 @@
 """The default optimizer and schedule of a PPO run."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from rlhf_cli.ppo.settings import PPOSettings
 
 
 def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.AdamW:
-    """One AdamW over all models; biases and norms (fewer than two dimensions) do not decay."""
+    """One AdamW over all models, `value` at value_learning_rate; biases and norms (one dimension) do not decay."""
     groups = []
     for name, model in models.items():
+        own = settings.value_learning_rate if name == "value" else None
+        lr = settings.learning_rate if own is None else own
         trained = [p for p in model.parameters() if p.requires_grad]
         for suffix, decay in (("", settings.weight_decay), ("/no_decay", 0.0)):
             params = [p for p in trained if (p.ndim < 2) == bool(suffix)]
             if params:
-                groups.append({"params": params, "weight_decay": decay, "name": name + suffix})
+                groups.append({"params": params, "lr": lr, "weight_decay": decay, "name": name + suffix})
     betas = (settings.adam_beta1, settings.adam_beta2)
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon)
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: PPOSettings, updates: int) -> LRScheduler:
-    """The named schedule of transformers over `updates` steps, one an update."""
+    """The named schedule of transformers over `updates` steps, one an update; `value` has a warm-up of its own."""
+    factors = [_factor(group, settings, updates) for group in optimizer.param_groups]
+    return LambdaLR(optimizer, factors)
+
+
+def _factor(group: dict[str, Any], settings: PPOSettings, updates: int) -> Callable[[int], float]:
+    """The share of its learning rate that a parameter group has at each update."""
+    warmup = settings.num_warmup(updates, value=group.get("name", "").startswith("value"))
     extra = {"min_lr_rate": 0.1} if settings.lr_scheduler_type == "cosine_with_min_lr" else None
-    return get_scheduler(
-        settings.lr_scheduler_type, optimizer, settings.num_warmup(updates), updates, scheduler_specific_kwargs=extra
-    )
+    alone = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=group["lr"])
+    named = get_scheduler(settings.lr_scheduler_type, alone, warmup, updates, scheduler_specific_kwargs=extra)
+    return named.lr_lambdas[0]

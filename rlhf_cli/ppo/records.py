@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_cli.ppo.moments import Moments
+
 
 def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Ids (B, W) int64 and mask (B, W) bool of ragged rows, padded on the left."""
@@ -196,6 +198,9 @@ class Experience:
     plan: tuple[tuple[Tensor, ...], ...]  # epoch 1: minibatches of micro-batches of rows, the ones the judge ran on
     scores: Tensor  # (B,) float32: what is placed on the last real token
     source_scores: dict[str, Tensor]  # each source's raw score, (B,)
+    summed: Tensor  # (B,) float32: the sources by weight, before anything is done to the sum
+    moments: Moments  # of all scores of the run, these among them
+    kl_coef: float  # in force for this update
     logprobs: Tensor  # (B, R) float32: the policy's, at the sampling temperature
     ref_logprobs: Tensor  # (B, R) float32
     values: Tensor  # (B, R) float32: before each response token

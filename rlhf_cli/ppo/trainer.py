@@ -2,8 +2,9 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -12,23 +13,28 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import reading
-from rlhf_cli.ppo import formulas, metrics
+from rlhf_cli.models import reading, sharing
+from rlhf_cli.ppo import finite, formulas, metrics, scoring
 from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.advantages import gae
+from rlhf_cli.ppo.losses import Losses, losses
 from rlhf_cli.ppo.metrics import Stats
+from rlhf_cli.ppo.moments import Moments
 from rlhf_cli.ppo.records import Experience, MicroBatch, Prompts, Rollout, micro_batches
 from rlhf_cli.ppo.rewards import RewardSource
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 
+Minibatch = tuple[Tensor, ...]  # micro-batches, each the rows of the rollout that are in it
+
 
 class PPOTrainer:
     """Four models and a schedule of updates.
 
-    `policy` and `ref` are causal models, `value` a one-label sequence classifier with the policy's tokenizer; `rewards`
-    are named sources whose scores are added with `weights` (1 each by default). Dropout is switched off in all, and
+    `policy` and `ref` are causal models, `value` a one-label sequence classifier with the policy's tokenizer, or a
+    `reading.ValueHead` on the policy; `rewards` are named sources whose scores are added with `weights` (1 each by
+    default). `ptx` are rows (prompt ids, completion ids) for ptx_coef. Dropout is switched off in all models, and
     `ref` is frozen. `num_updates` is the length of the learning-rate schedule; by default what total_episodes makes.
     """
 
@@ -44,25 +50,30 @@ class PPOTrainer:
         scheduler: LRScheduler | None = None,
         *,
         weights: dict[str, float] | None = None,
+        ptx: Sequence[tuple[list[int], list[int]]] = (),
         num_updates: int | None = None,
         seed: int = 0,
     ):
         assert policy is not ref, "the reference must be a copy of its own"
+        assert bool(ptx) == bool(settings.ptx_coef), "ptx_coef and rows for it go together"
         drawn = getattr(engine, "temperature", settings.temperature)
         assert drawn == settings.temperature, (
             f"the engine samples at {drawn}, log-probs are read at {settings.temperature}"
         )
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value.requires_grad_(True)
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
-        self.weights = weights or dict.fromkeys(rewards, 1.0)
+        self.weights, self.ptx = weights or dict.fromkeys(rewards, 1.0), ptx
         for model in (policy, ref, value):
             reading.disable_dropout(model)
+        if settings.num_shared_layers:
+            sharing.share_layers(policy, ref, settings.num_shared_layers)
         if settings.gradient_checkpointing:
             reading.checkpoint_activations(policy)
-            reading.checkpoint_activations(value)
+            if not isinstance(value, reading.ValueHead):
+                reading.checkpoint_activations(value)
         self.optimizer = optimizer or default.adamw({"policy": policy, "value": value}, settings)
         self.scheduler = scheduler or default.schedule(self.optimizer, settings, num_updates or settings.num_updates())
-        self.updates = 0
+        self.updates, self.kl_coef, self.moments = 0, settings.kl_coef, Moments()
         self.experience: Experience | None = None  # of the last step, for sample tables
 
     def step(self, prompts: Prompts) -> Stats:
@@ -87,10 +98,16 @@ class PPOTrainer:
         """
         if purpose == "sample":
             prompts = prompts.repeat(self.settings.num_samples_per_prompt)
-        seeds = tuple(derive(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
-        return self.engine.generate(replace(prompts, seeds=seeds, response_length=self._response_length()))
+        return self.engine.generate(self.keyed(prompts, purpose))
 
-    def _response_length(self) -> int:
+    def keyed(self, prompts: Prompts, purpose: str) -> Prompts:
+        """The prompts as an engine takes them: with this update's seeds and length limit."""
+        seeds = tuple(derive(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
+        return replace(prompts, seeds=seeds, response_length=self.response_length)
+
+    @property
+    def response_length(self) -> int:
+        """The length limit of this update's responses."""
         length = self.settings.response_length
         if not isinstance(length, LengthRange):
             return length
@@ -100,10 +117,10 @@ class PPOTrainer:
 
     @torch.no_grad()
     def judge(self, rollout: Rollout, scores: Tensor | None = None) -> Experience:
-        """Log-probs, values, scores, rewards and advantages of a rollout.
+        """Log-probs, values, scores, rewards and advantages of a rollout. Changes nothing of the trainer's.
 
-        `scores` (B,), where given, are placed as they are, in the stead of sources and missing_eos_penalty.
-        Raises RLHFError R01 where a number is not finite.
+        `scores` (B,), where given, stand in for the sources; they are scaled and clipped like them, and no penalty is
+        taken off. Raises RLHFError R01 where a number is not finite, R05 for scores of another shape.
         """
         rollout = rollout.to(self.policy.device)
         settings, mask = self.settings, rollout.response_mask
@@ -111,24 +128,23 @@ class PPOTrainer:
         read = self._read(rollout, plan)
         sources = {name: ask(rollout) for name, ask in self.rewards.items()} if scores is None else {"given": scores}
         raw = {name: self._per_row(name, given, rollout) for name, given in sources.items()}
-        scores = self._place(rollout, raw) if scores is None else raw["given"]
-        for name, tensor in {**{f"score `{name}`": score for name, score in raw.items()}, **read}.items():
-            self._refuse_nonfinite(name, tensor)
-        penalty = settings.kl_coef * read["kl"] if settings.kl_in == "reward" else torch.zeros_like(read["kl"])
-        rewards = formulas.shape_rewards(scores, penalty, mask)
+        finite.check({f"score `{name}`": score for name, score in raw.items()} | read, self.updates + 1)
+        summed = scoring.weighted(raw, self.weights) if scores is None else raw["given"]
+        moments = self.moments.merged(summed)
+        placed = scoring.scaled(summed, moments, settings)
+        if scores is None:
+            placed = scoring.penalised(placed, rollout, self.response_length, settings)
+        penalty = self.kl_coef * read["kl"] if settings.kl_in == "reward" else torch.zeros_like(read["kl"])
+        rewards = formulas.shape_rewards(placed, penalty, mask)
         if settings.whiten_rewards:
             rewards = formulas.masked_whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(rewards, read["values"], mask, settings.gamma, settings.lam)
         if settings.advantage_norm == "batch":
             advantages = formulas.masked_whiten(advantages, mask)
-        return Experience(rollout, plan, scores, raw, **read, rewards=rewards, advantages=advantages, returns=returns)
-
-    def _place(self, rollout: Rollout, sources: dict[str, Tensor]) -> Tensor:
-        """The score (B,) of each row: the sources by weight, less the penalty for a response that reached its limit."""
-        scores = torch.stack([self.weights[name] * raw for name, raw in sources.items()]).sum(0)
-        if self.settings.missing_eos_penalty and self.settings.stop_token != "none":
-            scores = scores - self.settings.missing_eos_penalty * ~rollout.ended
-        return scores
+        return Experience(
+            rollout, plan, placed, raw, summed, moments, self.kl_coef,
+            **read, rewards=rewards, advantages=advantages, returns=returns,
+        )  # fmt: skip
 
     @staticmethod
     def _per_row(name: str, scores: Any, rollout: Rollout) -> Tensor:
@@ -139,27 +155,27 @@ class PPOTrainer:
             raise RLHFError("R05", text, hint="return one number a response")
         return given
 
-    def _plan(self, rollout: Rollout, epoch: int) -> tuple[tuple[Tensor, ...], ...]:
+    def _plan(self, rollout: Rollout, epoch: int) -> tuple[Minibatch, ...]:
         """An epoch's minibatches, drawn at random, each split into micro-batches of rows of like length."""
-        settings = self.settings
         draw = torch.Generator().manual_seed(derive(self.seed, "minibatches", self.updates, epoch))
-        order = torch.randperm(len(rollout), generator=draw)
+        order = torch.randperm(len(rollout), generator=draw).to(rollout.ids.device)
+        return tuple(self._split(rollout, rows) for rows in order.tensor_split(self.settings.num_mini_batches))
+
+    def _split(self, rollout: Rollout, rows: Tensor) -> Minibatch:
+        settings = self.settings
         tokens = None if settings.micro_batch_tokens == "auto" else settings.micro_batch_tokens
         size = settings.per_device_train_batch_size
-        return tuple(
-            tuple(micro_batches(rollout.lengths, rows.to(rollout.ids.device), max_rows=size, max_tokens=tokens))
-            for rows in order.tensor_split(settings.num_mini_batches)
-        )
+        return tuple(micro_batches(rollout.lengths, rows, max_rows=size, max_tokens=tokens))
 
-    def _read(self, rollout: Rollout, plan: tuple[tuple[Tensor, ...], ...]) -> dict[str, Tensor]:
+    def _read(self, rollout: Rollout, plan: tuple[Minibatch, ...]) -> dict[str, Tensor]:
         """What the models say of each response token, (B, R) each, 0 elsewhere; on the update's own micro-batches."""
         temperature, kind = self.settings.temperature, self.settings.kl_estimator
         read: dict[str, Tensor] = {}
         for rows in chain.from_iterable(plan):
             micro = rollout.micro_batch(rows)
             with self._autocast():
-                logits, ref_logits = (reading.response_logits(model, micro) for model in (self.policy, self.ref))
-                values = reading.response_values(self.value, micro)
+                logits, values = reading.policy_and_value(self.policy, self.value, micro)
+                ref_logits = reading.response_logits(self.ref, micro)
             logprobs = formulas.token_logprobs(logits, micro.targets, temperature)
             ref_logprobs = formulas.token_logprobs(ref_logits, micro.targets, temperature)
             if kind == "full":
@@ -174,84 +190,112 @@ class PPOTrainer:
     # Update
 
     def update(self, experience: Experience) -> Stats:
-        """num_ppo_epochs passes over the experience, one optimizer step a minibatch; returns the update's metrics."""
+        """num_ppo_epochs passes over the experience, one optimizer step a minibatch; returns the update's metrics.
+
+        Raises RLHFError R01 for a loss, gradient or weight that is not finite; a bad loss or gradient changes nothing.
+        """
+        settings = self.settings
+        rates = {group.get("name", ""): group["lr"] for group in reversed(self.optimizer.param_groups)}
         steps: list[Stats] = []
-        lr = self.optimizer.param_groups[0]["lr"]
-        for epoch in range(self.settings.num_ppo_epochs):
+        for epoch in range(settings.num_ppo_epochs):
             plan = experience.plan if epoch == 0 else self._plan(experience.rollout, epoch)
             steps += [self._learn(experience, minibatch) for minibatch in plan]
+            if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
+                break
+        finite.check_weights({"policy": self.policy, "value": self.value}, self.updates + 1)
         self.scheduler.step()
         self.updates += 1
+        stats = metrics.objective(experience, in_reward=settings.kl_in == "reward") | metrics.averages(steps)
+        self.moments = experience.moments
+        if settings.adap_kl_ctrl:
+            self.kl_coef = formulas.adapted_kl_coef(
+                self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),
+                horizon=settings.horizon,
+            )  # fmt: skip
         return {
             "episode": self.updates * len(experience.rollout),
-            **metrics.objective(experience, kl_coef=self.settings.kl_coef, in_reward=self.settings.kl_in == "reward"),
-            **metrics.averages(steps),
-            "lr": lr,
+            **stats,
+            "policy/epochs": len(steps) // settings.num_mini_batches,
+            "lr": next(reversed(rates.values())),
+            "value/lr": rates.get("value", next(reversed(rates.values()))),
         }
 
-    def _learn(self, experience: Experience, minibatch: tuple[Tensor, ...]) -> Stats:
+    def _learn(self, experience: Experience, minibatch: Minibatch) -> Stats:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=experience.mask.device))
         error = torch.zeros((), device=experience.mask.device)
+        found: list[tuple[MicroBatch, Tensor]] = []
         self.optimizer.zero_grad(set_to_none=True)
         with reading.recomputing(self.policy, self.value):
             for rows in minibatch:
-                loss, gauges, ratio = self._loss(experience, experience.rollout.micro_batch(rows))
-                (loss / tokens).backward()
-                error = torch.maximum(error, (ratio - 1).abs().max())
-                for name, gauge in gauges.items():
-                    totals[name] += gauge.detach().sum()
+                micro = experience.rollout.micro_batch(rows)
+                parts = self._losses(experience, micro)
+                loss = self.settings.vf_coef * parts.value
+                loss = loss + parts.policy if self._policy_learns else loss
+                (loss.sum() / tokens).backward()
+                found.append((micro, loss.detach()))
+                error = torch.maximum(error, (parts.ratio - 1).abs().max())
+                for name, gauge in parts.gauges.items():
+                    totals[name] += gauge.sum()
+            ptx = self._learn_ptx(experience, minibatch)
+        stats = {name: float(total) / tokens for name, total in totals.items()} | ptx
+        limit = self.settings.ratio_threshold
+        skipped = limit is not None and stats["val/ratio"] > limit
+        if not skipped:
+            stats |= self._optimize(found)
+        return stats | {"ratio_error": float(error), "skipped": float(skipped)}
+
+    def _losses(self, experience: Experience, micro: MicroBatch) -> Losses:
+        with self._autocast():
+            logits, values = reading.policy_and_value(self.policy, self.value, micro, learn_policy=self._policy_learns)
+            ref_logits = None
+            if self.settings.kl_in == "loss" and self.settings.kl_estimator == "full":
+                with torch.no_grad():
+                    ref_logits = reading.response_logits(self.ref, micro)
+        return losses(experience, micro, logits, values, ref_logits, self.settings)
+
+    @property
+    def _policy_learns(self) -> bool:
+        return self.updates >= self.settings.value_only_updates
+
+    def _learn_ptx(self, experience: Experience, minibatch: Minibatch) -> Stats:
+        """Add the gradient of the language-model loss over as many ptx rows as the minibatch has episodes."""
+        if not self.ptx or not self._policy_learns:
+            return {}
+        episodes = torch.cat(minibatch).tolist()
+        draw = torch.Generator().manual_seed(derive(self.seed, "ptx", self.updates, *episodes))
+        chosen = [self.ptx[i] for i in torch.randint(len(self.ptx), (len(episodes),), generator=draw).tolist()]
+        rows = Rollout.from_lists(*zip(*chosen, strict=True)).to(self.policy.device)
+        tokens, total = int(rows.response_mask.sum()), 0.0
+        for part in self._split(rows, torch.arange(len(rows), device=rows.ids.device)):
+            micro = rows.micro_batch(part)
+            with self._autocast():
+                logits = reading.response_logits(self.policy, micro)
+            loss = -formulas.token_logprobs(logits, micro.targets, 1.0).sum() / tokens
+            (self.settings.ptx_coef * loss).backward()
+            total += float(loss.detach())
+        return {"loss/ptx_avg": total}
+
+    def _optimize(self, found: list[tuple[MicroBatch, Tensor]]) -> Stats:
+        """Clip and step; `found` are the losses (N,) of each micro-batch. Raises RLHFError R01 and steps nowhere."""
+        for micro, loss in found:
+            finite.check_loss(loss, micro, self.updates + 1)
         norms = {
             name: torch.nn.utils.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm)
             for name, model in (("policy", self.policy), ("value", self.value))
         }
-        for name, norm in norms.items():
-            self._refuse_nonfinite(f"{name} gradient", norm)
+        finite.check({f"{name} gradient": norm for name, norm in norms.items()}, self.updates + 1)
         self.optimizer.step()
-        stats = {name: float(total) / tokens for name, total in totals.items()}
-        stats |= {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
-        return stats | {"ratio_error": float(error)}
-
-    def _loss(self, experience: Experience, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Summed loss of a micro-batch, the gauges of each token (N,), and the ratio (N,)."""
-        settings = self.settings
-        old_logprobs, advantages, old_values, returns = (
-            x[micro.cells] for x in (experience.logprobs, experience.advantages, experience.values, experience.returns)
-        )
-        with self._autocast():
-            logits, values = reading.response_logits(self.policy, micro), reading.response_values(self.value, micro)
-        logprobs = formulas.token_logprobs(logits, micro.targets, settings.temperature)
-        surrogate, ratio, clipped = formulas.policy_loss(logprobs, old_logprobs, advantages, settings.cliprange)
-        error, value_clipped = formulas.value_loss(values, old_values, returns, settings.cliprange_value)
-        loss = surrogate.sum() + settings.vf_coef * error.sum()
-        if settings.kl_in == "loss":
-            loss = loss + settings.kl_coef * self._kl_loss(experience, micro, logits, logprobs).sum()
-        gauges = {
-            "loss/policy_avg": surrogate,
-            "loss/value_avg": error,
-            "policy/clipfrac_avg": clipped.float(),
-            "policy/entropy_avg": formulas.token_entropy(logits, settings.temperature),
-            "policy/approxkl_avg": formulas.approx_kl(logprobs, old_logprobs),
-            "val/ratio": ratio,
-            "val/clipfrac_avg": value_clipped.float(),
-        }
-        return loss, gauges, ratio.detach()
-
-    def _kl_loss(self, experience: Experience, micro: MicroBatch, logits: Tensor, logprobs: Tensor) -> Tensor:
-        if self.settings.kl_estimator == "full":
-            with torch.no_grad(), self._autocast():
-                ref_logits = reading.response_logits(self.ref, micro)
-            return formulas.kl_full(logits, ref_logits, self.settings.temperature)
-        old, ref = experience.logprobs[micro.cells], experience.ref_logprobs[micro.cells]
-        return formulas.kl_loss_tokens(logprobs, old, ref, self.settings.kl_estimator)
+        return {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, but the frozen models and the settings."""
         parts = {name: getattr(self, name).state_dict() for name in ("policy", "value", "optimizer", "scheduler")}
-        return {"updates": self.updates, "seed": self.seed, **parts}
+        numbers = {"updates": self.updates, "seed": self.seed, "kl_coef": self.kl_coef}
+        return {**numbers, "moments": asdict(self.moments), **parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`. Raises ValueError on the state of a run with another seed."""
@@ -259,17 +303,7 @@ class PPOTrainer:
             raise ValueError(f"the state is of a run with seed {state['seed']}, this one has {self.seed}")
         for name in ("policy", "value", "optimizer", "scheduler"):
             getattr(self, name).load_state_dict(state[name])
-        self.updates = state["updates"]
+        self.updates, self.kl_coef, self.moments = state["updates"], state["kl_coef"], Moments(**state["moments"])
 
     def _autocast(self) -> AbstractContextManager:
         return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16)
-
-    def _refuse_nonfinite(self, name: str, numbers: Tensor) -> None:
-        bad = ~torch.isfinite(numbers)
-        if bad.any():
-            at = f" in row {int(bad.nonzero()[0, 0])}" if numbers.ndim else ""
-            raise RLHFError(
-                "R01",
-                f"step {self.updates + 1}: {name} is not finite{at}; no weight was changed in this optimizer step",
-                hint="lower ppo.learning_rate, or look at the reward of that row",
-            )

@@ -84,7 +84,7 @@ def headline(config: PPOConfig, parts: making.Parts) -> Stats:
     """Score, KL and length of the finished policy, over new responses to the run's first prompts."""
     asked = Prompts.from_lists([prompt.ids for prompt in parts.prompts[: config.ppo.episodes_per_update]])
     judged = parts.trainer.judge(parts.trainer.generate(asked, purpose="headline"))
-    found = objective(judged, kl_coef=config.ppo.kl_coef, in_reward=config.ppo.kl_in == "reward")
+    found = objective(judged, in_reward=config.ppo.kl_in == "reward")
     return {name: found[name] for name in HEADLINE}
 
 

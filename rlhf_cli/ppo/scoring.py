@@ -1,0 +1,37 @@
+"""From the sources' raw scores to the score that is placed on a response's last token.
+
+sum by weight -> running scaling -> clip -> minus missing_eos_penalty -> minus overlong_penalty
+"""
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo.moments import Moments
+from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.ppo.settings import PPOSettings
+
+
+def weighted(sources: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
+    """The sources' raw scores, each (B,), times their weights, added up."""
+    return torch.stack([weights[name] * raw for name, raw in sources.items()]).sum(0)
+
+
+def scaled(scores: Tensor, moments: Moments, settings: PPOSettings) -> Tensor:
+    """Scores (B,) over their running deviation, and clipped. Scores that never differed have none: they stay."""
+    if settings.use_score_scaling and moments.std > 0:
+        shift = moments.mean if settings.use_score_norm else 0.0
+        scores = (scores - shift) / moments.std
+    if settings.score_clip is not None:
+        scores = scores.clamp(-settings.score_clip, settings.score_clip)
+    return scores
+
+
+def penalised(scores: Tensor, rollout: Rollout, limit: int, settings: PPOSettings) -> Tensor:
+    """Scores (B,) less what a response pays that has no end, or comes near its limit of `limit` tokens."""
+    if settings.missing_eos_penalty and settings.stop_token != "none":
+        scores = scores - settings.missing_eos_penalty * ~rollout.ended
+    if overlong := settings.overlong_penalty:
+        over = formulas.overlong(rollout.response_lengths, limit, overlong.tokens)
+        scores = scores - overlong.factor * over.to(scores.dtype)
+    return scores

@@ -1,0 +1,153 @@
+"""How many episodes, and how their responses are made."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rlhf_cli.ppo.settings.base import TLDR, TRL, TRL_STEP, Settings
+
+BENCHMARK = "[`python benchmarks/ppo_update.py`]"
+
+
+class LengthRange(Settings):
+    """A response length drawn anew for each update, uniform over min..max, both included."""
+
+    min: int = Field(ge=1, description="Shortest length in tokens.")
+    max: int = Field(ge=1, description="Longest length in tokens.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise PydanticCustomError("C06", "min is above max", {"hint": "swap the two"})
+        return self
+
+
+class OverlongPenalty(Settings):
+    """-factor x max(0, length - (limit - tokens)) / tokens: it grows over the last `tokens` before the limit."""
+
+    tokens: int = Field(ge=1, description="Tokens before the length limit over which the penalty grows.")
+    factor: float = Field(gt=0, description="The penalty at the limit.")
+
+
+class RolloutSettings(Settings):
+    """Episodes of a run and of an update; the rules of sampling."""
+
+    total_episodes: int | None = Field(
+        None, ge=1, description=f"Episodes (= responses) in all. Give this or num_train_epochs. {TRL}"
+    )
+    num_train_epochs: float | None = Field(
+        None,
+        gt=0,
+        description=f"Passes over the prompts. Give this or total_episodes. {TRL[:-1]}; 3 there, and overruled]",
+    )
+    per_device_train_batch_size: int = Field(
+        16,
+        ge=1,
+        description=(
+            "Rows of a micro-batch at most; times gradient_accumulation_steps = episodes of an update "
+            f"(16 x 4 = 64 there and here). {TLDR}"
+        ),
+    )
+    gradient_accumulation_steps: int = Field(
+        4, ge=1, description=f"Micro-batches of full size that make up an update's episodes. {TLDR}"
+    )
+    num_mini_batches: int = Field(1, ge=1, description=f"Minibatches of an epoch; each makes one optimizer step. {TRL}")
+    num_ppo_epochs: int = Field(4, ge=1, description=f"Passes over an update's episodes. {TRL}")
+    num_samples_per_prompt: int = Field(
+        1,
+        ge=1,
+        description="Responses to each prompt of an update. [OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py]",
+    )
+    micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Most tokens, padding included, that one forward pass of judge or update holds, with at most "
+            f"per_device_train_batch_size rows; auto: only the rows bound it. {BENCHMARK}"
+        ),
+    )
+    local_rollout_forward_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "Rows generated, and scored by reward models, at a time; none: all rows are generated together, and "
+            f"per_device_train_batch_size rows scored. {BENCHMARK}"
+        ),
+    )
+    num_sample_generations: int = Field(
+        10, ge=0, description=f"Tables of prompts, responses and scores shown during training. {TRL}"
+    )
+    generate_ref_response: bool = Field(
+        False, description=f"Beside each response in those tables, one of the reference with its score. {TRL_STEP}"
+    )
+
+    response_length: Annotated[int, Field(ge=1)] | LengthRange = Field(
+        53, description=f"Most tokens of a response, or {{min, max}} to draw the limit anew for each update. {TRL}"
+    )
+    temperature: float = Field(0.7, gt=0, description=f"Sampling temperature; log-probs use the same one. {TRL}")
+    stop_token: Literal["eos", "none"] = Field(
+        "eos",
+        description=(
+            "eos: a response ends with the stop token of the SFT checkpoint; none: it never ends early. "
+            "[Huang et al. 2024, arXiv 2403.17031, section 7]"
+        ),
+    )
+    stop_token_id: int | None = Field(
+        None, ge=0, description=f"A stop token by its id, in place of stop_token; none: the SFT checkpoint's. {TRL}"
+    )
+    missing_eos_penalty: float | None = Field(
+        1.0,
+        ge=0,
+        description=(
+            "Subtracted from the score of a response that reached its length limit without the stop token. "
+            f"{TLDR[:-1]}; none in its PPOConfig]"
+        ),
+    )
+    overlong_penalty: OverlongPenalty | None = Field(
+        None,
+        description=(
+            "{tokens: n, factor: f}: -f * max(0, length - (response_length - n)) / n is added to the score "
+            "(Yu et al. 2025, arXiv 2503.14476, equation 13). [OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py]"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _stops_one_way(self) -> Self:
+        if self.stop_token == "none" and self.stop_token_id is not None:
+            text = "stop_token none and a stop_token_id contradict each other"
+            raise PydanticCustomError("C17", text, {"hint": "take one of them out"})
+        return self
+
+    @model_validator(mode="after")
+    def _penalty_fits(self) -> Self:
+        limit = self.response_length.min if isinstance(self.response_length, LengthRange) else self.response_length
+        if self.overlong_penalty and self.overlong_penalty.tokens > limit:
+            text = f"overlong_penalty.tokens {self.overlong_penalty.tokens} is more than response_length {limit}"
+            raise PydanticCustomError("C06", "{text}", {"text": text, "hint": f"at most {limit}"})
+        return self
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        batch = self.episodes_per_update
+        for key in ("num_mini_batches", "num_samples_per_prompt"):
+            parts = getattr(self, key)
+            if batch % parts:
+                divisors = [divisor for divisor in range(1, batch + 1) if batch % divisor == 0]
+                near = sorted(sorted(divisors, key=lambda divisor: abs(divisor - parts))[:2])
+                sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
+                text = f"{sizes} = {batch} episodes an update cannot be divided by {key} {parts}"
+                hint = f"nearest that fit: {' or '.join(map(str, near))}"
+                raise PydanticCustomError("C12", "{text}", {"text": text, "hint": hint})
+        return self
+
+    @property
+    def episodes_per_update(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def prompts_per_update(self) -> int:
+        return self.episodes_per_update // self.num_samples_per_prompt
+
+    @property
+    def max_response_length(self) -> int:
+        return self.response_length.max if isinstance(self.response_length, LengthRange) else self.response_length

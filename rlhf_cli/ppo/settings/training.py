@@ -1,0 +1,85 @@
+"""The optimizer, its schedules, and what is trained."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rlhf_cli.ppo.settings.base import HF, OPTIONS, TRL, TRL_STEP, Settings
+
+SCHEDULERS = Literal[
+    "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_min_lr"
+]
+
+
+def _refuse_fp16(value: object) -> object:
+    if value is True:
+        text = "fp16 cannot train PPO: log-prob differences underflow and there is no loss scaler"
+        raise PydanticCustomError("C17", text, {"hint": "set bf16: true"})
+    return value
+
+
+class TrainingSettings(Settings):
+    """One AdamW over policy and value, with a learning rate for each."""
+
+    learning_rate: float = Field(3e-6, ge=0, description=f"Peak learning rate of the policy. {TRL}")
+    value_learning_rate: float | None = Field(
+        None, ge=0, description=f"Peak learning rate of the value model; none: learning_rate. {TRL}"
+    )
+    lr_scheduler_type: SCHEDULERS = Field(
+        "linear", description=f"Schedule over the run's updates, stepped once an update. {HF}"
+    )
+    warmup_steps: int | None = Field(
+        None,
+        ge=0,
+        description=f"Updates of warm-up, the first of them with learning rate 0. Give this or warmup_ratio. {HF}",
+    )
+    warmup_ratio: float | None = Field(None, ge=0, lt=1, description=f"Warm-up as a share of all updates. {HF}")
+    value_warmup_steps: int | None = Field(
+        None, ge=0, description=f"Updates of warm-up of the value model; none: the policy's. {OPTIONS}"
+    )
+    value_only_updates: int = Field(
+        0,
+        ge=0,
+        description=(
+            "First updates that train the value model alone, so that the policy's first advantages mean something. "
+            "[OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py]"
+        ),
+    )
+    weight_decay: float = Field(0.0, ge=0, description=f"AdamW's weight decay; none on biases and norms. {HF}")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description=f"AdamW's beta1. {HF}")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description=f"AdamW's beta2. {HF}")
+    adam_epsilon: float = Field(1e-8, gt=0, description=f"AdamW's epsilon. {HF}")
+    max_grad_norm: float = Field(1.0, gt=0, description=f"Gradient norm limit, for policy and value apart. {HF}")
+    num_shared_layers: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "The embeddings and first n layers are frozen, and one copy of them serves policy and reference. "
+            f"{TRL_STEP.replace('ppo_config.py', 'ppo_trainer.py')}"
+        ),
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description=(
+            "Recompute activations in the backward pass: less memory, more time. "
+            f"{TRL_STEP[:-1]}; TRL 1.12's default is on, and had no effect]"
+        ),
+    )
+    bf16: bool = Field(
+        False, description=f"Forward and backward passes under bfloat16 autocast; weights stay float32. {HF}"
+    )
+    fp16: Annotated[bool, BeforeValidator(_refuse_fp16)] = Field(
+        False, description=f"Refused: PPO trains in float32 or bf16. {HF}"
+    )
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            text = "warmup_steps and warmup_ratio say the same thing twice"
+            raise PydanticCustomError("C17", text, {"hint": "keep warmup_steps"})
+        given = [key for key in ("warmup_steps", "warmup_ratio", "value_warmup_steps") if getattr(self, key)]
+        if given and self.lr_scheduler_type == "constant":
+            text = f"{given[0]} has no effect with lr_scheduler_type constant"
+            raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "set constant_with_warmup"})
+        return self
