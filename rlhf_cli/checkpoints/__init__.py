@@ -23,7 +23,7 @@ from rlhf_cli.checkpoints.parents import (
     open_reference,
     references,
 )
-from rlhf_cli.checkpoints.states import commit_state, latest_state, newest_step
+from rlhf_cli.checkpoints.states import commit_state, latest_state, newest_step, state_at, state_steps
 from rlhf_cli.errors import shown
 
 __all__ = [
@@ -48,6 +48,8 @@ __all__ = [
     "references",
     "release",
     "shown",
+    "state_at",
+    "state_steps",
     "usable",
     "versions",
     "write_json",

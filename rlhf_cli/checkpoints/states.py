@@ -70,6 +70,21 @@ def newest_step(folder: Path) -> int | None:
     return _step(states[-1]) if states else None
 
 
+def state_steps(folder: Path) -> list[int]:
+    """The steps of the states of `folder`, oldest first: nothing is verified."""
+    return [_step(path) for path in _states(folder)]
+
+
+def state_at(folder: Path, step: int) -> Path:
+    """The state of a step. Raises RLHFError M05 where it is damaged, or gone."""
+    path = next((path for path in _states(folder) if _step(path) == step), None)
+    problem = _problem(path) if path else "it is gone"
+    if path is None or problem:
+        name = shown(path or folder / f"step_{step:06d}")
+        raise RLHFError("M05", f"{name} is damaged: {problem}", hint="take another step; or run the stage again")
+    return path
+
+
 def clear_leftovers(folder: Path) -> None:
     """Delete what a killed process left half written or half deleted. Only for the process that holds the output."""
     for pattern in (".tmp-*", ".trash-*"):

@@ -1,0 +1,163 @@
+"""The trainer's own update, watched: what goes in, for the naive one to start from, and every number that comes out."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_cli.models.reading import ValueHead
+from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.ppo.rewards import FunctionReward, ModelReward
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.replay import float64, naive
+
+Weights = dict[str, dict[str, Tensor]]  # model -> parameter -> its weights, float64 on the CPU
+Numbers = dict[str, Tensor]  # quantity -> its numbers, float64 on the CPU, one dimension
+BY_TOKEN = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
+
+
+def observe(trainer: PPOTrainer, rollout: Rollout) -> tuple[Numbers, dict[str, float]]:
+    """Judge a rollout and learn from it, as `PPOTrainer.step` does; all numbers, and the update's metrics as they are.
+
+    The trainer is one update further afterwards.
+    """
+    trainer.experience = experience = trainer.judge(rollout)
+    steps: list[dict[str, float]] = []
+    plain = trainer._learn
+
+    def learn(*arguments: Any) -> dict[str, float]:
+        steps.append(plain(*arguments))
+        return steps[-1]
+
+    trainer._learn = learn  # type: ignore[method-assign]
+    try:
+        stats = trainer.update(experience)
+    finally:
+        del trainer._learn
+    mask = experience.mask
+    moments = experience.moments
+    names = dict.fromkeys(name for step in steps for name in step)
+    found = {
+        "response tokens": rollout.ids[:, rollout.prompt_width :][mask.to(rollout.ids.device)],
+        "response tokens unexplained": [0.0],
+        **{name: getattr(experience, name)[mask] for name in BY_TOKEN},
+        **{f"score {name}": raw for name, raw in experience.source_scores.items()},
+        "scores": experience.scores,
+        "running scores": [moments.count, moments.mean, moments.squares],
+        **{f"{name}, each step": [step[name] for step in steps if name in step] for name in names},
+        **{name: [number] for name, number in stats.items()},
+        "next kl_coef": [trainer.kl_coef],
+    }
+    return {name: numbers(x) for name, x in found.items()}, stats
+
+
+def numbers(values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().to("cpu", torch.float64).reshape(-1)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def weights(policy: nn.Module, value: nn.Module) -> Weights:
+    """A copy of the weights as they are now, in float64."""
+    return {
+        name: {key: p.detach().to("cpu", torch.float64, copy=True) for key, p in model.named_parameters()}
+        for name, model in (("policy", policy), ("value", value))
+    }
+
+
+def changes(before: Weights, after: Weights) -> Numbers:
+    """What an update did to each weight of policy and value."""
+    return {
+        f"{name} weights, change": torch.cat([(after[name][key] - before[name][key]).reshape(-1) for key in before[name]])
+        for name in before
+    }
+
+
+def start_of(
+    trainer: PPOTrainer, rollout: Rollout, *, updates: int, stop_token_id: int | None, near_tie: float = 1e-3
+) -> naive.Start:
+    """What the trainer's next update, of `updates` in all, starts from, for the naive one: copies, in float64."""
+    sources = trainer.rewards
+    scorers = {name: source.model for name, source in sources.items() if isinstance(source, ModelReward)}
+    # All at once: what two models share, the copies share.
+    copies = copy.deepcopy({"policy": trainer.policy, "ref": trainer.ref, "value": trainer.value, "scorers": scorers})
+    for model in (copies["policy"], copies["ref"], copies["value"], *copies["scorers"].values()):
+        model.double()
+    moments = trainer.moments
+    return naive.Start(
+        settings=trainer.settings,
+        seed=trainer.seed,
+        update=trainer.updates,
+        updates=updates,
+        kl_coef=trainer.kl_coef,
+        scores_so_far=(moments.count, moments.mean, moments.squares),
+        policy=copies["policy"],
+        ref=copies["ref"],
+        value=copies["value"],
+        value_is_head=isinstance(trainer.value, ValueHead),
+        sources={name: _source(source, copies["scorers"].get(name)) for name, source in sources.items()},
+        weights=dict(trainer.weights),
+        adam={
+            "policy": _adam(trainer.policy, trainer.optimizer),
+            "value": _adam(trainer.value, trainer.optimizer),
+        },
+        ptx=trainer.ptx,
+        prompts=[rollout.prompt_tokens(row) for row in range(len(rollout))],
+        responses=[rollout.response_tokens(row) for row in range(len(rollout))],
+        stop_token_id=stop_token_id,
+        near_tie=near_tie,
+    )
+
+
+def _source(source: Any, scorer: Any) -> naive.Source:
+    """A reward source as the naive update calls it; `scorer` is the copy of its model, where it has one."""
+    if isinstance(source, ModelReward):
+        return partial(naive.model_scores, scorer)
+    assert isinstance(source, FunctionReward), f"a {type(source).__name__} cannot be replayed"
+    return partial(naive.function_scores, source.function, source.tokenizer)
+
+
+def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, naive.Adam]:
+    found = {name: optimizer.state[p] for name, p in model.named_parameters() if optimizer.state.get(p)}
+    return {
+        name: naive.Adam(*(state[key].to(torch.float64, copy=True) for key in ("exp_avg", "exp_avg_sq")), int(state["step"]))
+        for name, state in found.items()
+    }
+
+
+def widen(trainer: PPOTrainer) -> None:
+    """Turn a trainer into float64, models and optimizer, without autocast. Widening is exact."""
+    state = copy.deepcopy(trainer.state_dict())
+    for model in (trainer.policy, trainer.ref, trainer.value):
+        model.double()
+    for source in trainer.rewards.values():
+        if isinstance(source, ModelReward):
+            source.model.double()
+    trainer.settings = trainer.settings.model_copy(update={"bf16": False})
+    trainer.load_state_dict(state)  # the optimizer's moments take the format of their parameters
+
+
+def in_float64(
+    trainer: PPOTrainer,
+    rollout: Rollout,
+    *,
+    updates: int,
+    stop_token_id: int | None,
+    near_tie: float = 1e-3,
+    tick: Callable[[], None] = lambda: None,
+) -> tuple[Numbers, Numbers]:
+    """What an update does with a rollout, by the trainer's code and by the naive one, both in float64.
+
+    The trainer is in float64 and one update further afterwards.
+    """
+    widen(trainer)
+    with float64.everything():
+        before = weights(trainer.policy, trainer.value)
+        start = start_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
+        ours = observe(trainer, rollout)[0] | changes(before, weights(trainer.policy, trainer.value))
+        theirs = {name: numbers(values) for name, values in naive.update(start, tick).items()}
+        theirs |= changes(before, weights(start.policy, start.value))
+    return ours, theirs

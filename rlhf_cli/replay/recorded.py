@@ -1,0 +1,91 @@
+"""What a PPO run has left of one of its updates. Reads only, while the run may still be going."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import checkpoints
+from rlhf_cli.checkpoints import Parent, shown
+from rlhf_cli.config import PPOConfig, load
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import trees
+
+
+@dataclass(frozen=True)
+class Run:
+    """RUN/ppo: its config, and its lines of metrics.jsonl and rows of samples.jsonl by step."""
+
+    folder: Path
+    config: PPOConfig
+    lines: dict[int, dict[str, Any]]
+    samples: dict[int, list[dict[str, Any]]]
+
+    def steps(self) -> list[int]:
+        """The updates that can be made again: the first, and those after a kept state."""
+        after = {1, *(step + 1 for step in checkpoints.state_steps(self.folder / "state"))}
+        return sorted(after & self.lines.keys())
+
+    def choose(self, step: int | None) -> int:
+        """`step`, or the newest that can be made again. Raises RLHFError C06 with those that can."""
+        possible = self.steps()
+        if not possible:
+            text = f"{shown(self.folder)} has made no update yet"
+            raise RLHFError("C06", text, hint="wait for the first line of its metrics.jsonl")
+        if step is None:
+            return possible[-1]
+        if step not in possible:
+            names = ", ".join(map(str, possible))
+            why = "an update starts from the state before it" if step in self.lines else "the run has no such update"
+            text = f"--step {step} of {shown(self.folder)} cannot be made again: {why}"
+            raise RLHFError("C06", text, hint=f"steps that can: {names}; output.keep and output.save_steps make more")
+        return step
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The trainer's state after update `step`. Raises RLHFError M05 where it is damaged, or gone."""
+        folder = checkpoints.state_at(self.folder / "state", step)
+        try:
+            tree = trees.load_tree(folder)
+        except OSError as error:  # a run that is going on drops old states
+            raise RLHFError("M05", f"{shown(folder)} is gone", hint="take another step") from error
+        return tree.get("trainer", tree)
+
+    def state_after(self, step: int) -> dict[str, Any] | None:
+        """`state`, None where none was kept."""
+        return self.state(step) if step in checkpoints.state_steps(self.folder / "state") else None
+
+    def parents(self) -> dict[str, Parent]:
+        """The run's parents. Raises RLHFError as a stage does, and C15 where they, or the data, are not the run's."""
+        parents = checkpoints.open_parents(self.config)
+        status = checkpoints.examine(self.config, checkpoints.identity(self.config, parents, self.config.sources()))
+        if status.state == "stale":
+            text = f"{shown(self.folder)} was made from other inputs: {'; '.join(status.reasons[:5])}"
+            raise RLHFError("C15", text, hint="put back what it was made from; or run the stage again, then replay it")
+        return parents
+
+
+def open_run(run: Path) -> Run:
+    """The PPO run in a run's folder, or of RUN/ppo itself. Raises RLHFError M01 where there is none."""
+    folder = next((path for path in (run / "ppo", run) if (path / "identity.json").is_file()), None)
+    if folder is None or not (folder / "config.yaml").is_file():
+        hint = "name the folder of a run that holds ppo/, e.g. runs/demo"
+        raise RLHFError("M01", f"{shown(run)} holds no PPO run", hint=hint)
+    config = load("ppo", folder / "config.yaml")
+    # Reward functions lie beside the config that the run was started with, which is the run's folder unless `run:` says
+    # otherwise.
+    config._origin = replace(config._origin, file=folder.resolve().parent / "ppo.yaml")
+    samples: dict[int, list[dict[str, Any]]] = {}
+    for row in _rows(folder / "samples.jsonl"):
+        samples.setdefault(row["step"], []).append(row)
+    return Run(folder, config, {line["step"]: line for line in _rows(folder / "metrics.jsonl")}, samples)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log; a run that is going on may be in the middle of the last one."""
+    found = []
+    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
