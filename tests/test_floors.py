@@ -28,7 +28,7 @@ FLOORS = [
         "ppo.optimizer",
         "ppo.scoring",
     },
-    {"ppo.rollout", "ppo.rewards"},
+    {"ppo.rollout", "ppo.rewards", "ppo.alarms"},
     {"ppo.trainer"},
     {"ppo"},
     {"inputs.*"},

@@ -109,6 +109,7 @@ class Config(Section):
         "eval_steps",
         "per_device_eval_batch_size",
         "num_sample_generations",
+        "generate_ref_response",
     )
 
     stage: str

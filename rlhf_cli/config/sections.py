@@ -258,7 +258,19 @@ class PPOData(_PromptData):
         None,
         description="Prompts for the sample tables during training, never trained on. [none: the training prompts]",
     )
+    ptx_data: DataPath | None = Field(
+        None,
+        description=(
+            "Rows as SFT takes them, {prompt, completion}, {text} or {messages}, for the language-model loss of "
+            "ppo.ptx_coef: named like prompts. [`pytest tests/test_ppo_options.py`]"
+        ),
+    )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
+
+    def sources(self, where: Callable[[str], str]) -> dict[str, Source]:
+        """Key path -> source, of each key that names data; ptx_data is read whole, first_words is for prompts."""
+        found, ptx = super().sources(where), self._source("ptx_data", where)
+        return found | ({"data.ptx_data": replace(ptx, first_words=None)} if ptx else {})
 
 
 class EvalData(_PromptData):

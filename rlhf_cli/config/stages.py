@@ -80,8 +80,9 @@ class PPOModels(Section):
     value: Annotated[str, PathKey("value", VALUE_WORDS)] = Field(
         "reward",
         description=(
-            "Start of the value model: reward (a copy of the reward model), policy_head (a copy of the policy with a "
-            "head that is zero), a folder or a hub id. [reward: InstructGPT, N+ details]"
+            "The value model: reward (starts as a copy of the reward model), policy_head (a head on the policy, zero "
+            "at first: one forward pass for both and half the memory), or the start is a folder or a hub id. "
+            "[Ouyang et al. 2022, arXiv 2203.02155, appendix C.4]"
         ),
     )
     revision: str | None = Field(None, description=REVISION)
@@ -134,6 +135,21 @@ class PPOConfig(Config):
         if isinstance(source, dict) and not {"model", "function"} & source.keys():
             sources = {**sources, "reward": {"model": path, **source}}
         return {**keys, "rewards": sources}
+
+    @model_validator(mode="after")
+    def _ptx_has_both(self) -> Self:
+        if bool(self.ppo.ptx_coef) != bool(self.data.ptx_data):
+            missing, given = (
+                ("data.ptx_data", "ppo.ptx_coef") if self.ppo.ptx_coef else ("ppo.ptx_coef", "data.ptx_data")
+            )
+            hint = "name SFT's rows, e.g. data/sft.jsonl" if self.ppo.ptx_coef else "e.g. 27.8, as InstructGPT"
+            context = {
+                "text": f"{given} has no effect without {missing}",
+                "hint": f"set {missing}: {hint}",
+                "key": given,
+            }
+            raise PydanticCustomError("C17", "{text}", context)
+        return self
 
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""

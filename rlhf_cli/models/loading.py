@@ -1,5 +1,6 @@
 """Models in and out of folders: safetensors only, float32 unless asked otherwise, one-label heads for scores."""
 
+import copy
 import os
 import shutil
 from collections.abc import Mapping
@@ -124,14 +125,21 @@ def scorer_from_causal(
     )[0]
 
 
-def value_from_causal(folder: Path | str, **how_loaded: Any) -> Any:
-    """A value model on the body of a causal model. Its head is zero, and so is every value until the first update.
-
-    `how_loaded` are the keywords of `load_causal`. Raises RLHFError M01, M07, M08.
-    """
-    model = scorer_from_causal(folder, **how_loaded)
-    torch.nn.init.zeros_(model.score.weight)
+def scorer_around(causal: Any, head: torch.nn.Linear) -> Any:
+    """A sequence classifier with one label, of the body of a causal model (shared, not copied) and a trained head."""
+    config = copy.deepcopy(causal.config)
+    config.num_labels = 1
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config, dtype=causal.dtype)
+    setattr(model, model.base_model_prefix, causal.base_model)
+    model.score = head
     return model
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a folder that `save_model` wrote, by the names of the model's state_dict."""
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    return model.state_dict()
 
 
 def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation: str | None = None) -> Any:

@@ -137,7 +137,7 @@ class RolloutSettings(Settings):
                 sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
                 text = f"{sizes} = {batch} episodes an update cannot be divided by {key} {parts}"
                 hint = f"nearest that fit: {' or '.join(map(str, near))}"
-                raise PydanticCustomError("C12", "{text}", {"text": text, "hint": hint})
+                raise PydanticCustomError("C12", "{text}", {"text": text, "hint": hint, "key": key})
         return self
 
     @property
