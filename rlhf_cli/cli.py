@@ -212,6 +212,26 @@ def check(
 
 
 @app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, which holds ppo/.")],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=1, help="The update; the newest that can be made again.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Make one update of a PPO run again, with a naive reference beside it, and show the largest differences.
+
+    Exits with 1 where the two do not agree to 1e-6 in float64. Changes nothing in RUN.
+    """
+    from rlhf_cli import replay
+    from rlhf_cli.config import Options
+
+    raise typer.Exit(replay.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json))
+
+
+@app.command()
 def init(
     preset: Annotated[str | None, typer.Argument(metavar="PRESET", help="One of `rlhf init --list`.")] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write it.")] = None,

@@ -34,7 +34,7 @@ FLOORS = [
     {"inputs.*"},
     {"stages", "stages.trl_training", "demo.*", "preferences.*"},
     {"stages.sft", "stages.reward", "stages.ppo.*", "stages.eval.*", "pipeline", "presets"},
-    {"check.*"},
+    {"check.*", "replay.*"},
     {"cli"},
     {"__main__"},
 ]

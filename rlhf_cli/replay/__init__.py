@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rlhf_cli import checkpoints, data, terminal
+from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import Options
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.replay import observe
@@ -84,7 +85,7 @@ def replay(run: Run, step: int | None, options: Options) -> Report:
     picked = data.prompt_batch(len(parts.prompts), step, settings.prompts_per_update, config.seed)
     number_format = trainer.policy.dtype
     rounded = torch.bfloat16 if settings.bf16 else number_format
-    with terminal.Progress("replay", settings.episodes_per_update * (settings.num_ppo_epochs + 1), "row") as bar:
+    with terminal.Progress("replay", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
         rollout = trainer.generate(Prompts.from_lists([parts.prompts[i].ids for i in picked]))
         now, _ = observe.observe(trainer, rollout)
         now |= observe.changes(before, observe.weights(trainer.policy, trainer.value))
@@ -136,9 +137,11 @@ def _samples(parts: making.Parts, rows: list[dict[str, Any]]) -> dict[str, tuple
 
 def _versions(run: Run) -> list[str]:
     """The libraries that were others when the run was made, for a finished run."""
-    manifest = checkpoints.manifest(run.folder)
+    manifest = read_object(run.folder / "manifest.json") or {}
     now = checkpoints.versions()
-    return [f"{name} {was} -> {now.get(name)}" for name, was in manifest.get("versions", {}).items() if now.get(name) != was]
+    return [
+        f"{name} {was} -> {now.get(name)}" for name, was in manifest.get("versions", {}).items() if now.get(name) != was
+    ]
 
 
 @contextmanager
@@ -214,7 +217,8 @@ def _as_json(report: Report) -> dict[str, Any]:
         "number_format": report.rounded,
         "told": told(report),
         "quantities": [
-            {name: _finite(x) for name, x in asdict(quantity).items() if x is not None} | {"error": _finite(quantity.error)}
+            {name: _finite(x) for name, x in asdict(quantity).items() if x is not None}
+            | {"error": _finite(quantity.error)}
             for quantity in report.quantities
         ],
     }

@@ -1,8 +1,8 @@
 """One PPO update the slow way: loops over rows and tokens, in float64, every formula written out with its source.
 
-To be read from top to bottom, as the algorithm. It is written from the papers and the options' texts alone, and shares with
-rlhf_cli/ppo nothing but the settings and the seeds, which say what random numbers an update draws: no padding, no
-masks, no micro-batches, no caches, no optimizer of torch. Autograd alone is taken on trust.
+To be read from top to bottom, as the algorithm. It is written from the papers and the options' texts alone, and shares
+with rlhf_cli/ppo nothing but the settings and the seeds, which say what random numbers an update draws: no padding, no
+masks, no micro-batches, no caches, no optimizer of torch. Autograd and the models' own forward are taken on trust.
 
 A row is an episode: a prompt and a response, lists of token ids; the response ends with its stop token, or where the
 length limit cut it. Logarithms are natural, KL is in nats. `Start` is what goes in, `Numbers` what comes out.
@@ -69,7 +69,7 @@ class Start:
 
 def update(start: Start, tick: Callable[[], None] = lambda: None) -> Numbers:
     """The whole update: look at the draws, judge the responses, learn from them. `tick` is called after each row."""
-    drawn = draws(start)
+    drawn = draws(start, tick)
     judged = judge(start, tick)
     steps, epochs = learn(start, judged, tick)
     return (
@@ -92,7 +92,7 @@ def length_limit(settings: PPOSettings, seed: int, update: int) -> int:
 
 
 @torch.no_grad()
-def draws(start: Start) -> Numbers:
+def draws(start: Start, tick: Callable[[], None]) -> Numbers:
     """Each token once more, by the Gumbel trick: argmax_v (z_v / temperature + g_v), g_v = -log E_v, E_v ~ Exp(1).
 
     Maddison, Tarlow and Minka 2014 (arXiv 1411.0030), section 2. E is the next row of V float32 numbers of the row's
@@ -113,6 +113,7 @@ def draws(start: Start) -> Numbers:
         goes_on = start.stop_token_id in response[:-1]
         breaks_off = response[-1] != start.stop_token_id and len(response) != limit
         unexplained += goes_on or breaks_off
+        tick()
     return {"response tokens": best, "response tokens unexplained": [float(unexplained)]}
 
 
@@ -366,10 +367,10 @@ def token_loss(start: Start, judged: Judged, row: int, t: int, z: Tensor, value:
 
 
 def clipped_surrogate(settings: PPOSettings, ratio: Tensor, advantage: float) -> tuple[Tensor, bool]:
-    """-min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A), and whether a bound holds (Schulman et al. 2017, equation 7).
+    """-min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A), and whether a bound holds (Schulman et al. 2017, eq. 7).
 
-    eps_high is cliprange where cliprange_high is not set (Yu et al. 2025, arXiv 2503.14476, section 3.1). With dual_clip
-    c and A < 0 the objective is at least c A (Ye et al. 2020, arXiv 1912.09729, equation 5).
+    eps_high is cliprange where cliprange_high is not set (Yu et al. 2025, arXiv 2503.14476, section 3.1). With
+    dual_clip c and A < 0 the objective is at least c A (Ye et al. 2020, arXiv 1912.09729, equation 5).
     """
     high = settings.cliprange if settings.cliprange_high is None else settings.cliprange_high
     objective, clipped = ratio * advantage, False
@@ -635,7 +636,10 @@ def variance(numbers: list[float]) -> float:
 
 
 def next_kl_coef(start: Start, kl: float) -> float:
-    """kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), n the update's episodes (Ziegler et al. 2019, 2.2)."""
+    """kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), n the update's episodes.
+
+    Ziegler et al. 2019, section 2.2.
+    """
     settings = start.settings
     if not settings.adap_kl_ctrl:
         return start.kl_coef

@@ -32,11 +32,11 @@ def observe(trainer: PPOTrainer, rollout: Rollout) -> tuple[Numbers, dict[str, f
         steps.append(plain(*arguments))
         return steps[-1]
 
-    trainer._learn = learn  # type: ignore[method-assign]
+    vars(trainer)["_learn"] = learn  # in front of the class's own
     try:
         stats = trainer.update(experience)
     finally:
-        del trainer._learn
+        del vars(trainer)["_learn"]
     mask = experience.mask
     moments = experience.moments
     names = dict.fromkeys(name for step in steps for name in step)
@@ -71,7 +71,9 @@ def weights(policy: nn.Module, value: nn.Module) -> Weights:
 def changes(before: Weights, after: Weights) -> Numbers:
     """What an update did to each weight of policy and value."""
     return {
-        f"{name} weights, change": torch.cat([(after[name][key] - before[name][key]).reshape(-1) for key in before[name]])
+        f"{name} weights, change": torch.cat(
+            [(after[name][key] - before[name][key]).reshape(-1) for key in before[name]]
+        )
         for name in before
     }
 
@@ -123,9 +125,13 @@ def _source(source: Any, scorer: Any) -> naive.Source:
 def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, naive.Adam]:
     found = {name: optimizer.state[p] for name, p in model.named_parameters() if optimizer.state.get(p)}
     return {
-        name: naive.Adam(*(state[key].to(torch.float64, copy=True) for key in ("exp_avg", "exp_avg_sq")), int(state["step"]))
+        name: naive.Adam(_copied(state["exp_avg"]), _copied(state["exp_avg_sq"]), int(state["step"]))
         for name, state in found.items()
     }
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64, copy=True)
 
 
 def widen(trainer: PPOTrainer) -> None:

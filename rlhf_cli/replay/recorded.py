@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf_cli import checkpoints
 from rlhf_cli.checkpoints import Parent, shown
+from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import PPOConfig, load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import trees
@@ -57,9 +58,11 @@ class Run:
     def parents(self) -> dict[str, Parent]:
         """The run's parents. Raises RLHFError as a stage does, and C15 where they, or the data, are not the run's."""
         parents = checkpoints.open_parents(self.config)
-        status = checkpoints.examine(self.config, checkpoints.identity(self.config, parents, self.config.sources()))
-        if status.state == "stale":
-            text = f"{shown(self.folder)} was made from other inputs: {'; '.join(status.reasons[:5])}"
+        made = read_object(self.folder / "identity.json") or {}
+        now = checkpoints.identity(self.config, parents, self.config.sources())
+        then, today = ({key: side.get(key, {}) for key in ("parents", "data")} for side in (made, now))
+        if other := checkpoints.difference(then, today):
+            text = f"{shown(self.folder)} was made from other inputs: {'; '.join(other[:5])}"
             raise RLHFError("C15", text, hint="put back what it was made from; or run the stage again, then replay it")
         return parents
 

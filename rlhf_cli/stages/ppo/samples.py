@@ -30,7 +30,7 @@ class SampleTables:
         """After update `step`: write and print a table where one is due."""
         if self.every is None or step % self.every:
             return
-        experience = self._experience()
+        experience = judged(self.parts)
         rows = [self._row(step, experience, row) for row in range(min(IN_THE_LOG, len(experience.rollout)))]
         if self.with_ref:
             rows = [row | extra for row, extra in zip(rows, self._of_reference(experience.rollout), strict=True)]
@@ -41,14 +41,6 @@ class SampleTables:
             columns |= {"reference": "ref_response", "its score": "ref_score"}
         cells = [[_cell(row[key]) for key in columns.values()] for row in rows[:ON_THE_TERMINAL]]
         terminal.table(list(columns), cells, title=f"samples at step {step}")
-
-    def _experience(self) -> Experience:
-        trainer, prompts = self.parts.trainer, self.parts.eval_prompts
-        if not prompts:
-            assert trainer.experience is not None
-            return trainer.experience
-        picked = prompts[:: max(1, len(prompts) // IN_THE_LOG)][:IN_THE_LOG]  # neighbours in a file may be alike
-        return trainer.judge(trainer.generate(Prompts.from_lists([prompt.ids for prompt in picked]), purpose="show"))
 
     def _of_reference(self, rollout: Rollout) -> list[dict]:
         """The reference's own responses to the same prompts, drawn with the same seeds as the table's."""
@@ -75,6 +67,16 @@ class SampleTables:
             "score": float(experience.scores[row]),
             "scores": {name: float(raw[row]) for name, raw in experience.source_scores.items()},
         }
+
+
+def judged(parts: Parts) -> Experience:
+    """What a table just after an update is of: new responses to held-out prompts, or the update's own rollout."""
+    trainer, prompts = parts.trainer, parts.eval_prompts
+    if not prompts:
+        assert trainer.experience is not None
+        return trainer.experience
+    picked = prompts[:: max(1, len(prompts) // IN_THE_LOG)][:IN_THE_LOG]  # neighbours in a file may be alike
+    return trainer.judge(trainer.generate(Prompts.from_lists([prompt.ids for prompt in picked]), purpose="show"))
 
 
 def _cell(value: str | float) -> str:
