@@ -78,6 +78,7 @@ def replay(run: Run, step: int | None, options: Options) -> Report:
     with terminal.muted_warnings():  # `rlhf ppo` has said them
         parts = making.load(config, options, run.parents())
     trainer = parts.trainer
+    observe.remember(trainer)
     if step > 1:
         trainer.load_state_dict(run.state(step - 1))
     start = copy.deepcopy(trainer.state_dict())

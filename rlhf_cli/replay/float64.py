@@ -22,6 +22,18 @@ def everything() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Within, inside `everything`, float32 is float32 again: for code of the user's, whose models are in it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class _Float64(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_cli.models.reading import ValueHead
 from rlhf_cli.ppo.records import Rollout
-from rlhf_cli.ppo.rewards import FunctionReward, ModelReward
+from rlhf_cli.ppo.rewards import FunctionReward, ModelReward, TextReward
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.replay import float64, naive
 
@@ -114,6 +115,31 @@ def start_of(
     )
 
 
+@dataclass
+class Remembered:
+    """A reward function that is asked once for the same texts, and outside of the world without float32.
+
+    What it answers is no arithmetic of ours; it may be slow, or far away, or answer otherwise each time.
+    """
+
+    function: TextReward
+    answers: dict[str, list[float]] = field(default_factory=dict)
+
+    def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
+        key = repr((prompts, responses))
+        if key not in self.answers:
+            with float64.suspended():
+                self.answers[key] = list(self.function(prompts, responses))
+        return self.answers[key]
+
+
+def remember(trainer: PPOTrainer) -> None:
+    """Put every reward function of the trainer behind a `Remembered`."""
+    for source in trainer.rewards.values():
+        if isinstance(source, FunctionReward):
+            source.function = Remembered(source.function)
+
+
 def _source(source: Any, scorer: Any) -> naive.Source:
     """A reward source as the naive update calls it; `scorer` is the copy of its model, where it has one."""
     if isinstance(source, ModelReward):
@@ -135,10 +161,16 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def widen(trainer: PPOTrainer) -> None:
-    """Turn a trainer into float64, models and optimizer, without autocast. Widening is exact."""
+    """Turn a trainer into float64, models and optimizer, without autocast. Widening is exact.
+
+    Nor are activations recomputed: a backward pass would make them in a world with float32.
+    """
     state = copy.deepcopy(trainer.state_dict())
     for model in (trainer.policy, trainer.ref, trainer.value):
         model.double()
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
     for source in trainer.rewards.values():
         if isinstance(source, ModelReward):
             source.model.double()

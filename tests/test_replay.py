@@ -1,0 +1,379 @@
+"""`rlhf replay`: the trainer against the naive update, over every option; planted errors are found; a run is only read."""
+
+import ast
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import tiny
+import torch
+from ppo_folder import PPO, lines, ppo, rlhf, write
+from torch import nn
+
+from rlhf_cli.models import reading
+from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas
+from rlhf_cli.ppo import trainer as trainer_module
+from rlhf_cli.ppo.settings.training import SCHEDULERS
+from rlhf_cli.replay import naive
+from rlhf_cli.replay.compare import Quantity, difference, side_by_side, worst
+from rlhf_cli.replay.observe import in_float64, start_of
+
+EXACT = 1e-9  # both sides are in float64; 1e-12 is usual, AdamW makes more of it where a gradient is near nothing
+SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "total_episodes": 20}
+PTX = [([5, 6], [7, 3, 2]), ([4], [8, 8, 2]), ([9, 3, 4], [2])]
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(str(token) for token in ids if token not in (tiny.EOS, tiny.PAD))
+
+
+def length(prompts: list[str], responses: list[str]) -> list[float]:
+    return [len(response.split()) / 3 + len(prompt) / 7 for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def made(
+    *, family: str = "llama", head: bool = False, both: bool = False, steps: int = 1, **changes: Any
+) -> PPOTrainer:
+    """A trainer that has made some updates; `head` on the policy for a value model, `both` a model and a function."""
+    chosen = tiny.settings(**{**SIZES, **changes})
+    policy, ref, scorer = tiny.causal(family, 3), tiny.causal(family), tiny.scorer(family)
+    value = reading.ValueHead(policy) if head else tiny.scorer(family, 5)
+    stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
+    sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
+    if both:
+        sources["words"] = FunctionReward("words", length, Words())
+    trainer = PPOTrainer(
+        policy, ref, value, sources, HFEngine(policy, stop, tiny.PAD, chosen.temperature), chosen,
+        weights={"model": 0.7, "words": 1.3}, ptx=PTX if chosen.ptx_coef else (), seed=4,
+    )  # fmt: skip
+    for step in range(steps):
+        trainer.step(prompts(trainer, step))
+    return trainer
+
+
+def prompts(trainer: PPOTrainer, seed: int) -> Any:
+    return tiny.prompts(trainer.settings.prompts_per_update, seed)
+
+
+def replayed(trainer: PPOTrainer) -> list[Quantity]:
+    rollout = trainer.generate(prompts(trainer, 9))
+    updates, stop = trainer.settings.num_updates(), trainer.engine.stop_token_id  # type: ignore[attr-defined]
+    wide, reference = in_float64(trainer, rollout, updates=updates, stop_token_id=stop)
+    return side_by_side(reference, wide)
+
+
+def by_name(quantities: list[Quantity]) -> dict[str, Quantity]:
+    return {quantity.name: quantity for quantity in quantities}
+
+
+def first_apart(quantities: list[Quantity]) -> str | None:
+    return next((quantity.name for quantity in quantities if quantity.error > EXACT), None)
+
+
+# The naive update and the trainer agree, whatever is set
+
+CASES: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "first update": {"steps": 0},
+    "whitened rewards, advantages as they are": {"whiten_rewards": True, "advantage_norm": "none", "gamma": 0.9, "lam": 0.7},
+    "scores scaled": {"use_score_scaling": True, "steps": 2},
+    "scores normed, clipped": {"use_score_scaling": True, "use_score_norm": True, "score_clip": 0.8},
+    "penalties": {"missing_eos_penalty": 2.5, "overlong_penalty": {"tokens": 3, "factor": 0.7}, "response_length": 6},
+    "lengths": {"response_length": {"min": 3, "max": 9}, "overlong_penalty": {"tokens": 2, "factor": 1.0}},
+    "no stop token": {"stop_token": "none", "response_length": 4},
+    "another stop token": {"stop_token_id": 5, "temperature": 1.3, "missing_eos_penalty": None},
+    "k2 in the reward": {"kl_estimator": "k2", "kl_coef": 0.3},
+    "k3 in the reward": {"kl_estimator": "k3", "kl_coef": 0.01},
+    "abs in the reward": {"kl_estimator": "abs", "kl_coef": 0.2},
+    "full in the reward": {"kl_estimator": "full", "kl_coef": 0.2},
+    "full in the loss": {"kl_in": "loss", "kl_estimator": "full", "kl_coef": 0.2},
+    "k2 in the loss": {"kl_in": "loss", "kl_estimator": "k2", "kl_coef": 0.2, "num_mini_batches": 2},
+    "k3 in the loss": {"kl_in": "loss", "kl_estimator": "k3", "kl_coef": 0.2},
+    "a controlled coefficient": {"adap_kl_ctrl": True, "target": 3.0, "horizon": 50, "kl_coef": 0.2, "steps": 2},
+    "clips": {"cliprange": 0.05, "cliprange_high": 0.3, "cliprange_value": 0.05, "num_ppo_epochs": 3},
+    "dual clip": {"dual_clip": 1.2, "learning_rate": 0.05, "ratio_threshold": None},
+    "entropy": {"entropy_coef": 0.3, "vf_coef": 0.9},
+    "no value loss": {"vf_coef": 0.0, "weight_decay": 0.1},
+    "language model loss": {"ptx_coef": 2.0, "num_mini_batches": 2},
+    "stopped early": {"early_stopping": True, "target_kl": 1e-4, "num_ppo_epochs": 4, "learning_rate": 0.03},
+    "skipped minibatches": {"ratio_threshold": 1.01, "learning_rate": 0.05, "num_mini_batches": 2, "num_ppo_epochs": 3},
+    "value rates": {"value_learning_rate": 0.02, "value_warmup_steps": 4, "lr_scheduler_type": "linear", "warmup_steps": 2},
+    "value alone": {"value_only_updates": 2, "ptx_coef": 1.0, "weight_decay": 0.1},
+    "value alone, on the policy": {"value_only_updates": 2, "head": True, "vf_coef": 1.0},
+    "a head on the policy": {"head": True, "vf_coef": 1.0},
+    "shared layers": {"num_shared_layers": 1},
+    "shared layers and a head": {"num_shared_layers": 1, "head": True, "vf_coef": 1.0},
+    "samples of a prompt": {"num_samples_per_prompt": 2, "num_mini_batches": 4},
+    "adamw": {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-3, "weight_decay": 0.3, "max_grad_norm": 0.05, "steps": 2},
+    "small micro-batches": {"micro_batch_tokens": 10, "gradient_checkpointing": True},
+    "two sources": {"both": True, "use_score_scaling": True},
+    "reasoning": {"recipe": "reasoning", "num_mini_batches": 2, "response_length": 8, "learning_rate": 0.01, "lr_scheduler_type": "cosine_with_min_lr", "warmup_ratio": 0.3},
+    **{family: {"family": family, "num_ppo_epochs": 1} for family in tiny.FAMILIES},
+}  # fmt: skip
+# Keys that change no number of an update, beyond how many rows it has and how they are cut into forward passes.
+NO_NUMBERS = """
+total_episodes num_train_epochs per_device_train_batch_size gradient_accumulation_steps micro_batch_tokens
+local_rollout_forward_batch_size num_samples_per_prompt num_sample_generations generate_ref_response
+gradient_checkpointing bf16 fp16 kl_stop recipe stop_token stop_token_id
+""".split()
+
+
+@cache
+def result(case: str) -> list[Quantity]:
+    return replayed(made(**CASES[case]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_naive_update_and_the_trainer_agree(case: str) -> None:
+    quantities = result(case)
+    assert not any(math.isnan(quantity.largest) for quantity in quantities)
+    apart = {quantity.name: quantity.error for quantity in quantities if not quantity.error <= EXACT}
+    assert apart == {}
+    alone = {quantity.name for quantity in quantities if quantity.float64 is None}
+    assert alone == {"response tokens", "tokens/padded"}
+    assert by_name(quantities)["value weights, change"].largest > 0
+
+
+def test_what_the_cases_are_meant_to_do_happens() -> None:
+    """A case whose brake never bites, or whose bound never holds, would show nothing."""
+
+    def seen(case: str) -> dict[str, Quantity]:
+        return by_name(result(case))
+
+    assert seen("stopped early")["policy/epochs"].largest < 4
+    skipped = seen("skipped minibatches")["policy/skipped_minibatches"].largest
+    assert 0 < skipped < 6
+    clips = seen("clips")
+    assert clips["policy/clipfrac_avg"].largest > 0 and clips["val/clipfrac_avg"].largest > 0
+    assert seen("value alone")["policy weights, change"].largest == 0
+    assert seen("adamw")["policy/grad_norm"].largest > 0.05
+
+
+@pytest.mark.parametrize("kind", get_args(SCHEDULERS))
+def test_learning_rates_of_a_whole_run(kind: str) -> None:
+    """Of policy and value at each of ten updates, with a warm-up each where the schedule takes one."""
+    warm = {} if kind == "constant" else {"warmup_steps": 3, "value_warmup_steps": 0}
+    for changes in ({}, warm):
+        trainer = made(steps=0, lr_scheduler_type=kind, value_learning_rate=0.03, total_episodes=40, **changes)
+        start = start_of(trainer, tiny_rollout(), updates=10, stop_token_id=tiny.EOS)
+        for start.update in range(10):
+            groups = {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}
+            ours = {name: naive.learning_rate(start, name) for name in ("policy", "value")}
+            assert ours == pytest.approx({name: groups[name] for name in ours}, rel=1e-12, abs=1e-15)
+            trainer.optimizer.step()
+            trainer.scheduler.step()
+
+
+def tiny_rollout() -> Rollout:
+    return Rollout.from_lists([[5]], [[tiny.EOS]], stop_token_id=tiny.EOS)
+
+
+def test_every_key_is_in_the_naive_update_and_in_a_case() -> None:
+    text = Path(naive.__file__).read_text(encoding="utf-8")
+    used = {key for case in CASES.values() for key in case} | {"lr_scheduler_type"}
+    missing = [key for key in PPOSettings.model_fields if key not in NO_NUMBERS and not (key in text and key in used)]
+    assert missing == []
+
+
+def test_the_naive_update_shares_no_arithmetic_with_the_trainer() -> None:
+    found = set()
+    for node in ast.walk(ast.parse(Path(naive.__file__).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    assert {name for name in found if name.startswith("rlhf_cli")} == {"rlhf_cli.ppo.seeds", "rlhf_cli.ppo.settings"}
+    assert not any(name.startswith(("torch.optim", "torch.nn.utils", "transformers")) for name in found)
+
+
+# A planted error is found, and the first quantity that is off says where to look
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, changed: Callable[[Any], Any]) -> None:
+    monkeypatch.setattr(place, name, changed(getattr(place, name)))
+
+
+def uncorrected(trainer: PPOTrainer) -> None:
+    """AdamW as it is, with its bias correction left out: as if it had run forever."""
+    for state in trainer.optimizer.state.values():
+        state["step"].fill_(1e9)
+
+
+Planted = Callable[[pytest.MonkeyPatch], None]
+ERRORS: dict[str, tuple[str, dict[str, Any], Planted]] = {
+    "lambda": ("advantages", {}, lambda patch: plant(
+        patch, trainer_module, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, lam * 0.999))),
+    "whitening with the biased variance": ("advantages", {}, lambda patch: plant(
+        patch, formulas, "masked_var", lambda var: lambda x, mask, unbiased=True: var(x, mask, unbiased=False))),
+    "rewards whitened without their mean": ("rewards", {"whiten_rewards": True}, lambda patch: plant(
+        patch, formulas, "masked_whiten", lambda whiten: lambda x, mask, shift_mean=True: whiten(x, mask))),
+    "sign of the KL": ("kl", {}, lambda patch: patch.setitem(formulas.KL_ESTIMATORS, "k1", lambda r: r)),
+    "temperature left out": ("logprobs", {}, lambda patch: plant(
+        patch, formulas, "token_logprobs", lambda logprobs: lambda logits, ids, t: logprobs(logits, ids, 1.0))),
+    "score a token early": ("rewards", {}, lambda patch: plant(
+        patch, formulas, "shape_rewards", lambda shape: lambda s, p, m: shape(s, p, m) + (
+            shape(s, 0 * p, m).roll(-1, 1) - shape(s, 0 * p, m)))),
+    "values of the token itself": ("values", {}, lambda patch: plant(
+        patch, reading, "response_values", lambda values: lambda model, micro: values(model, micro).roll(-1))),
+    "no clipping of the ratio": ("loss/policy_avg, each step", {"cliprange": 0.05}, lambda patch: plant(
+        patch, formulas, "policy_loss", lambda loss: lambda lp, old, a, eps, high, dual: loss(lp, old, a, 0.99, 9.0))),
+    "no clipping of the value": ("loss/value_avg, each step", {"cliprange_value": 0.01}, lambda patch: plant(
+        patch, formulas, "value_loss", lambda loss: lambda v, old, r, eps: loss(v, old, r, 9.0))),
+    "no clipping of the gradient": ("policy weights, change", {"max_grad_norm": 0.05, "num_ppo_epochs": 1}, lambda patch:
+        plant(patch, nn.utils, "clip_grad_norm_", lambda clip: lambda parameters, limit: clip(parameters, 1e9))),
+    "entropy as a cost": ("policy/grad_norm, each step", {"entropy_coef": 0.1, "num_ppo_epochs": 1}, lambda patch: plant(
+        patch, formulas, "token_entropy", lambda entropy: lambda z, t: 2 * entropy(z, t).detach() - entropy(z, t))),
+    "gradient through the ratio of kl_loss": ("policy/grad_norm, each step", {"kl_in": "loss", "kl_estimator": "k2", "num_ppo_epochs": 1},
+        lambda patch: plant(patch, formulas, "kl_loss_tokens", lambda loss: lambda lp, old, ref, kind:
+            torch.exp(lp - old) * (ref - lp) ** 2 / 2)),
+    "moments of this update alone": ("scores", {"use_score_scaling": True}, lambda patch: plant(
+        patch, trainer_module.Moments, "merged", lambda merged: lambda self, x: merged(trainer_module.Moments(), x))),
+    "penalty for those that ended": ("scores", {}, lambda patch: plant(
+        patch, trainer_module.scoring, "penalised", lambda penalised: lambda scores, *rest:
+            2 * scores - penalised(scores, *rest))),
+    "controller the wrong way": ("next kl_coef", {"adap_kl_ctrl": True}, lambda patch: plant(
+        patch, formulas, "adapted_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest))),
+    "another minibatch": ("loss/policy_avg, each step", {"num_mini_batches": 2, "steps": 1}, lambda patch: plant(
+        patch, trainer_module, "derive", lambda derive: lambda seed, purpose, *keys:
+            derive(seed, purpose, *keys, 1) if purpose == "minibatches" else derive(seed, purpose, *keys))),
+    "noise of the next row": ("response tokens unexplained", {}, lambda patch: plant(
+        patch, trainer_module, "derive", lambda derive: lambda seed, purpose, *keys:
+            derive(seed, purpose, keys[0], keys[1] + 1) if purpose == "sample" else derive(seed, purpose, *keys))),
+    "sampled at another temperature": ("response tokens unexplained", {}, lambda patch: plant(
+        patch, HFEngine, "generate", lambda generate: lambda self, prompts:
+            generate(HFEngine(self.model, self.stop_token_id, self.pad_token_id, 3.0), prompts))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes, planted = ERRORS[error]
+    trainer = made(**changes)
+    planted(monkeypatch)
+    quantities = replayed(trainer)
+    assert first_apart(quantities) == name
+    assert worst(quantities).error > 1e-4  # far from any tolerance
+
+
+def test_adamw_without_bias_correction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = made(num_ppo_epochs=1)
+    trainer.optimizer.register_step_pre_hook(lambda *_: uncorrected(trainer))
+    assert first_apart(replayed(trainer)) == "policy weights, change"
+
+
+def test_a_scheduler_off_by_one_is_found() -> None:
+    trainer = made(lr_scheduler_type="linear", warmup_steps=3)
+    trainer.scheduler.step()
+    assert {"lr", "policy weights, change"} <= {q.name for q in replayed(trainer) if q.error > EXACT}
+
+
+# How differences are counted
+
+
+def test_differences() -> None:
+    def of(name: str, a: list[float], b: list[float]) -> float:
+        return difference(name, torch.tensor(a), torch.tensor(b))
+
+    assert of("kl", [1.0, 2.0], [1.0, 2.5]) == 0.5 and of("kl", [], []) == 0.0
+    assert of("kl", [1.0], [1.0, 2.0]) == of("kl", [float("nan")], [1.0]) == math.inf
+    assert of("response tokens", [1, 2, 3], [1, 5, 9]) == 2
+
+
+def test_a_difference_is_a_share_of_the_quantity() -> None:
+    def error(name: str, largest: float, apart: float) -> float:
+        return Quantity(name, 1, largest, None, apart, None).error
+
+    assert error("kl", 50.0, 1e-3) == pytest.approx(2e-5)
+    assert error("kl", 1e-9, 1e-9) == pytest.approx(1e-6)  # next to nothing is not held to a millionth of itself
+    assert error("policy weights, change", 1e-9, 1e-9) == 1.0  # but a change of weights is, however small
+    assert error("policy weights, change", 0.0, 0.0) == 0.0 and error("policy weights, change", 0.0, 1e-12) == math.inf
+    assert error("response tokens unexplained", 0.0, 1.0) == 1.0
+
+
+# The command, on a run
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file's bytes and every path's time of change."""
+    return {
+        path.relative_to(folder).as_posix(): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.training
+def test_replay_of_a_run(run_folder: Path) -> None:
+    """Each step that can be; the run's own numbers, samples and weights come again to the bit, and no file changes."""
+    config = {
+        **PPO,
+        "output": {"save_steps": 1, "keep": 3},
+        "rewards": {"reward": {}, "short": {"function": "judges:short"}},
+    }
+    write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], "num_sample_generations": 4}})
+    assert ppo(run_folder).exit_code == 0
+    before = tree(run_folder)
+    for step in (1, 3, 4, None):
+        result = rlhf("replay", run_folder, "--json", *(["--step", step] if step else []))
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        assert (report["step"], report["agrees"], report["exact"]) == (step or 4, True, True)
+        found = {quantity["name"]: quantity for quantity in report["quantities"]}
+        assert max(quantity["error"] for quantity in found.values()) < EXACT
+        recorded = {name for name, quantity in found.items() if quantity.get("recorded") == 0}
+        metrics = {name for name in lines(run_folder / "ppo/metrics.jsonl")[0] if not name.endswith("_s")} - {"step"}
+        assert metrics <= recorded and {"samples: score", "samples: other texts", "samples: score short"} <= recorded
+        assert ("policy weights, change" in recorded) is (step != 1)  # state 1 was dropped
+    assert tree(run_folder) == before
+    shown = rlhf("replay", run_folder / "ppo", "--step", 2 + 1)
+    assert "update 3 agrees to 1e-06" in shown.stdout and "to the last bit" in shown.stdout
+    assert {"advantages", "policy weights, change"} <= {
+        line.rpartition("  ")[0][:22].strip() for line in shown.stdout.splitlines()
+    }
+    wrong = rlhf("replay", run_folder, "--step", 2)
+    assert wrong.exit_code == 2 and "error[C06]" in wrong.stderr and "steps that can: 1, 3, 4" in wrong.stderr
+    assert "steps that can" in rlhf("replay", run_folder, "--step", 99).stderr
+
+
+@pytest.mark.training
+def test_replay_exits_1_and_tells_where(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that came into the code after the run: neither the run's numbers nor the naive ones come out."""
+    assert ppo(run_folder).exit_code == 0
+    plant(monkeypatch, trainer_module, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
+    result = rlhf("replay", run_folder)
+    assert result.exit_code == 1
+    assert "replay    update 3 differs: advantages is the first of" in result.stdout
+    assert "are not the run's own, first val/explained_variance" in result.stdout
+
+
+@pytest.mark.training
+def test_replay_of_a_head_held_out_samples_and_bfloat16(run_folder: Path) -> None:
+    models = {**PPO["models"], "value": "policy_head"}
+    data = {**PPO["data"], "eval_prompts": "heldout.jsonl"}
+    write(run_folder, "ppo", {**PPO, "models": models, "data": data, "ppo": {**PPO["ppo"], "bf16": True}})
+    assert ppo(run_folder).exit_code == 0
+    report = json.loads(rlhf("replay", run_folder, "--step", 3, "--json").stdout)
+    assert report["agrees"] and report["exact"] and report["number_format"] == "bfloat16"
+    assert next(q for q in report["quantities"] if q["name"] == "logprobs")["rounding"] > 1e-4
+
+
+@pytest.mark.training
+def test_replay_refuses_what_it_cannot_stand_on(run_folder: Path) -> None:
+    nothing = rlhf("replay", run_folder)
+    assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "holds no PPO run" in nothing.stderr
+    assert ppo(run_folder).exit_code == 0
+    with (run_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:
+        file.seek(2000)
+        file.write(b"oops")
+    damaged = rlhf("replay", run_folder, "--step", 3)
+    assert damaged.exit_code == 1 and "error[M05]" in damaged.stderr and "step_000002 is damaged" in damaged.stderr
+    assert rlhf("replay", run_folder, "--step", 1).exit_code == 0
+    (run_folder / "prompts.jsonl").write_text('{"prompt": "another one"}\n' * 8)
+    other = rlhf("replay", run_folder)
+    assert other.exit_code == 2 and "error[C15]" in other.stderr and "data.prompts: other content" in other.stderr
