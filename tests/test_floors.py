@@ -15,7 +15,7 @@ FLOORS = [
     {"sources.*"},
     {"config.*"},
     {"checkpoints.*"},
-    {"models.*", "data.*", "tracking", "verdict", "ppo.advantages", "ppo.metrics", "ppo.optimizer"},
+    {"models.*", "data.*", "tracking", "verdict", "explain", "ppo.advantages", "ppo.metrics", "ppo.optimizer"},
     {"ppo.rollout", "ppo.rewards"},
     {"ppo.trainer"},
     {"ppo"},
@@ -27,7 +27,8 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config pipeline ppo.settings presets rows signals sources statistics terminal verdict"
+    "check cli checkpoints config explain pipeline ppo.settings presets rows signals sources statistics terminal "
+    "verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
