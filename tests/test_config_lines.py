@@ -50,6 +50,7 @@ Gamma: 1
     hint: did you mean gamma?
 zzzz: 1
     C01 unknown key ppo.zzzz
+    hint: `rlhf explain ppo` lists the keys
 init_kl_coef: 0.2
     C01 unknown key ppo.init_kl_coef
     hint: write kl_coef: 0.2

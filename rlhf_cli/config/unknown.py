@@ -57,7 +57,12 @@ def unknown_key(path: tuple[str, ...], value: Any, model: type[Config], place: s
     if home:
         return Problem("C02", f"{key} belongs {home[0]}", place, home[1])
     near = nearest(name, siblings)
-    hint = f"did you mean {near}?" if near else f"keys here: {', '.join(siblings)}" if len(siblings) <= 8 else None
+    if near:
+        hint = f"did you mean {near}?"
+    elif len(siblings) <= 8:
+        hint = f"keys here: {', '.join(siblings)}"
+    else:
+        hint = f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys"
     return Problem("C01", f"unknown key {key}", place, hint)
 
 
