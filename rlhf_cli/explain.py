@@ -26,6 +26,7 @@ from rlhf_cli.config import trl
 from rlhf_cli.config.keys import PathKey, field_at, field_shape, shape
 from rlhf_cli.config.unknown import COUNTED_OTHERWISE, RENAMED
 from rlhf_cli.errors import RLHFError, nearest
+from rlhf_cli.ppo.settings.recipes import RECIPES
 
 FORMS = {
     "paper": r"(?P<authors>[^,;`]+) (?P<year>\d{4}), (?P<where>arXiv \d{4}\.\d{4,5}|https?://[^\s,;]+), "
@@ -63,6 +64,7 @@ class Facts:
     default: str
     meaning: str
     source: str | None
+    recipes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ def explain_all() -> None:
         for entry in entries:
             _paragraph(f"{entry.name}: {entry.facts.default}   ({entry.facts.value})", "", "    ")
             _paragraph(entry.facts.meaning, "    ")
-            if entry.facts.source:
-                _paragraph(f"[{entry.facts.source}]", "    ")
+            for line in ([f"[{entry.facts.source}]"] if entry.facts.source else []) + [*entry.facts.recipes]:
+                _paragraph(line, "    ")
             terminal.out()
     terminal.out("Codes, with the exit code of an error; 0 only warns\n" + "-" * 52 + "\n")
     for code, told in CODES.items():
@@ -229,7 +231,13 @@ def _facts(key: str, field: FieldInfo) -> Facts:
     if key == "stage":  # one word in each file
         return Facts(_one_of(config.CONFIGS), "the file's stage", meaning, source)
     default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
-    return Facts(_in_words(field.annotation, tuple(field.metadata)), default, meaning, source)
+    return Facts(_in_words(field.annotation, tuple(field.metadata)), default, meaning, source, _recipes(key))
+
+
+def _recipes(key: str) -> tuple[str, ...]:
+    """What each recipe of PPO makes of a default."""
+    told = {recipe: changes.get(key.removeprefix("ppo.")) for recipe, changes in RECIPES.items()}
+    return tuple(f"recipe {recipe}: {_shown(new[0])}  [{new[1]}]" for recipe, new in told.items() if new)
 
 
 def _shown(value: Any) -> str:
@@ -304,6 +312,8 @@ def _show_facts(name: str, files: Iterable[str], facts: Facts, *, first: bool) -
     for label, text in lines.items():
         if text:
             _paragraph(text, f"  {label:<8}  ", " " * 12)
+    for line in facts.recipes:
+        _paragraph(line, "  ", " " * 12)
 
 
 def _show_code(code: str) -> None:

@@ -15,6 +15,8 @@ from rlhf_cli.codes import CODES
 from rlhf_cli.config import CONFIGS, trl
 from rlhf_cli.config.keys import field_shape
 from rlhf_cli.explain import Source, parse, split
+from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.ppo.settings.recipes import RECIPES
 
 HERE = Path(__file__).parent
 KEYS = [
@@ -24,6 +26,8 @@ KEYS = [
     if field_shape(field).model is not field.annotation  # a section has no value of its own
 ]
 SOURCES = {(stage, key): source for stage, key, field in KEYS if (source := parse(split(field.description)[1] or ""))}
+IN_RECIPES = [(recipe, name, text) for recipe, keys in RECIPES.items() for name, (_, text) in keys.items()]
+EVERY_SOURCE = [*SOURCES.values(), *(source for *_, text in IN_RECIPES if (source := parse(text)))]
 DATACLASSES = {
     "trl/trainer/sft_config.py": "SFTConfig",
     "trl/trainer/reward_config.py": "RewardConfig",
@@ -103,6 +107,11 @@ def test_every_default_of_ppo_has_a_source() -> None:
     assert without_source([each for each in KEYS if each[1].startswith("ppo.")]) == []
 
 
+def test_every_value_of_a_recipe_has_a_source() -> None:
+    assert [(recipe, name) for recipe, name, text in IN_RECIPES if not parse(text)] == []
+    assert {name for _, name, _ in IN_RECIPES} <= PPOSettings.model_fields.keys()
+
+
 def test_a_required_key_has_none() -> None:
     for stage, key, field in KEYS:
         assert not (field.is_required() and (stage, key) in SOURCES), key
@@ -124,7 +133,7 @@ def exists(command: str) -> bool:
 
 
 def test_every_command_that_is_named_is_there() -> None:
-    commands = {source.parts["command"] for source in SOURCES.values() if source.kind == "command"}
+    commands = {source.parts["command"] for source in EVERY_SOURCE if source.kind == "command"}
     assert commands and [command for command in sorted(commands) if not exists(command)] == []
     for no_command in (
         "make nothing", "rlhf nothing", "python scripts/nothing.py", "pytest tests/test_explain.py::test_nothing",
@@ -155,7 +164,7 @@ def installed(source: Source) -> Path | None:
 
 @pytest.mark.usefixtures("_pinned")
 def test_every_file_of_an_installed_system_is_there() -> None:
-    files = {file for source in SOURCES.values() if (file := installed(source))}
+    files = {file for source in EVERY_SOURCE if (file := installed(source))}
     assert files and [str(file) for file in files if not file.is_file()] == []
 
 
@@ -271,6 +280,14 @@ def test_a_section_lists_its_keys_one_line_each(section: str) -> None:
     for key in {key for _, key, _ in KEYS if key.startswith(f"{section}.")}:
         assert any(line.startswith(f"  {key} ") or f", {key} " in line for line in lines), key
     assert max(map(len, lines)) <= 100
+
+
+def test_a_key_tells_what_recipes_make_of_it() -> None:
+    assert IN_RECIPES
+    for recipe, name, text in IN_RECIPES:
+        for told in (said(f"ppo.{name}"), said("--all")):
+            assert f" recipe {recipe}: " in told and f"[{text}]" in " ".join(told.split())
+    assert not any(" recipe " in said(f"{stage}.learning_rate") for stage in ("sft", "reward"))
 
 
 def test_a_code_is_told_in_either_case() -> None:
