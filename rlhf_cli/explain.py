@@ -24,7 +24,7 @@ from rlhf_cli import config, terminal
 from rlhf_cli.codes import CODES
 from rlhf_cli.config import trl
 from rlhf_cli.config.keys import PathKey, field_at, field_shape, shape
-from rlhf_cli.config.unknown import COUNTED_OTHERWISE, RENAMED
+from rlhf_cli.config.unknown import COUNTED_OTHERWISE, REFUSED, RENAMED
 from rlhf_cli.errors import RLHFError, nearest
 from rlhf_cli.ppo.settings.recipes import RECIPES
 
@@ -182,6 +182,8 @@ def _unknown(name: str) -> RLHFError:
         family = [code for code in CODES if code[0] == name[0].upper()]
         hint = f"there are {family[0]} to {family[-1]}" if family else "rlhf explain --all lists all codes"
         return RLHFError("C01", f"unknown code {name.upper()}", hint=hint)
+    if why := REFUSED.get(name.rpartition(".")[2]):
+        return RLHFError("C01", f"there is no key {name}", hint=why)
     paths = [key for _, key, _ in _keys()]
     known = paths if "." in name else [*(path.rpartition(".")[2] for path in paths), *RENAMED]
     near = nearest(name, known) or nearest(name.rpartition(".")[2], [path.rpartition(".")[2] for path in paths])

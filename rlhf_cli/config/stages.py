@@ -36,6 +36,7 @@ TRAINER = (
     "Any other field of TRL's {}, by its own name, except what the pipeline sets itself; `rlhf explain trainer.NAME` "
     "tells of one. [TRL 1.16, trl/trainer/{}_config.py; its defaults stay in force]"
 )
+ENSEMBLE = "[`pytest tests/test_rewards.py`]"
 ONE_KIND = "[`pytest tests/test_config_lines.py::test_a_bad_source_of_reward`]"
 AS_TRAINED = "[`pytest tests/test_stage_ppo.py::test_a_foreign_policy_needs_its_sampling_told`]"
 VALUE_WORDS = ("reward", "policy_head")
@@ -103,18 +104,36 @@ class PPOModels(Section):
 
 
 class RewardSource(Section):
-    """One source of reward: a model or a Python function."""
+    """One source of reward: a model, several that vote, or a Python function."""
 
     model: ModelPath | None = Field(
-        None, description=f"A reward model: a folder or a hub id. Give this or function. {ONE_KIND}"
+        None, description=f"A reward model: a folder or a hub id. Give this, models or function. {ONE_KIND}"
+    )
+    models: dict[Name, ModelPath] = Field(
+        default_factory=dict,
+        description=f"An ensemble: reward models by name, whose scores `combine` makes one of. {ENSEMBLE}",
     )
     function: str | None = Field(
         None,
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
         description=(
-            "A Python function module:function, that gives one number for each response. Give this or model. "
+            "A Python function module:function, that gives one number for each response. Give this, model or models. "
             f"{ONE_KIND}"
         ),
+    )
+    combine: Literal["mean", "min", "mean_minus_std"] = Field(
+        "mean",
+        description=(
+            "How an ensemble's scores become one: their mean, the least, or the mean less std_coef times their "
+            "standard deviation (Coste et al. 2023, arXiv 2310.02743, with the variance). The deviation is logged as "
+            f"objective/disagreement/NAME. {ENSEMBLE}"
+        ),
+    )
+    std_coef: float = Field(
+        1.0, ge=0, description=f"Weight of the disagreement with combine: mean_minus_std. {ENSEMBLE}"
+    )
+    clip: float | None = Field(
+        None, gt=0, description=f"This source's raw score is clipped to -clip .. clip before it is weighted. {ENSEMBLE}"
     )
     weight: float = Field(
         1.0,
@@ -126,10 +145,19 @@ class RewardSource(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if (self.model is None) == (self.function is None):
+        if sum(map(bool, (self.model, self.models, self.function))) != 1:
             raise PydanticCustomError(
-                "C17", "give one of model and function", {"hint": "the name `reward` alone means the reward model"}
+                "C17",
+                "give one of model, models and function",
+                {"hint": "the name `reward` alone means the reward model"},
             )
+        if len(self.models) == 1:
+            raise PydanticCustomError("C17", "an ensemble needs two models", {"hint": "write model: for a single one"})
+        for key, used in (("combine", bool(self.models)), ("std_coef", self.combine == "mean_minus_std")):
+            if getattr(self, key) != type(self).model_fields[key].default and not used:
+                missing = "models" if key == "combine" else "combine: mean_minus_std"
+                text = f"{key} has no effect without {missing}"
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "take it out", "key": key})
         return self
 
 
@@ -158,7 +186,7 @@ class PPOConfig(Config):
             return keys
         sources = keys.get("rewards") or {"reward": {}}
         source = {} if sources.get("reward", 0) is None else sources.get("reward")
-        if isinstance(source, dict) and not {"model", "function"} & source.keys():
+        if isinstance(source, dict) and not {"model", "models", "function"} & source.keys():
             sources = {**sources, "reward": {"model": path, **source}}
         return {**keys, "rewards": sources}
 
