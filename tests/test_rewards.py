@@ -49,7 +49,7 @@ def test_an_ensemble_is_one_source_and_its_members_are_logged():
 def test_a_member_that_is_not_finite_stops_the_run():
     broken = {**SAYS, "b": torch.tensor([float("nan"), 0.0])}
     source = EnsembleReward({name: lambda rollout, scores=scores: scores for name, scores in broken.items()})
-    with pytest.raises(RLHFError, match="R01.*score `vote`.*row 0"):
+    with pytest.raises(RLHFError, match=r"R01.*score `vote`.*row 0"):
         tiny.trainer(rewards={"vote": source}).judge(ROLLOUT)
 
 
@@ -61,8 +61,9 @@ def test_a_source_is_clipped_before_it_is_weighted():
 
 @pytest.mark.training
 def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
+    shutil.copytree(run_folder / "reward_model", run_folder / "second")
     votes = {
-        "models": {"one": "reward_model", "two": "reward_model"},
+        "models": {"one": "reward_model", "two": "second"},
         "combine": "mean_minus_std",
         "std_coef": 0.5,
         "clip": 0.25,
