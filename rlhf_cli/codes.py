@@ -303,9 +303,9 @@ TOKENS_AND_MODELS = {
         "Do not train on it: check the tokenizer, the template and the versions of both stages.",
     ),
     "M10": Code(
-        "parent stage unfinished",
+        "parent stage unfinished, or of another kind",
         2,
-        "The folder belongs to a stage that is unfinished, or to the wrong stage.",
+        "The folder belongs to a stage that is unfinished or the wrong one, or holds no decoder-only language model.",
         "Finish that stage first, or name another folder.",
     ),
 }

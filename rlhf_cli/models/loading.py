@@ -67,17 +67,20 @@ def prompt_room(config: Any, response_length: int, where: str) -> int | None:
 def load_causal(
     folder: Path | str, *, dtype: str = "auto", attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The causal language model of a folder, on the CPU. Raises RLHFError M01, M07, M08, M10 for a classifier."""
+    """The causal language model of a folder, on the CPU. Raises RLHFError M01, M07, M08, M10 for another kind."""
     causal_config(folder, trust_remote_code)
     return _load(AutoModelForCausalLM, folder, dtype, attn_implementation, trust_remote_code)[0]
 
 
 def causal_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """The config of a language model's folder. Raises RLHFError M01, M08, M10 for a classifier."""
+    """The config of a language model's folder. Raises RLHFError M01, M08, M10 for what is no decoder-only one."""
     config = read_config(folder, trust_remote_code)
     if is_classifier(config):
         text = f"{shown(folder)} holds a sequence classifier, not a language model"
         raise RLHFError("M10", text, hint="name the folder of an SFT or PPO stage, or another language model")
+    if getattr(config, "is_encoder_decoder", False):
+        text = f"{shown(folder)} is an encoder-decoder model ({config.model_type}), which no stage can train yet"
+        raise RLHFError("M10", text, hint="start from a decoder-only language model, such as Llama, Qwen or GPT-2")
     return config
 
 

@@ -48,7 +48,7 @@ class Alarms:
         return list(fresh.values())
 
     def _equal(self, step: int, experience: Experience) -> Problem | None:
-        scores = experience.summed
+        scores = experience.scored.summed
         if len(scores) < 2 or not bool((scores == scores[0]).all()):
             self.equal = 0
             return None

@@ -12,7 +12,7 @@ from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.inputs import models
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.models import loading, reading, tokenizers
-from rlhf_cli.ppo.rewards import FunctionReward, ModelReward, RewardSource
+from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 
@@ -58,6 +58,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
             engine,
             settings,
             weights={name: source.weight for name, source in config.rewards.items()},
+            clips={name: source.clip for name, source in config.rewards.items() if source.clip is not None},
             ptx=_ptx(config, tokenizer, policy.config),
             num_updates=updates,
             seed=config.seed,
@@ -112,9 +113,17 @@ def _ptx(config: PPOConfig, tokenizer: Any, body: Any) -> list[tuple[list[int], 
 def _sources(config: PPOConfig, tokenizer: Any, scorers: _Scorers) -> dict[str, RewardSource]:
     rows = config.ppo.local_rollout_forward_batch_size or config.ppo.per_device_train_batch_size
     functions = inputs.functions(config)
-    return {
-        name: FunctionReward(name, functions[name], tokenizer)
-        if name in functions
-        else ModelReward(scorers.frozen(f"rewards.{name}.model"), rows)
-        for name in config.rewards
-    }
+
+    def model(key: str) -> ModelReward:
+        return ModelReward(scorers.frozen(key), rows)
+
+    found: dict[str, RewardSource] = {}
+    for name, source in config.rewards.items():
+        if name in functions:
+            found[name] = FunctionReward(name, functions[name], tokenizer)
+        elif source.models:
+            members = {member: model(f"rewards.{name}.models.{member}") for member in source.models}
+            found[name] = EnsembleReward(members, source.combine, source.std_coef)
+        else:
+            found[name] = model(f"rewards.{name}.model")
+    return found

@@ -65,7 +65,7 @@ class SampleTables:
             "length": int(rollout.response_lengths[row]),
             "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
             "score": float(experience.scores[row]),
-            "scores": {name: float(raw[row]) for name, raw in experience.source_scores.items()},
+            "scores": {name: float(raw[row]) for name, raw in experience.scored.sources.items()},
         }
 
 
