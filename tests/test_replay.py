@@ -1,4 +1,4 @@
-"""`rlhf replay`: the trainer against the naive update, over every option; planted errors are found; a run is only read."""
+"""`rlhf replay`: trainer and naive update agree over every option, planted errors are found, a run is only read."""
 
 import ast
 import json
@@ -15,8 +15,10 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 from torch import nn
 
 from rlhf_cli.models import reading
-from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas
+from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas, scoring
 from rlhf_cli.ppo import trainer as trainer_module
+from rlhf_cli.ppo.moments import Moments
+from rlhf_cli.ppo.rewards import COMBINE, EnsembleReward
 from rlhf_cli.ppo.settings.training import SCHEDULERS
 from rlhf_cli.replay import naive
 from rlhf_cli.replay.compare import Quantity, difference, side_by_side, worst
@@ -39,7 +41,7 @@ def length(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def made(
-    *, family: str = "llama", head: bool = False, both: bool = False, steps: int = 1, **changes: Any
+    *, family: str = "llama", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
 ) -> PPOTrainer:
     """A trainer that has made some updates; `head` on the policy for a value model, `both` a model and a function."""
     chosen = tiny.settings(**{**SIZES, **changes})
@@ -49,9 +51,13 @@ def made(
     sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
     if both:
         sources["words"] = FunctionReward("words", length, Words())
+    if combine:
+        members = {f"m{seed}": ModelReward(tiny.scorer(family, seed), 4) for seed in (1, 6, 7)}
+        sources["vote"] = EnsembleReward(members, combine, 0.3)
     trainer = PPOTrainer(
         policy, ref, value, sources, HFEngine(policy, stop, tiny.PAD, chosen.temperature), chosen,
-        weights={"model": 0.7, "words": 1.3}, ptx=PTX if chosen.ptx_coef else (), seed=4,
+        weights={"model": 0.7, "words": 1.3, "vote": 0.4}, clips={"model": 1.5, "vote": 2.0},
+        ptx=PTX if chosen.ptx_coef else (), seed=4,
     )  # fmt: skip
     for step in range(steps):
         trainer.step(prompts(trainer, step))
@@ -82,7 +88,12 @@ def first_apart(quantities: list[Quantity]) -> str | None:
 CASES: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "first update": {"steps": 0},
-    "whitened rewards, advantages as they are": {"whiten_rewards": True, "advantage_norm": "none", "gamma": 0.9, "lam": 0.7},
+    "whitened rewards, advantages as they are": {
+        "whiten_rewards": True,
+        "advantage_norm": "none",
+        "gamma": 0.9,
+        "lam": 0.7,
+    },
     "scores scaled": {"use_score_scaling": True, "steps": 2},
     "scores normed, clipped": {"use_score_scaling": True, "use_score_norm": True, "score_clip": 0.8},
     "penalties": {"missing_eos_penalty": 2.5, "overlong_penalty": {"tokens": 3, "factor": 0.7}, "response_length": 6},
@@ -104,25 +115,58 @@ CASES: dict[str, dict[str, Any]] = {
     "language model loss": {"ptx_coef": 2.0, "num_mini_batches": 2},
     "stopped early": {"early_stopping": True, "target_kl": 1e-4, "num_ppo_epochs": 4, "learning_rate": 0.03},
     "skipped minibatches": {"ratio_threshold": 1.01, "learning_rate": 0.05, "num_mini_batches": 2, "num_ppo_epochs": 3},
-    "value rates": {"value_learning_rate": 0.02, "value_warmup_steps": 4, "lr_scheduler_type": "linear", "warmup_steps": 2},
+    "value rates": {
+        "value_learning_rate": 0.02,
+        "value_warmup_steps": 4,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 2,
+    },
     "value alone": {"value_only_updates": 2, "ptx_coef": 1.0, "weight_decay": 0.1},
     "value alone, on the policy": {"value_only_updates": 2, "head": True, "vf_coef": 1.0},
     "a head on the policy": {"head": True, "vf_coef": 1.0},
     "shared layers": {"num_shared_layers": 1},
     "shared layers and a head": {"num_shared_layers": 1, "head": True, "vf_coef": 1.0},
     "samples of a prompt": {"num_samples_per_prompt": 2, "num_mini_batches": 4},
-    "adamw": {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 1e-3, "weight_decay": 0.3, "max_grad_norm": 0.05, "steps": 2},
+    "adamw": {
+        "adam_beta1": 0.5,
+        "adam_beta2": 0.9,
+        "adam_epsilon": 1e-3,
+        "weight_decay": 0.3,
+        "max_grad_norm": 0.05,
+        "steps": 2,
+    },
     "small micro-batches": {"micro_batch_tokens": 10, "gradient_checkpointing": True},
     "two sources": {"both": True, "use_score_scaling": True},
-    "reasoning": {"recipe": "reasoning", "num_mini_batches": 2, "response_length": 8, "learning_rate": 0.01, "lr_scheduler_type": "cosine_with_min_lr", "warmup_ratio": 0.3},
+    **{f"ensemble, {combine}": {"combine": combine, "num_ppo_epochs": 1} for combine in COMBINE},
+    "reasoning": {
+        "recipe": "reasoning",
+        "num_mini_batches": 2,
+        "response_length": 8,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "warmup_ratio": 0.3,
+    },
     **{family: {"family": family, "num_ppo_epochs": 1} for family in tiny.FAMILIES},
-}  # fmt: skip
+}
 # Keys that change no number of an update, beyond how many rows it has and how they are cut into forward passes.
-NO_NUMBERS = """
-total_episodes num_train_epochs per_device_train_batch_size gradient_accumulation_steps micro_batch_tokens
-local_rollout_forward_batch_size num_samples_per_prompt num_sample_generations generate_ref_response
-gradient_checkpointing bf16 fp16 kl_stop recipe stop_token stop_token_id
-""".split()
+NO_NUMBERS = [
+    "total_episodes",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "micro_batch_tokens",
+    "local_rollout_forward_batch_size",
+    "num_samples_per_prompt",
+    "num_sample_generations",
+    "generate_ref_response",
+    "gradient_checkpointing",
+    "bf16",
+    "fp16",
+    "kl_stop",
+    "recipe",
+    "stop_token",
+    "stop_token_id",
+]
 
 
 @cache
@@ -206,50 +250,113 @@ def uncorrected(trainer: PPOTrainer) -> None:
         state["step"].fill_(1e9)
 
 
-Planted = Callable[[pytest.MonkeyPatch], None]
-ERRORS: dict[str, tuple[str, dict[str, Any], Planted]] = {
-    "lambda": ("advantages", {}, lambda patch: plant(
-        patch, trainer_module, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, lam * 0.999))),
-    "whitening with the biased variance": ("advantages", {}, lambda patch: plant(
-        patch, formulas, "masked_var", lambda var: lambda x, mask, unbiased=True: var(x, mask, unbiased=False))),
-    "rewards whitened without their mean": ("rewards", {"whiten_rewards": True}, lambda patch: plant(
-        patch, formulas, "masked_whiten", lambda whiten: lambda x, mask, shift_mean=True: whiten(x, mask))),
+def at(place: Any, name: str, wrong: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Plants `wrong(what stands at place.name)` there."""
+    return lambda patch: plant(patch, place, name, wrong)
+
+
+def keyed(purpose: str, change: Callable[..., tuple[int, ...]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Draws for `purpose` under other keys."""
+
+    def wrong(derive: Any) -> Any:
+        return lambda seed, what, *keys: derive(seed, what, *(change(*keys) if what == purpose else keys))
+
+    return at(trainer_module, "derive", wrong)
+
+
+def a_token_early(shape: Any) -> Any:
+    def wrong(scores: Any, penalty: Any, mask: Any) -> Any:
+        score = shape(scores, 0 * penalty, mask)
+        return shape(scores, penalty, mask) - score + score.roll(-1, 1)
+
+    return wrong
+
+
+def hotter(generate: Any) -> Any:
+    return lambda self, prompts: generate(HFEngine(self.model, self.stop_token_id, self.pad_token_id, 3.0), prompts)
+
+
+def ratio_with_gradient(_: Any) -> Any:
+    return lambda lp, old, ref, kind: torch.exp(lp - old) * (ref - lp) ** 2 / 2
+
+
+# What is wrong -> the first quantity that shows it, settings in which it does, how it is planted
+ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None]]] = {
+    "lambda": ("advantages", {}, at(trainer_module, "gae", lambda gae: lambda *a: gae(*a[:4], a[4] * 0.999))),
+    "biased variance in whitening": (
+        "advantages",
+        {},
+        at(formulas, "masked_var", lambda var: lambda x, mask, unbiased=True: var(x, mask, unbiased=False)),
+    ),
+    "rewards whitened without their mean": (
+        "rewards",
+        {"whiten_rewards": True},
+        at(formulas, "masked_whiten", lambda whiten: lambda x, mask, shift_mean=True: whiten(x, mask)),
+    ),
     "sign of the KL": ("kl", {}, lambda patch: patch.setitem(formulas.KL_ESTIMATORS, "k1", lambda r: r)),
-    "temperature left out": ("logprobs", {}, lambda patch: plant(
-        patch, formulas, "token_logprobs", lambda logprobs: lambda logits, ids, t: logprobs(logits, ids, 1.0))),
-    "score a token early": ("rewards", {}, lambda patch: plant(
-        patch, formulas, "shape_rewards", lambda shape: lambda s, p, m: shape(s, p, m) + (
-            shape(s, 0 * p, m).roll(-1, 1) - shape(s, 0 * p, m)))),
-    "values of the token itself": ("values", {}, lambda patch: plant(
-        patch, reading, "response_values", lambda values: lambda model, micro: values(model, micro).roll(-1))),
-    "no clipping of the ratio": ("loss/policy_avg, each step", {"cliprange": 0.05}, lambda patch: plant(
-        patch, formulas, "policy_loss", lambda loss: lambda lp, old, a, eps, high, dual: loss(lp, old, a, 0.99, 9.0))),
-    "no clipping of the value": ("loss/value_avg, each step", {"cliprange_value": 0.01}, lambda patch: plant(
-        patch, formulas, "value_loss", lambda loss: lambda v, old, r, eps: loss(v, old, r, 9.0))),
-    "no clipping of the gradient": ("policy weights, change", {"max_grad_norm": 0.05, "num_ppo_epochs": 1}, lambda patch:
-        plant(patch, nn.utils, "clip_grad_norm_", lambda clip: lambda parameters, limit: clip(parameters, 1e9))),
-    "entropy as a cost": ("policy/grad_norm, each step", {"entropy_coef": 0.1, "num_ppo_epochs": 1}, lambda patch: plant(
-        patch, formulas, "token_entropy", lambda entropy: lambda z, t: 2 * entropy(z, t).detach() - entropy(z, t))),
-    "gradient through the ratio of kl_loss": ("policy/grad_norm, each step", {"kl_in": "loss", "kl_estimator": "k2", "num_ppo_epochs": 1},
-        lambda patch: plant(patch, formulas, "kl_loss_tokens", lambda loss: lambda lp, old, ref, kind:
-            torch.exp(lp - old) * (ref - lp) ** 2 / 2)),
-    "moments of this update alone": ("scores", {"use_score_scaling": True}, lambda patch: plant(
-        patch, trainer_module.Moments, "merged", lambda merged: lambda self, x: merged(trainer_module.Moments(), x))),
-    "penalty for those that ended": ("scores", {}, lambda patch: plant(
-        patch, trainer_module.scoring, "penalised", lambda penalised: lambda scores, *rest:
-            2 * scores - penalised(scores, *rest))),
-    "controller the wrong way": ("next kl_coef", {"adap_kl_ctrl": True}, lambda patch: plant(
-        patch, formulas, "adapted_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest))),
-    "another minibatch": ("loss/policy_avg, each step", {"num_mini_batches": 2, "steps": 1}, lambda patch: plant(
-        patch, trainer_module, "derive", lambda derive: lambda seed, purpose, *keys:
-            derive(seed, purpose, *keys, 1) if purpose == "minibatches" else derive(seed, purpose, *keys))),
-    "noise of the next row": ("response tokens unexplained", {}, lambda patch: plant(
-        patch, trainer_module, "derive", lambda derive: lambda seed, purpose, *keys:
-            derive(seed, purpose, keys[0], keys[1] + 1) if purpose == "sample" else derive(seed, purpose, *keys))),
-    "sampled at another temperature": ("response tokens unexplained", {}, lambda patch: plant(
-        patch, HFEngine, "generate", lambda generate: lambda self, prompts:
-            generate(HFEngine(self.model, self.stop_token_id, self.pad_token_id, 3.0), prompts))),
-}  # fmt: skip
+    "temperature left out": (
+        "logprobs",
+        {},
+        at(formulas, "token_logprobs", lambda logprobs: lambda logits, ids, _: logprobs(logits, ids, 1.0)),
+    ),
+    "score a token early": ("rewards", {}, at(formulas, "shape_rewards", a_token_early)),
+    "value of another token": (
+        "values",
+        {},
+        at(reading, "response_values", lambda values: lambda model, micro: values(model, micro).roll(-1)),
+    ),
+    "no clipping of the ratio": (
+        "loss/policy_avg, each step",
+        {"cliprange": 0.05},
+        at(formulas, "policy_loss", lambda loss: lambda *a: loss(*a[:3], 0.99, 9.0, a[5])),
+    ),
+    "no clipping of the value": (
+        "loss/value_avg, each step",
+        {"cliprange_value": 0.01},
+        at(formulas, "value_loss", lambda loss: lambda *a: loss(*a[:3], 9.0)),
+    ),
+    "no clipping of the gradient": (
+        "policy weights, change",
+        {"max_grad_norm": 0.05, "num_ppo_epochs": 1},
+        at(nn.utils, "clip_grad_norm_", lambda clip: lambda parameters, limit: clip(parameters, 1e9)),
+    ),
+    "entropy as a cost": (
+        "policy/grad_norm, each step",
+        {"entropy_coef": 0.1, "num_ppo_epochs": 1},
+        at(formulas, "token_entropy", lambda entropy: lambda z, t: 2 * entropy(z, t).detach() - entropy(z, t)),
+    ),
+    "gradient through the ratio of the KL": (
+        "policy/grad_norm, each step",
+        {"kl_in": "loss", "kl_estimator": "k2", "num_ppo_epochs": 1},
+        at(formulas, "kl_loss_tokens", ratio_with_gradient),
+    ),
+    "moments of this update alone": (
+        "scores",
+        {"use_score_scaling": True},
+        at(Moments, "merged", lambda merged: lambda self, scores: merged(Moments(), scores)),
+    ),
+    "penalty for those that ended": (
+        "scores",
+        {},
+        at(scoring, "penalised", lambda penalised: lambda scores, *rest: 2 * scores - penalised(scores, *rest)),
+    ),
+    "controller the wrong way": (
+        "next kl_coef",
+        {"adap_kl_ctrl": True},
+        at(formulas, "adapted_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest)),
+    ),
+    "other minibatches": (
+        "loss/policy_avg, each step",
+        {"num_mini_batches": 2},
+        keyed("minibatches", lambda update, epoch: (update, epoch, 1)),
+    ),
+    "noise of the next row": (
+        "response tokens unexplained",
+        {},
+        keyed("sample", lambda update, row: (update, row + 1)),
+    ),
+    "sampled at another temperature": ("response tokens unexplained", {}, at(HFEngine, "generate", hotter)),
+}
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -131,7 +131,7 @@ def _samples(parts: making.Parts, rows: list[dict[str, Any]]) -> dict[str, tuple
         "samples: kl": ([row["kl"] for row in rows], [float(kl[place][mask[place]].sum()) for place in places]),
         "samples: score": ([row["score"] for row in rows], [float(experience.scores[place]) for place in places]),
     }
-    for name, raw in experience.source_scores.items():
+    for name, raw in experience.scored.sources.items():
         found[f"samples: score {name}"] = ([row["scores"][name] for row in rows], [float(raw[i]) for i in places])
     return found
 

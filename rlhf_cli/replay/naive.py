@@ -21,7 +21,7 @@ from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 
 Numbers = dict[str, list[float]]  # quantity -> its numbers, by row and token, by row, or by optimizer step
-Source = Callable[[list[list[int]], list[list[int]]], list[float]]  # prompts and responses -> one raw score a row
+Scorer = Callable[[list[list[int]], list[list[int]]], list[float]]  # prompts and responses -> one raw score a row
 Step = dict[str, float]
 
 
@@ -32,6 +32,17 @@ class Adam:
     first: Tensor
     second: Tensor
     updates: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of reward: a scorer, or an ensemble of several, whose scores `combine` makes one of."""
+
+    scorers: dict[str, Scorer]
+    weight: float
+    clip: float | None
+    combine: str | None = None  # None where there is one scorer; else mean, min or mean_minus_std
+    std_coef: float = 1.0
 
 
 @dataclass
@@ -49,7 +60,6 @@ class Start:
     value: Any  # a one-label sequence classifier; or a linear head on the policy's last hidden state
     value_is_head: bool
     sources: dict[str, Source]
-    weights: dict[str, float]  # of the sources
     adam: dict[str, dict[str, Adam]]  # "policy" and "value" -> parameter name -> its state, where it has one
     ptx: Sequence[tuple[list[int], list[int]]]  # prompts and completions for the language-model loss
     prompts: list[list[int]]
@@ -186,6 +196,26 @@ def function_scores(
     return [float(score) for score in function(texts[0], texts[1])]
 
 
+def combined(source: Source, opinions: list[float]) -> float:
+    """An ensemble's score of a row: the mean, the least, or the mean less std_coef deviations of its members.
+
+    Coste et al. 2023 (arXiv 2310.02743), section 3.1, with the deviation in place of the variance.
+    """
+    mean = sum(opinions) / len(opinions)
+    return {
+        None: mean,  # of one
+        "mean": mean,
+        "min": min(opinions),
+        "mean_minus_std": mean - source.std_coef * math.sqrt(variance(opinions)),
+    }[source.combine]
+
+
+def weighted(source: Source, score: float) -> float:
+    """What a source adds to the sum: its score, clipped to -clip .. clip, times its weight."""
+    limit = math.inf if source.clip is None else source.clip
+    return source.weight * min(max(score, -limit), limit)
+
+
 def with_scores(so_far: tuple[int, float, float], scores: list[float]) -> tuple[int, float, float]:
     """Count, mean and summed squared deviations of all scores of the run, these added."""
     count, mean, squares = so_far
@@ -235,6 +265,7 @@ class Judged:
     ref_logprobs: list[list[float]]
     values: list[list[float]]
     kl: list[list[float]]  # the chosen estimator
+    opinions: dict[str, dict[str, list[float]]]  # each source's scorers' scores
     raw: dict[str, list[float]]  # each source's own score
     placed: list[float]  # what lands on the last token
     scores_so_far: tuple[int, float, float]  # these among them
@@ -245,7 +276,7 @@ class Judged:
     def numbers(self) -> Numbers:
         by_token = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
         flat = {name: [x for row in getattr(self, name) for x in row] for name in by_token}
-        scores = {f"score {name}": list(raw) for name, raw in self.raw.items()} | {"scores": self.placed}
+        scores = {f"score {name}": raw for name, raw in self.raw.items()} | {"scores": self.placed}
         read = ("logprobs", "ref_logprobs", "values", "kl")
         made = ("rewards", "advantages", "returns")
         moments = {"running scores": [float(x) for x in self.scores_so_far]}
@@ -287,8 +318,15 @@ def judge(start: Start, tick: Callable[[], None]) -> Judged:
         kl.append(apart)
         values.append(response_values(start, row).tolist())
         tick()
-    raw = {name: score(start.prompts, start.responses) for name, score in start.sources.items()}
-    summed = [sum(start.weights[name] * scores[row] for name, scores in raw.items()) for row in start.rows]
+    opinions = {
+        name: {each: score(start.prompts, start.responses) for each, score in source.scorers.items()}
+        for name, source in start.sources.items()
+    }
+    raw = {
+        name: [combined(source, [said[row] for said in opinions[name].values()]) for row in start.rows]
+        for name, source in start.sources.items()
+    }
+    summed = [sum(weighted(source, raw[name][row]) for name, source in start.sources.items()) for row in start.rows]
     so_far = with_scores(start.scores_so_far, summed)
     placed = place(start, summed, so_far)
     rewards = [token_rewards(start, kl[row], placed[row]) for row in start.rows]
@@ -298,7 +336,7 @@ def judge(start: Start, tick: Callable[[], None]) -> Judged:
     returns = [[a + v for a, v in zip(advantages[row], values[row], strict=True)] for row in start.rows]
     if settings.advantage_norm == "batch":
         advantages = whitened(advantages, keep_mean=False)
-    return Judged(logprobs, ref_logprobs, values, kl, raw, placed, so_far, rewards, advantages, returns)
+    return Judged(logprobs, ref_logprobs, values, kl, opinions, raw, placed, so_far, rewards, advantages, returns)
 
 
 def token_rewards(start: Start, kl: list[float], score: float) -> list[float]:
@@ -593,6 +631,7 @@ def metrics(start: Start, judged: Judged, steps: list[Step], epochs: int) -> Num
         "objective/rlhf_reward": penalty + score,
         "objective/scores": score,
         **{f"objective/score/{name}": sum(raw) / rows for name, raw in judged.raw.items()},
+        **disagreements(start, judged),
         "objective/kl_coef": start.kl_coef,
         "objective/response_length": sum(lengths) / rows,
         "objective/eos_fraction": ends / rows,
@@ -606,6 +645,17 @@ def metrics(start: Start, judged: Judged, steps: list[Step], epochs: int) -> Num
         "next kl_coef": next_kl_coef(start, kl),
     }
     return {name: [number] for name, number in found.items()}
+
+
+def disagreements(start: Start, judged: Judged) -> dict[str, float]:
+    """Of each ensemble: its members' mean scores, and the mean over rows of the deviation between them."""
+    found: dict[str, float] = {}
+    for name, said in judged.opinions.items():
+        if start.sources[name].combine is not None:
+            found |= {f"objective/score/{name}/{each}": sum(raw) / len(raw) for each, raw in said.items()}
+            apart = [math.sqrt(variance([raw[row] for raw in said.values()])) for row in start.rows]
+            found[f"objective/disagreement/{name}"] = sum(apart) / len(apart)
+    return found
 
 
 def mean_sum(rows: list[list[float]]) -> float:

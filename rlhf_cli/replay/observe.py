@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_cli.models.reading import ValueHead
 from rlhf_cli.ppo.records import Rollout
-from rlhf_cli.ppo.rewards import FunctionReward, ModelReward, TextReward
+from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, TextReward
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.replay import float64, naive
 
@@ -39,13 +39,14 @@ def observe(trainer: PPOTrainer, rollout: Rollout) -> tuple[Numbers, dict[str, f
     finally:
         del vars(trainer)["_learn"]
     mask = experience.mask
-    moments = experience.moments
+    scored = experience.scored
+    moments = scored.moments
     names = dict.fromkeys(name for step in steps for name in step)
     found = {
         "response tokens": rollout.ids[:, rollout.prompt_width :][mask.to(rollout.ids.device)],
         "response tokens unexplained": [0.0],
         **{name: getattr(experience, name)[mask] for name in BY_TOKEN},
-        **{f"score {name}": raw for name, raw in experience.source_scores.items()},
+        **{f"score {name}": raw for name, raw in scored.sources.items()},
         "scores": experience.scores,
         "running scores": [moments.count, moments.mean, moments.squares],
         **{f"{name}, each step": [step[name] for step in steps if name in step] for name in names},
@@ -83,11 +84,14 @@ def start_of(
     trainer: PPOTrainer, rollout: Rollout, *, updates: int, stop_token_id: int | None, near_tie: float = 1e-3
 ) -> naive.Start:
     """What the trainer's next update, of `updates` in all, starts from, for the naive one: copies, in float64."""
-    sources = trainer.rewards
-    scorers = {name: source.model for name, source in sources.items() if isinstance(source, ModelReward)}
+    scorers = {
+        source: {each: scorer.model for each, scorer in said.items() if isinstance(scorer, ModelReward)}
+        for source, said in scorers_of(trainer).items()
+    }
     # All at once: what two models share, the copies share.
     copies = copy.deepcopy({"policy": trainer.policy, "ref": trainer.ref, "value": trainer.value, "scorers": scorers})
-    for model in (copies["policy"], copies["ref"], copies["value"], *copies["scorers"].values()):
+    scorer_copies = copies.pop("scorers")
+    for model in (*copies.values(), *(model for models in scorer_copies.values() for model in models.values())):
         model.double()
     moments = trainer.moments
     return naive.Start(
@@ -101,8 +105,7 @@ def start_of(
         ref=copies["ref"],
         value=copies["value"],
         value_is_head=isinstance(trainer.value, ValueHead),
-        sources={name: _source(source, copies["scorers"].get(name)) for name, source in sources.items()},
-        weights=dict(trainer.weights),
+        sources={name: _source(trainer, name, scorer_copies[name]) for name in trainer.rewards},
         adam={
             "policy": _adam(trainer.policy, trainer.optimizer),
             "value": _adam(trainer.value, trainer.optimizer),
@@ -140,12 +143,27 @@ def remember(trainer: PPOTrainer) -> None:
             source.function = Remembered(source.function)
 
 
-def _source(source: Any, scorer: Any) -> naive.Source:
-    """A reward source as the naive update calls it; `scorer` is the copy of its model, where it has one."""
-    if isinstance(source, ModelReward):
-        return partial(naive.model_scores, scorer)
-    assert isinstance(source, FunctionReward), f"a {type(source).__name__} cannot be replayed"
-    return partial(naive.function_scores, source.function, source.tokenizer)
+def scorers_of(trainer: PPOTrainer) -> dict[str, dict[str, ModelReward | FunctionReward]]:
+    """Source -> its one scorer, or an ensemble's, by name."""
+    found: dict[str, dict[str, ModelReward | FunctionReward]] = {}
+    for name, source in trainer.rewards.items():
+        assert isinstance(source, ModelReward | FunctionReward | EnsembleReward), f"{name} cannot be replayed"
+        found[name] = {**source.members} if isinstance(source, EnsembleReward) else {name: source}
+    return found
+
+
+def _source(trainer: PPOTrainer, name: str, models: dict[str, Any]) -> naive.Source:
+    """A reward source for the naive update; `models` are copies of its models."""
+
+    def scorer(each: str, said: ModelReward | FunctionReward) -> naive.Scorer:
+        if isinstance(said, ModelReward):
+            return partial(naive.model_scores, models[each])
+        return partial(naive.function_scores, said.function, said.tokenizer)
+
+    source = trainer.rewards[name]
+    how = (source.combine, source.std_coef) if isinstance(source, EnsembleReward) else (None, 1.0)
+    scorers = {each: scorer(each, said) for each, said in scorers_of(trainer)[name].items()}
+    return naive.Source(scorers, trainer.weights[name], trainer.clips.get(name), *how)
 
 
 def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, naive.Adam]:
@@ -171,9 +189,9 @@ def widen(trainer: PPOTrainer) -> None:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
-    for source in trainer.rewards.values():
-        if isinstance(source, ModelReward):
-            source.model.double()
+    for scorer in [scorer for scorers in scorers_of(trainer).values() for scorer in scorers.values()]:
+        if isinstance(scorer, ModelReward):
+            scorer.model.double()
     trainer.settings = trainer.settings.model_copy(update={"bf16": False})
     trainer.load_state_dict(state)  # the optimizer's moments take the format of their parameters
 

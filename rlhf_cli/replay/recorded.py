@@ -49,7 +49,7 @@ class Run:
             tree = trees.load_tree(folder)
         except OSError as error:  # a run that is going on drops old states
             raise RLHFError("M05", f"{shown(folder)} is gone", hint="take another step") from error
-        return tree.get("trainer", tree)
+        return tree["trainer"]
 
     def state_after(self, step: int) -> dict[str, Any] | None:
         """`state`, None where none was kept."""
