@@ -14,6 +14,7 @@ import torch
 from ppo_folder import PPO, lines, ppo, rlhf, write
 from torch import nn
 
+from rlhf_cli import rows
 from rlhf_cli.models import reading
 from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas, scoring
 from rlhf_cli.ppo import trainer as trainer_module
@@ -174,6 +175,7 @@ def result(case: str) -> list[Quantity]:
     return replayed(made(**CASES[case]))
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("case", CASES)
 def test_the_naive_update_and_the_trainer_agree(case: str) -> None:
     quantities = result(case)
@@ -185,6 +187,7 @@ def test_the_naive_update_and_the_trainer_agree(case: str) -> None:
     assert by_name(quantities)["value weights, change"].largest > 0
 
 
+@pytest.mark.training
 def test_what_the_cases_are_meant_to_do_happens() -> None:
     """A case whose brake never bites, or whose bound never holds, would show nothing."""
 
@@ -359,6 +362,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
 }
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes, planted = ERRORS[error]
@@ -460,14 +464,32 @@ def test_replay_exits_1_and_tells_where(run_folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.training
-def test_replay_of_a_head_held_out_samples_and_bfloat16(run_folder: Path) -> None:
-    models = {**PPO["models"], "value": "policy_head"}
-    data = {**PPO["data"], "eval_prompts": "heldout.jsonl"}
-    write(run_folder, "ppo", {**PPO, "models": models, "data": data, "ppo": {**PPO["ppo"], "bf16": True}})
+def test_replay_of_a_run_with_everything(run_folder: Path) -> None:
+    """A head on the policy, an ensemble, a language-model loss, shared layers, held-out samples, bfloat16."""
+    rows.write_jsonl(run_folder / "ptx.jsonl", [{"prompt": "a", "completion": f" moon of {n}"} for n in range(9)])
+    vote = {"models": {"a": "reward_model", "b": "reward_model"}, "combine": "mean_minus_std", "clip": 1.0}
+    config = {
+        **PPO,
+        "models": {**PPO["models"], "value": "policy_head"},
+        "data": {**PPO["data"], "eval_prompts": "heldout.jsonl", "ptx_data": "ptx.jsonl"},
+        "rewards": {"vote": vote, "short": {"function": "judges:short", "weight": 0.1}},
+        "output": {"save_steps": 1, "keep": 4},
+    }
+    changes = {
+        "bf16": True,
+        "ptx_coef": 0.5,
+        "num_shared_layers": 1,
+        "num_sample_generations": 4,
+        "generate_ref_response": True,
+        "response_length": {"min": 4, "max": 8},
+    }
+    write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], **changes}})
     assert ppo(run_folder).exit_code == 0
     report = json.loads(rlhf("replay", run_folder, "--step", 3, "--json").stdout)
     assert report["agrees"] and report["exact"] and report["number_format"] == "bfloat16"
-    assert next(q for q in report["quantities"] if q["name"] == "logprobs")["rounding"] > 1e-4
+    found = {quantity["name"]: quantity for quantity in report["quantities"]}
+    assert found["logprobs"]["rounding"] > 1e-4 and found["loss/ptx_avg"]["float64"] < EXACT
+    assert found["samples: score vote"]["recorded"] == found["policy weights, change"]["recorded"] == 0
 
 
 @pytest.mark.training

@@ -213,7 +213,7 @@ def in_float64(
     with float64.everything():
         before = weights(trainer.policy, trainer.value)
         start = start_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
-        ours = observe(trainer, rollout)[0] | changes(before, weights(trainer.policy, trainer.value))
         theirs = {name: numbers(values) for name, values in naive.update(start, tick).items()}
         theirs |= changes(before, weights(start.policy, start.value))
+        ours = observe(trainer, rollout)[0] | changes(before, weights(trainer.policy, trainer.value))
     return ours, theirs
