@@ -62,6 +62,16 @@ def test_a_second_run_skips_all_in_seconds_and_shows_the_table(folder: Path) -> 
 
 
 @pytest.mark.training
+def test_an_update_of_the_run_is_made_again(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
+    result = rlhf(folder, "replay", "run", "--step", "3")
+    assert result.returncode == 0, result.stderr
+    assert "replay    update 3 agrees to 1e-06" in result.stdout
+    assert "recorded  the run's own numbers came again to the last bit" in result.stdout
+    assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.training
 def test_a_parent_without_its_manifest_is_refused_though_the_stage_itself_is_finished(folder: Path) -> None:
     manifest = folder / "run/reward/manifest.json"
     text = manifest.read_text()

@@ -493,6 +493,19 @@ def test_replay_of_a_run_with_everything(run_folder: Path) -> None:
 
 
 @pytest.mark.training
+def test_replay_of_a_run_that_is_going_on(run_folder: Path) -> None:
+    """No manifest, a half-written last line, a damaged state at the update's end: none of them is needed."""
+    assert ppo(run_folder, "-s", "output.save_steps=1").exit_code == 0
+    (run_folder / "ppo/manifest.json").unlink()
+    with (run_folder / "ppo/metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "objective/k')
+    (run_folder / "ppo/state/step_000004/tensors.safetensors").write_bytes(b"half")
+    result = rlhf("replay", run_folder)
+    assert result.exit_code == 0 and "update 4 agrees" in result.stdout and "to the last bit" in result.stdout
+    assert "warning[M05]" in result.stderr and "its weights are not compared" in result.stderr
+
+
+@pytest.mark.training
 def test_replay_refuses_what_it_cannot_stand_on(run_folder: Path) -> None:
     nothing = rlhf("replay", run_folder)
     assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "holds no PPO run" in nothing.stderr

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints
+from rlhf_cli import checkpoints, terminal
 from rlhf_cli.checkpoints import Parent, shown
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import PPOConfig, load
@@ -52,8 +52,15 @@ class Run:
         return tree["trainer"]
 
     def state_after(self, step: int) -> dict[str, Any] | None:
-        """`state`, None where none was kept."""
-        return self.state(step) if step in checkpoints.state_steps(self.folder / "state") else None
+        """`state`, None where none was kept, or where it is damaged: then with a warning, M05."""
+        if step not in checkpoints.state_steps(self.folder / "state"):
+            return None
+        try:
+            return self.state(step)
+        except RLHFError as error:
+            (problem,) = error.problems
+            terminal.warn(problem.code, f"{problem.text}; its weights are not compared")
+            return None
 
     def parents(self) -> dict[str, Parent]:
         """The run's parents. Raises RLHFError as a stage does, and C15 where they, or the data, are not the run's."""
