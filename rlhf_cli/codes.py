@@ -383,6 +383,12 @@ MACHINE_AND_RUN = {
         "Its mean probability ratio passed ppo.ratio_threshold, so it made no optimizer step.",
         "Lower the learning rate or num_ppo_epochs; policy/skipped_minibatches counts them in metrics.jsonl.",
     ),
+    "R09": Code(
+        "not pushed to the hub",
+        0,
+        "The best policy could not be uploaded; training goes on, and the folder stays on this machine.",
+        "Look at the message; `hf upload REPO FOLDER` does it later.",
+    ),
     "S01": Code(
         "control characters",
         0,

@@ -112,6 +112,8 @@ class Trial:
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
             of_ppo.functions(config)
+        with self.report.collecting():
+            of_ppo.require_hub(config)
         scorers = self._scorers(stage, tokenizer)
         with self.report.collecting():
             if tokenizer is not None and body is not None:

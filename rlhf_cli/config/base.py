@@ -119,6 +119,7 @@ class Config(Section):
         "per_device_eval_batch_size",
         "num_sample_generations",
         "generate_ref_response",
+        "push_to_hub_if_best",
     )
 
     stage: str

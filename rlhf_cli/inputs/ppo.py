@@ -8,7 +8,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.config import PPOConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import limits
-from rlhf_cli.models import loading
+from rlhf_cli.models import loading, publishing
 from rlhf_cli.ppo.rewards import TextReward, load_function
 
 
@@ -51,6 +51,12 @@ def layers_explained(config: PPOConfig) -> Iterator[None]:
         if "num_shared_layers" not in str(error):
             raise
         raise RLHFError("C06", f"ppo.{error}", where=config.where("ppo.num_shared_layers")) from error
+
+
+def require_hub(config: PPOConfig) -> None:
+    """Raises RLHFError C17 where ppo.push_to_hub_if_best could not push."""
+    if config.ppo.push_to_hub_if_best:
+        publishing.require_token(config.ppo.push_to_hub_if_best, config.where("ppo.push_to_hub_if_best"))
 
 
 def check_rows(config: PPOConfig, prompts: data.Rows[Any], held_out: data.Rows[Any] | None) -> None:

@@ -81,6 +81,15 @@ class RolloutSettings(Settings):
         False, description=f"Beside each response in those tables, one of the reference with its score. {TRL_STEP}"
     )
 
+    push_to_hub_if_best: str | None = Field(
+        None,
+        pattern=r"^[\w.-]+/[\w.-]+$",
+        description=(
+            "Repository OWNER/NAME of the hub that receives the policy whenever objective/rlhf_reward is at its best; "
+            f"made private where it is new. {TRL_STEP}"
+        ),
+    )
+
     response_length: Annotated[int, Field(ge=1)] | LengthRange = Field(
         53, description=f"Most tokens of a response, or {{min, max}} to draw the limit anew for each update. {TRL}"
     )

@@ -33,6 +33,7 @@ class Parts:
 def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> Parts:
     """Load all that the run needs, checks first. Raises RLHFError: C06, C13, D01-D14, T04, T05, M01-M09."""
     settings, sft = config.ppo, parents["models.sft"]
+    inputs.require_hub(config)
     tokenizers.check_alike(parents, config.where, trust_remote_code=options.trust_remote_code)
     tokenizer = models.tokenizer(config, options, sft)
     policy = models.causal(config, options, sft, tokenizer).to(loading.device())

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_cli import checkpoints
-from rlhf_cli.models import loading
+from rlhf_cli.models import loading, publishing
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.stages.ppo.parts import Parts
 
@@ -35,8 +35,8 @@ class Best:
 class Snapshots:
     """RUN/ppo/snapshots: `count` of them spread over the updates, the last among them, and the best of some points."""
 
-    def __init__(self, folder: Path, parts: Parts, count: int):
-        self.folder, self.parts, self.best = folder / "snapshots", parts, Best()
+    def __init__(self, folder: Path, parts: Parts, count: int, *, push_to: str | None = None):
+        self.folder, self.parts, self.best, self.push_to = folder / "snapshots", parts, Best(), push_to
         self.even = spread(parts.updates, count)
         self.points = {1} | spread(parts.updates, 10)  # not output.save_steps: what is best must not depend on it
 
@@ -47,6 +47,10 @@ class Snapshots:
         better = step in self.points and self.best.beaten_at(step)
         if better or step in self.even:
             self._save(step)
+        if better and self.push_to:
+            publishing.push(
+                self._path(step), self.push_to, f"Policy after {step} PPO updates, {METRIC} {self.best.value:.4g}"
+            )
         if better and before is not None and before not in self.even:
             shutil.rmtree(self._path(before), ignore_errors=True)
 

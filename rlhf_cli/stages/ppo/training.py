@@ -27,7 +27,9 @@ class Training:
     def __init__(self, config: PPOConfig, parts: Parts, *, resume: bool):
         self.config, self.parts, self.trainer = config, parts, parts.trainer
         self.states, self.alarms = config.folder / "state", Alarms()
-        self.snapshots = Snapshots(config.folder, parts, config.output.snapshots)
+        self.snapshots = Snapshots(
+            config.folder, parts, config.output.snapshots, push_to=config.ppo.push_to_hub_if_best
+        )
         state = checkpoints.latest_state(self.states) if resume else None
         if state:
             tree = trees.load_tree(state)
