@@ -164,6 +164,7 @@ NO_NUMBERS = [
     "bf16",
     "fp16",
     "kl_stop",
+    "push_to_hub_if_best",
     "recipe",
     "stop_token",
     "stop_token_id",
@@ -494,9 +495,11 @@ def test_replay_of_a_run_with_everything(run_folder: Path) -> None:
 
 @pytest.mark.training
 def test_replay_of_a_run_that_is_going_on(run_folder: Path) -> None:
-    """No manifest, a half-written last line, a damaged state at the update's end: none of them is needed."""
+    """No manifest, a half-written last line, a damaged state at the update's end, no hub: none of them is needed."""
     assert ppo(run_folder, "-s", "output.save_steps=1").exit_code == 0
     (run_folder / "ppo/manifest.json").unlink()
+    config = run_folder / "ppo/config.yaml"
+    config.write_text(config.read_text().replace("push_to_hub_if_best: null", "push_to_hub_if_best: me/it"))
     with (run_folder / "ppo/metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "objective/k')
     (run_folder / "ppo/state/step_000004/tensors.safetensors").write_bytes(b"half")

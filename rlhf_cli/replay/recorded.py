@@ -81,6 +81,9 @@ def open_run(run: Path) -> Run:
         hint = "name the folder of a run that holds ppo/, e.g. runs/demo"
         raise RLHFError("M01", f"{shown(run)} holds no PPO run", hint=hint)
     config = load("ppo", folder / "config.yaml")
+    # What a replay makes stays here: no hub is needed.
+    settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})
+    config = config.model_copy(update={"ppo": settings})
     # Reward functions lie beside the config that the run was started with, which is the run's folder unless `run:` says
     # otherwise.
     config._origin = replace(config._origin, file=folder.resolve().parent / "ppo.yaml")
