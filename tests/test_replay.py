@@ -380,6 +380,15 @@ def test_adamw_without_bias_correction_is_found(monkeypatch: pytest.MonkeyPatch)
     assert first_apart(replayed(trainer)) == "policy weights, change"
 
 
+def test_a_model_that_learns_and_must_not_is_found() -> None:
+    """Both updates start from the models as they are shared, so nothing else would tell."""
+    trained_ref, trained_reward = made(), made()
+    trained_ref.ref.lm_head.weight = trained_ref.policy.lm_head.weight
+    trained_reward.rewards["model"].model = trained_reward.value  # type: ignore[attr-defined]
+    for trainer in (trained_ref, trained_reward):
+        assert first_apart(replayed(trainer)) == "frozen weights, change"
+
+
 def test_a_scheduler_off_by_one_is_found() -> None:
     trainer = made(lr_scheduler_type="linear", warmup_steps=3)
     trainer.scheduler.step()

@@ -17,6 +17,7 @@ from rlhf_cli.replay import float64, naive
 
 Weights = dict[str, dict[str, Tensor]]  # model -> parameter -> its weights, float64 on the CPU
 Numbers = dict[str, Tensor]  # quantity -> its numbers, float64 on the CPU, one dimension
+FROZEN = "frozen weights, change"
 BY_TOKEN = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
 
 
@@ -25,6 +26,7 @@ def observe(trainer: PPOTrainer, rollout: Rollout) -> tuple[Numbers, dict[str, f
 
     The trainer is one update further afterwards.
     """
+    before = frozen(trainer)
     trainer.experience = experience = trainer.judge(rollout)
     steps: list[dict[str, float]] = []
     plain = trainer._learn
@@ -52,6 +54,7 @@ def observe(trainer: PPOTrainer, rollout: Rollout) -> tuple[Numbers, dict[str, f
         **{f"{name}, each step": [step[name] for step in steps if name in step] for name in names},
         **{name: [number] for name, number in stats.items()},
         "next kl_coef": [trainer.kl_coef],
+        FROZEN: frozen(trainer) - before,
     }
     return {name: numbers(x) for name, x in found.items()}, stats
 
@@ -68,6 +71,13 @@ def weights(policy: nn.Module, value: nn.Module) -> Weights:
         name: {key: p.detach().to("cpu", torch.float64, copy=True) for key, p in model.named_parameters()}
         for name, model in (("policy", policy), ("value", value))
     }
+
+
+def frozen(trainer: PPOTrainer) -> Tensor:
+    """A copy of all weights that no update may change: the reference's, and the reward models'."""
+    scorers = [scorer for scorers in scorers_of(trainer).values() for scorer in scorers.values()]
+    models = [trainer.ref, *(scorer.model for scorer in scorers if isinstance(scorer, ModelReward))]
+    return torch.cat([numbers(p) for model in models for p in model.parameters()])
 
 
 def changes(before: Weights, after: Weights) -> Numbers:
@@ -216,4 +226,5 @@ def in_float64(
         theirs = {name: numbers(values) for name, values in naive.update(start, tick).items()}
         theirs |= changes(before, weights(start.policy, start.value))
         ours = observe(trainer, rollout)[0] | changes(before, weights(trainer.policy, trainer.value))
+    theirs[FROZEN] = torch.zeros_like(ours[FROZEN], dtype=torch.float64)
     return ours, theirs
