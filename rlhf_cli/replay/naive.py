@@ -3,6 +3,7 @@
 To be read from top to bottom, as the algorithm. It is written from the papers and the options' texts alone, and shares
 with rlhf_cli/ppo nothing but the settings and the seeds, which say what random numbers an update draws: no padding, no
 masks, no micro-batches, no caches, no optimizer of torch. Autograd and the models' own forward are taken on trust.
+`draws` looks at the responses, `update` is what is made of them.
 
 A row is an episode: a prompt and a response, lists of token ids; the response ends with its stop token, or where the
 length limit cut it. Logarithms are natural, KL is in nats. `Start` is what goes in, `Numbers` what comes out.
@@ -78,13 +79,11 @@ class Start:
 
 
 def update(start: Start, tick: Callable[[], None] = lambda: None) -> Numbers:
-    """The whole update: look at the draws, judge the responses, learn from them. `tick` is called after each row."""
-    drawn = draws(start, tick)
+    """The update of responses that are there: judge them, learn from them. `tick` is called after each row."""
     judged = judge(start, tick)
     steps, epochs = learn(start, judged, tick)
     return (
-        drawn
-        | judged.numbers()
+        judged.numbers()
         | {f"{name}, each step": [step[name] for step in steps if name in step] for name in steps[0]}
         | metrics(start, judged, steps, epochs)
     )

@@ -220,10 +220,11 @@ def in_float64(
     The trainer is in float64 and one update further afterwards.
     """
     widen(trainer)
+    before = weights(trainer.policy, trainer.value)
+    start = start_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
+    drawn = naive.draws(start, tick)  # its noise is float32, here as in the run
     with float64.everything():
-        before = weights(trainer.policy, trainer.value)
-        start = start_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
-        theirs = {name: numbers(values) for name, values in naive.update(start, tick).items()}
+        theirs = {name: numbers(values) for name, values in (drawn | naive.update(start, tick)).items()}
         theirs |= changes(before, weights(start.policy, start.value))
         ours = observe(trainer, rollout)[0] | changes(before, weights(trainer.policy, trainer.value))
     theirs[FROZEN] = torch.zeros_like(ours[FROZEN], dtype=torch.float64)
