@@ -22,7 +22,7 @@ from rlhf_cli.ppo.moments import Moments
 from rlhf_cli.ppo.rewards import COMBINE, EnsembleReward
 from rlhf_cli.ppo.settings.training import SCHEDULERS
 from rlhf_cli.replay import naive
-from rlhf_cli.replay.compare import Quantity, difference, side_by_side, worst
+from rlhf_cli.replay.compare import Quantity, difference, only_rounding, side_by_side, worst
 from rlhf_cli.replay.observe import in_float64, start_of
 
 EXACT = 1e-9  # both sides are in float64; 1e-12 is usual, AdamW makes more of it where a gradient is near nothing
@@ -374,7 +374,7 @@ def test_a_planted_error_is_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     assert worst(quantities).error > 1e-4  # far from any tolerance
 
 
-def test_adamw_without_bias_correction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_without_bias_correction_is_found() -> None:
     trainer = made(num_ppo_epochs=1)
     trainer.optimizer.register_step_pre_hook(lambda *_: uncorrected(trainer))
     assert first_apart(replayed(trainer)) == "policy weights, change"
@@ -396,6 +396,20 @@ def test_a_scheduler_off_by_one_is_found() -> None:
 
 
 # How differences are counted
+
+
+def test_what_rounding_alone_decides_is_set_aside() -> None:
+    """All returns equal: no variance to explain, and advantages whose sign is a matter of the last bit."""
+    same = {"gamma": 1.0, "lam": 1.0, "score_clip": 1e-3, "stop_token": "none", "head": True, "steps": 0}
+    by_kl = {"kl_in": "loss", "kl_estimator": "k2", "kl_coef": 0.3, "vf_coef": 0.0}
+    for changes, more in (by_kl, set()), ({"kl_coef": 0.0, "vf_coef": 0.0}, {"policy weights, change"}):
+        found = by_name(replayed(made(**same, **changes)))
+        alone = {name for name, quantity in found.items() if quantity.float64 is None}
+        assert alone >= {"val/explained_variance", "policy/clipfrac_avg", "policy/clipfrac_avg, each step", *more}
+        assert ("policy weights, change" in alone) is bool(more)
+        assert worst(list(found.values())).error < 1e-6
+    usual = {"returns": torch.tensor([1.0, 2.0]), "advantages": torch.tensor([1e-3, 0.0])}
+    assert only_rounding(usual) == {}
 
 
 def test_differences() -> None:

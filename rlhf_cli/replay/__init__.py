@@ -21,7 +21,7 @@ from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import Options
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.replay import observe
-from rlhf_cli.replay.compare import TOLERANCE, Quantity, side_by_side, worst
+from rlhf_cli.replay.compare import TOLERANCE, Quantity, only_rounding, side_by_side, worst
 from rlhf_cli.replay.observe import Numbers
 from rlhf_cli.replay.recorded import Run, open_run
 from rlhf_cli.stages.ppo import parts as making
@@ -40,6 +40,7 @@ class Report:
     step: int
     number_format: torch.dtype  # of the run: what its models calculated in
     quantities: list[Quantity]
+    unjudged: dict[str, str]  # quantities that rounding alone decides, and why
     versions: list[str]  # what of the run's libraries is another one now
 
     @property
@@ -99,7 +100,7 @@ def replay(run: Run, step: int | None, options: Options) -> Report:
             near_tie=NEAR_TIE[number_format], tick=bar.advance,
         )  # fmt: skip
     quantities = side_by_side(naive, wide, now, left)
-    return Report(checkpoints.shown(run.folder), step, rounded, quantities, _versions(run))
+    return Report(checkpoints.shown(run.folder), step, rounded, quantities, only_rounding(naive), _versions(run))
 
 
 def _recorded(run: Run, step: int, before: observe.Weights) -> Numbers:
@@ -180,7 +181,8 @@ def told(report: Report) -> list[str]:
         verdict = f"differs: {apart[0].name} is the first of {len(apart)} quantities that do not agree to {TOLERANCE:g}"
     else:
         verdict = f"agrees to {TOLERANCE:g}: at most {most.error:.1e} of a quantity's size ({most.name})"
-    return [_recorded_line(report), _rounding_line(report), f"replay    update {report.step} {verdict}"]
+    aside = [f"aside     {name}: {why}, rounding alone decides it" for name, why in report.unjudged.items()]
+    return [_recorded_line(report), _rounding_line(report), *aside, f"replay    update {report.step} {verdict}"]
 
 
 def _recorded_line(report: Report) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 TOLERANCE = 1e-6
 FLOOR = 1e-3  # numbers smaller than this are compared as if they were as large
+NOTHING = 1e-9
 BY_COUNT = ("response tokens",)  # ids: how many differ
 
 
@@ -62,8 +63,10 @@ def side_by_side(
     """Quantity by quantity, in the order in which an update makes them.
 
     `wide` is the trainer in float64, `now` the trainer in the run's number format, `recorded` what the run left.
+    What `only_rounding` names is not compared in float64.
     """
     now, recorded = now or {}, recorded or {}
+    unjudged = only_rounding(naive)
     found = []
     for name in dict.fromkeys([*naive, *wide, *now, *recorded]):
         shown = next(side[name] for side in (naive, now, wide, recorded) if name in side)
@@ -73,10 +76,24 @@ def side_by_side(
                 len(shown),
                 largest(shown),
                 _between(name, recorded, now),
-                _between(name, wide, naive) if name not in BY_COUNT else None,
+                _between(name, wide, naive) if name not in {*BY_COUNT, *unjudged} else None,
                 _between(name, now, naive),
             )
         )
+    return found
+
+
+def only_rounding(naive: Mapping[str, Tensor]) -> dict[str, str]:
+    """Quantities that rounding alone decides in this update, and why: two right ways need not agree on them."""
+    found = {}
+    returns, norms = naive["returns"], naive.get("policy/grad_norm", torch.ones(1))
+    if returns.std(unbiased=False) <= NOTHING * largest(returns):
+        found["val/explained_variance"] = "all returns are equal"
+    if largest(naive["advantages"]) < NOTHING:
+        why = "all advantages are 0"
+        found |= {"policy/clipfrac_avg": why, "policy/clipfrac_avg, each step": why}
+        if largest(norms) < NOTHING:  # nor does anything else move the policy
+            found |= {name: why for name in naive if name.startswith(("policy", "loss/policy", "val/ratio", "ratio_"))}
     return found
 
 

@@ -104,7 +104,7 @@ def length_limit(settings: PPOSettings, seed: int, update: int) -> int:
 def draws(start: Start, tick: Callable[[], None]) -> Numbers:
     """Each token once more, by the Gumbel trick: argmax_v (z_v / temperature + g_v), g_v = -log E_v, E_v ~ Exp(1).
 
-    Maddison, Tarlow and Minka 2014 (arXiv 1411.0030), section 2. E is the next row of V float32 numbers of the row's
+    Maddison, Tarlow and Minka 2014 (arXiv 1411.0030). E is the next row of V float32 numbers of the row's
     own generator. z is of the tokens before: of a causal model one pass over the whole row gives it for all of them.
     A token that is not the largest by more than `near_tie` cannot be put down to rounding, nor can a response that goes
     on after a stop token, or breaks off before its limit: `unexplained`.
@@ -198,7 +198,7 @@ def function_scores(
 def combined(source: Source, opinions: list[float]) -> float:
     """An ensemble's score of a row: the mean, the least, or the mean less std_coef deviations of its members.
 
-    Coste et al. 2023 (arXiv 2310.02743), section 3.1, with the deviation in place of the variance.
+    Coste et al. 2023 (arXiv 2310.02743), with the deviation in place of the variance.
     """
     mean = sum(opinions) / len(opinions)
     return {
