@@ -34,7 +34,7 @@ def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 def token_entropy(logits: Tensor, temperature: float) -> Tensor:
     """Entropy (...) of the softmax of logits (..., V) / temperature in nats: -sum_i p_i log p_i."""
     logp = torch.log_softmax(scaled(logits, temperature), -1)
-    return -torch.where(logp > -torch.inf, logp.exp() * logp, 0).sum(-1)
+    return -(logp.exp() * torch.where(logp > -torch.inf, logp, 0)).sum(-1)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -80,7 +80,8 @@ def kl_tokens(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def kl_full(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     """Exact KL(pi || ref) = sum_v pi(v) (log pi(v) - log ref(v)) at each position; logits (..., V) -> (...)."""
     logp, ref = (torch.log_softmax(scaled(x, temperature), -1) for x in (logits, ref_logits))
-    return torch.where(logp > -torch.inf, logp.exp() * (logp - ref), 0).sum(-1)
+    # 0 log 0 is 0; picked before the product, or the gradient would be 0 * inf
+    return (logp.exp() * torch.where(logp > -torch.inf, logp - ref, 0)).sum(-1)
 
 
 def kl_loss_tokens(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
