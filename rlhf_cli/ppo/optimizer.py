@@ -34,8 +34,13 @@ def schedule(optimizer: torch.optim.Optimizer, settings: PPOSettings, updates: i
 
 def _factor(group: dict[str, Any], settings: PPOSettings, updates: int) -> Callable[[int], float]:
     """The share of its learning rate that a parameter group has at each update."""
-    warmup = settings.num_warmup(updates, value=group.get("name", "").startswith("value"))
-    extra = {"min_lr_rate": 0.1} if settings.lr_scheduler_type == "cosine_with_min_lr" else None
-    alone = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=group["lr"])
+    warmup, peak = settings.num_warmup(updates, value=group.get("name", "").startswith("value")), group["lr"]
+    extra = {
+        "cosine_with_min_lr": {"min_lr_rate": 0.1},
+        "polynomial": {
+            "lr_end": 1e-7 / peak if peak > 1e-7 else 0.0
+        },  # 1e-7, which transformers refuses to start below
+    }.get(settings.lr_scheduler_type)
+    alone = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     named = get_scheduler(settings.lr_scheduler_type, alone, warmup, updates, scheduler_specific_kwargs=extra)
     return named.lr_lambdas[0]
