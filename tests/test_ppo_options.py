@@ -59,14 +59,20 @@ def test_num_samples_per_prompt_gives_neighbours_of_their_own():
 
 
 def test_micro_batch_tokens_bounds_the_forward_passes(monkeypatch):
-    seen, plain = [], reading.response_logits
-    monkeypatch.setattr(
-        reading, "response_logits", lambda model, micro: (seen.append(micro.ids.shape), plain(model, micro))[1]
-    )
+    seen, plain = [], type(tiny.causal()).forward
+
+    def spy(model, input_ids, use_cache=False, **others):
+        seen.extend([] if use_cache else [input_ids.shape])  # with a cache it generates
+        return plain(model, input_ids=input_ids, use_cache=use_cache, **others)
+
+    monkeypatch.setattr(type(tiny.causal()), "forward", spy)
     for tokens in ("auto", 12):
         seen.clear()
-        trainer = tiny.trainer(micro_batch_tokens=tokens)
+        trainer = tiny.trainer(micro_batch_tokens=tokens, num_ppo_epochs=2)
         trainer.step(tiny.prompts())
+        assert len(seen) == 4 * len(trainer.experience.plan[0]), (
+            "policy twice in judge's place and ref once, two epochs"
+        )
         assert all(rows <= 4 for rows, _ in seen)
         assert all(rows * width <= 12 or rows == 1 for rows, width in seen) is (tokens == 12)
 
