@@ -70,9 +70,7 @@ def test_micro_batch_tokens_bounds_the_forward_passes(monkeypatch):
         seen.clear()
         trainer = tiny.trainer(micro_batch_tokens=tokens, num_ppo_epochs=2)
         trainer.step(tiny.prompts())
-        assert len(seen) == 4 * len(trainer.experience.plan[0]), (
-            "policy twice in judge's place and ref once, two epochs"
-        )
+        assert len(seen) == 4 * len(trainer.experience.plan[0]), "judge: policy and reference; two epochs"
         assert all(rows <= 4 for rows, _ in seen)
         assert all(rows * width <= 12 or rows == 1 for rows, width in seen) is (tokens == 12)
 

@@ -37,9 +37,7 @@ def _factor(group: dict[str, Any], settings: PPOSettings, updates: int) -> Calla
     warmup, peak = settings.num_warmup(updates, value=group.get("name", "").startswith("value")), group["lr"]
     extra = {
         "cosine_with_min_lr": {"min_lr_rate": 0.1},
-        "polynomial": {
-            "lr_end": 1e-7 / peak if peak > 1e-7 else 0.0
-        },  # 1e-7, which transformers refuses to start below
+        "polynomial": {"lr_end": 1e-7 / peak if peak > 1e-7 else 0.0},  # transformers refuses to start below its 1e-7
     }.get(settings.lr_scheduler_type)
     alone = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     named = get_scheduler(settings.lr_scheduler_type, alone, warmup, updates, scheduler_specific_kwargs=extra)

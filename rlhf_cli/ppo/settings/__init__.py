@@ -81,10 +81,9 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     @model_validator(mode="after")
     def _penalty_stays_positive(self) -> Self:
         if self.adap_kl_ctrl and 5 * self.horizon <= self.episodes_per_update:
-            text = (
-                f"horizon {self.horizon} lets one update of {self.episodes_per_update} episodes make kl_coef negative"
-            )
-            hint = f"at least {self.episodes_per_update // 5 + 1}"
+            episodes = self.episodes_per_update
+            text = f"horizon {self.horizon} lets one update of {episodes} episodes make kl_coef negative"
+            hint = f"at least {episodes // 5 + 1}"
             raise PydanticCustomError("C06", "{text}", {"text": text, "hint": hint, "key": "horizon"})
         return self
 
