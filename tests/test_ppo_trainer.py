@@ -200,6 +200,14 @@ def test_minibatches_are_shuffled_anew_for_each_epoch_and_update():
     assert first != second and first != third and first != [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+def test_a_rollout_of_fewer_rows_than_minibatches_makes_a_step_of_each_row():
+    """As a caller may hand one in; none of the minibatches is empty."""
+    trainer, judged = tiny.judged(num_mini_batches=8, num_ppo_epochs=3, ratio_threshold=None)
+    steps: list[int] = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    assert trainer.update(judged)["policy/epochs"] == 3 and len(steps) == 4 * 3
+
+
 def test_the_same_prompt_draws_anew_in_each_update():
     trainer = tiny.trainer()
     first = trainer.generate(tiny.prompts())

@@ -159,7 +159,8 @@ class PPOTrainer:
         """An epoch's minibatches, drawn at random, each split into micro-batches of rows of like length."""
         draw = torch.Generator().manual_seed(derive(self.seed, "minibatches", self.updates, epoch))
         order = torch.randperm(len(rollout), generator=draw).to(rollout.ids.device)
-        return tuple(self._split(rollout, rows) for rows in order.tensor_split(self.settings.num_mini_batches))
+        parts = order.tensor_split(min(self.settings.num_mini_batches, len(order)))
+        return tuple(self._split(rollout, rows) for rows in parts)
 
     def _split(self, rollout: Rollout, rows: Tensor) -> Minibatch:
         settings = self.settings
@@ -215,7 +216,7 @@ class PPOTrainer:
         return {
             "episode": self.updates * len(experience.rollout),
             **stats,
-            "policy/epochs": len(steps) // settings.num_mini_batches,
+            "policy/epochs": epoch + 1,
             "lr": next(reversed(rates.values())),
             "value/lr": rates.get("value", next(reversed(rates.values()))),
         }
