@@ -263,10 +263,10 @@ def kl_and_gradient() -> tuple[float, list[float]]:
     return kl, [p * (math.log(p / q) - kl) for p, q in zip(PI.tolist(), REF.tolist(), strict=True)]
 
 
-def expected_gradient(judged, sampled, ref_logits=None, **changes) -> list[float]:
+def expected_gradient(judged, sampled, ref_logits=None, temperature=1.0, **changes) -> list[float]:
     """Of the policy loss by the logits of pi, each token as often as `sampled` draws it."""
-    settings = PPOSettings(total_episodes=64, temperature=1.0, **changes)
-    logits = PI.log().requires_grad_(True)
+    settings = PPOSettings(total_episodes=64, temperature=temperature, **changes)
+    logits = (temperature * PI.log()).requires_grad_(True)
     micro = EACH.micro_batch(torch.arange(3))
     parts = losses(judged, micro, logits.expand(3, 3), torch.zeros(3).double(), ref_logits, settings)
     return torch.autograd.grad((sampled * parts.policy).sum(), logits)[0].tolist()
@@ -290,12 +290,13 @@ def test_kl_in_the_reward_through_the_whole_chain(kind, exact):
 
 @pytest.mark.parametrize("kind", ["full", "k2", "k3"])
 @pytest.mark.parametrize("sampled", [PI, OFF], ids=["on policy", "off policy"])
-def test_kl_in_the_loss_through_the_whole_chain(kind, sampled):
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_kl_in_the_loss_through_the_whole_chain(kind, sampled, temperature):
     """The KL's own gradient, also for samples of the policy as it was when the rollout was made."""
     judged = tiny.experience(EACH, 0.5, logprobs=of_each(sampled), ref_logprobs=of_each(REF))
-    ref_logits = REF.log().expand(3, 3) if kind == "full" else None
-    found = expected_gradient(judged, sampled, ref_logits, kl_in="loss", kl_estimator=kind)
-    assert found == pytest.approx([0.5 * slope for slope in kl_and_gradient()[1]], abs=1e-9)
+    ref_logits = (temperature * REF.log()).expand(3, 3) if kind == "full" else None
+    found = expected_gradient(judged, sampled, ref_logits, temperature, kl_in="loss", kl_estimator=kind)
+    assert found == pytest.approx([0.5 * slope / temperature for slope in kl_and_gradient()[1]], abs=1e-9)
 
 
 def test_monte_carlo_returns_of_a_whole_update():

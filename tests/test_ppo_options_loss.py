@@ -263,3 +263,14 @@ def test_ratio_threshold_skips_the_one_minibatch_that_passes_it():
     assert torch.equal(tiny.weights(made.policy), tiny.weights(alone.policy)), "as if it had not been there"
     assert stats["val/ratio"] == second["val/ratio"] == pytest.approx(1.0), "nor in the averages"
     assert after(200.0, 0, 1)[1]["policy/skipped_minibatches"] == 0
+
+
+def test_ratio_threshold_goes_by_the_mean_not_by_one_token():
+    """One ratio of 148 among eleven: a mean of 14, over 10 and under 20."""
+    for threshold, skipped in ((10.0, 1), (20.0, 0)):
+        made, judged = tiny.judged(num_ppo_epochs=1, ratio_threshold=threshold)
+        old = judged.logprobs.clone()
+        old[0, 0] -= 5.0
+        stats = made.update(replace(judged, logprobs=old))
+        assert stats["val/ratio"] == pytest.approx((148.41 + 10) / 11, rel=1e-2)
+        assert stats["policy/skipped_minibatches"] == skipped
