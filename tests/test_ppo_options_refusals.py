@@ -1,11 +1,13 @@
 """What the settings refuse, and what a recipe says."""
 
 import pytest
+import test_stage_ppo as stage
 from pydantic import ValidationError
 
 from rlhf_cli.ppo import PPOSettings
 from rlhf_cli.ppo.settings import BELONGS_TO, RECIPES
 
+origin, run_folder = stage.origin, stage.run_folder
 # Named here and proven where a run on disk is made (tests/test_stage_ppo.py): generate_ref_response, kl_stop.
 
 
@@ -66,6 +68,18 @@ def test_value_only_updates_that_leave_the_policy_none_are_refused():
         assert error["ctx"]["hint"] == "at most 9"
     assert PPOSettings(total_episodes=640, value_only_updates=9).value_only_updates == 9
     assert refused("C17", total_episodes=64, value_only_updates=1)["ctx"]["hint"] == "raise total_episodes"
+
+
+@pytest.mark.training
+def test_value_only_updates_are_held_against_passes_over_the_prompts_too(run_folder):
+    """20 prompts, 8 an update: one pass is three updates, which only the prompts tell."""
+    numbers = {**stage.PPO["ppo"], "total_episodes": None, "num_train_epochs": 1.0}
+    stage.write(run_folder, "ppo", {**stage.PPO, "ppo": {**numbers, "value_only_updates": 3}})
+    result = stage.ppo(run_folder)
+    assert result.exit_code == 2 and "error[C17]" in result.stderr and "hint: at most 2" in result.stderr
+    assert "value_only_updates 3 leaves the policy none of 3 updates" in result.stderr
+    assert not (run_folder / "ppo/metrics.jsonl").exists()
+    assert stage.ppo(run_folder, "-s", "ppo.value_only_updates=2").exit_code == 0
 
 
 @pytest.mark.parametrize(
