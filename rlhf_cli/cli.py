@@ -274,6 +274,25 @@ def schema(
 
 
 @app.command()
+def explain(
+    name: Annotated[
+        str | None, typer.Argument(metavar="KEY|CODE", help="kl_coef, ppo.kl_coef, a section such as data, or D10.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every key of every file, and every code.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Tell what a config key does, its default and where that comes from; or what an error code means."""
+    from rlhf_cli import explain
+
+    if (name is None) != all_:
+        raise RLHFError("C11", "a key or a code is needed, or --all alone", hint="rlhf explain kl_coef")
+    if name is None:
+        explain.explain_all()
+    else:
+        explain.explain(name)
+
+
+@app.command()
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     debug: Debug = False,

@@ -303,9 +303,9 @@ TOKENS_AND_MODELS = {
         "Do not train on it: check the tokenizer, the template and the versions of both stages.",
     ),
     "M10": Code(
-        "parent stage unfinished",
+        "parent stage unfinished, or of another kind",
         2,
-        "The folder belongs to a stage that is unfinished, or to the wrong stage.",
+        "The folder belongs to a stage that is unfinished or the wrong one, or holds no decoder-only language model.",
         "Finish that stage first, or name another folder.",
     ),
 }
@@ -350,14 +350,14 @@ MACHINE_AND_RUN = {
     "R03": Code(
         "responses never end",
         0,
-        "No response ends by itself, or all of them are empty.",
+        "Fewer than one response in twenty ends by itself, or nearly all of them are empty.",
         "Check the stop token, the SFT data's end token, and response_length.",
     ),
     "R04": Code(
         "KL runs away",
         1,
-        "The policy moved further from the SFT model than the limit, or KL is negative.",
-        "Raise kl_coef or lower the learning rate; the best checkpoint is kept.",
+        "The policy moved further from the SFT model than ppo.kl_stop allows, or KL is negative beyond noise.",
+        "Raise kl_coef or lower the learning rate; model/ holds the best policy, manifest.json says of which step.",
     ),
     "R05": Code(
         "reward function failed",
@@ -376,6 +376,18 @@ MACHINE_AND_RUN = {
         0,
         "The update's first forward pass disagrees with the judge's, though nothing was trained in between.",
         "It happens with reduced precision. In float32 it points to dropout, or to a model that is not deterministic.",
+    ),
+    "R08": Code(
+        "a minibatch was skipped",
+        0,
+        "Its mean probability ratio passed ppo.ratio_threshold, so it made no optimizer step.",
+        "Lower the learning rate or num_ppo_epochs; policy/skipped_minibatches counts them in metrics.jsonl.",
+    ),
+    "R09": Code(
+        "not pushed to the hub",
+        0,
+        "The best policy could not be uploaded; training goes on, and the folder stays on this machine.",
+        "Look at the message; `hf upload REPO FOLDER` does it later.",
     ),
     "S01": Code(
         "control characters",

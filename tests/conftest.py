@@ -12,6 +12,8 @@ import yaml
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are slower than one
 
+from ppo_folder import origin, run_folder  # noqa: F401  (fixtures of the stage tests)
+
 from rlhf_cli import checkpoints, rows, terminal
 
 SHARED = Path(__file__).parent.parent.parent / "shared"

@@ -117,6 +117,18 @@ def test_m04_an_adapter_in_place_of_a_model(folder: Path, base: str | None, says
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_m10_an_encoder_decoder_model(folder: Path, stage: str) -> None:
+    """TRL 0.11's is_encoder_decoder: said before anything loads."""
+    from transformers import T5Config
+
+    foreign_scorer(folder)
+    T5Config(vocab_size=300, architectures=["T5ForConditionalGeneration"]).save_pretrained(folder / "model")
+    assert refused(
+        rlhf(stage), "M10", f"{stage}.yaml:1: ", "an encoder-decoder model (t5)", "hint: start from a decoder"
+    )
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_m06_token_ids_beyond_the_embedding(folder: Path, stage: str) -> None:
     tokenizer = tokenizers.load_tokenizer(folder / "model")
     tokenizer.add_tokens(["one too many"])

@@ -21,6 +21,7 @@ FLOORS = [
         "data.*",
         "tracking",
         "verdict",
+        "explain",
         "ppo.advantages",
         "ppo.finite",
         "ppo.losses",
@@ -28,7 +29,7 @@ FLOORS = [
         "ppo.optimizer",
         "ppo.scoring",
     },
-    {"ppo.rollout", "ppo.rewards"},
+    {"ppo.rollout", "ppo.rewards", "ppo.alarms"},
     {"ppo.trainer"},
     {"ppo"},
     {"inputs.*"},
@@ -39,7 +40,8 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config pipeline ppo.settings presets rows signals sources statistics terminal verdict"
+    "check cli checkpoints config explain pipeline ppo.settings presets rows signals sources statistics terminal "
+    "verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

@@ -69,11 +69,16 @@ def test_a_scorer_has_the_causal_models_body_and_one_label(world: World, scorer_
     assert torch.equal(again.score.weight, scorer.score.weight)  # a head that is there is kept
 
 
-def test_a_value_model_on_the_policys_body_starts_at_zero(world: World) -> None:
-    value, causal = loading.value_from_causal(world.base), loading.load_causal(world.base)
-    pairs = zip(value.model.parameters(), causal.model.parameters(), strict=True)
+def test_a_scorer_around_a_policy_is_its_body_and_the_head(world: World, tmp_path: Path) -> None:
+    causal = loading.load_causal(world.base)
+    head = torch.nn.Linear(causal.config.hidden_size, 1, bias=False)
+    scorer = loading.scorer_around(causal, head)
+    assert scorer.model is causal.model and scorer.num_labels == 1
+    scorer.save_pretrained(tmp_path)
+    again = loading.load_scorer(tmp_path)
+    assert torch.equal(again.score.weight, head.weight)
+    pairs = zip(again.model.parameters(), causal.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert value.score.weight.shape[0] == 1 and not value.score.weight.any()
 
 
 def test_m01_nothing_to_load(tmp_path: Path) -> None:

@@ -13,86 +13,16 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-import yaml
+from ppo_folder import EVAL, PPO, PROMPTS, lines, ppo, rlhf, untimed, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from typer.testing import CliRunner
 
 from rlhf_cli import rows
-from rlhf_cli.cli import app
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import tokenizers
 from rlhf_cli.ppo import HFEngine, Rollout
 from rlhf_cli.stages.eval import answers
 
 pytestmark = pytest.mark.training
-PROMPTS = [
-    f"tell me about the {thing} number {n}" for n in range(4) for thing in ("sea", "moon", "bread", "cat", "hill")
-]
-PPO = {
-    "models": {"sft": "sft_model", "reward": "reward_model"},
-    "data": {"prompts": "prompts.jsonl"},
-    "output": {"save_steps": 2, "snapshots": 2},
-    "ppo": {
-        "total_episodes": 32,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "response_length": 8,
-        "temperature": 0.7,
-        "learning_rate": 1e-3,
-        "num_sample_generations": 2,
-    },
-}
-EVAL = {
-    "models": {"sft": "sft_model", "reward": "reward_model"},
-    "judges": {"short": "judges:short"},
-    "data": {"prompts": "heldout.jsonl"},
-    "eval": {"n": 10, "best_of": [2, 3], "per_device_batch_size": 4},
-}
-
-
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory) -> Path:
-    """sft_model, reward_model, prompts and a judge, made once."""
-    folder = tmp_path_factory.mktemp("origin")
-    rows.write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    rows.write_jsonl(folder / "heldout.jsonl", [{"prompt": f"what is a {thing}?"} for thing in "abcdefghijkl"])
-    (folder / "judges.py").write_text(
-        "def short(prompts, responses):\n    return [-len(response) for response in responses]\n"
-    )
-    tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
-    for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
-        model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
-        loading.set_special_ids(model, tokenizer, 1)
-        loading.save_model(model, tokenizer, folder / name, "A tiny model.")
-    return folder
-
-
-@pytest.fixture
-def run_folder(origin: Path, tmp_path: Path) -> Path:
-    shutil.copytree(origin, tmp_path, dirs_exist_ok=True)
-    write(tmp_path, "ppo", PPO)
-    write(tmp_path, "eval", EVAL)
-    return tmp_path
-
-
-def write(folder: Path, stage: str, config: dict) -> None:
-    (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
-
-
-def rlhf(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def ppo(folder: Path, *arguments: object):
-    return rlhf("ppo", "-c", folder / "ppo.yaml", *arguments)
-
-
-def lines(path: Path) -> list[dict]:
-    return [row for _, row in rows.read_jsonl(path)]
-
-
-def untimed(path: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if not k.endswith(("_s", "_per_s"))} for row in lines(path)]
 
 
 def test_leaves_what_the_contract_says(run_folder):
@@ -406,11 +336,11 @@ def test_c13_response_longer_than_the_context(run_folder):
 def test_an_estimator_without_the_kls_gradient_is_warned_about(run_folder):
     warned, silent = ppo(run_folder, "-s", "ppo.kl_estimator=k3"), ppo(run_folder, "--fresh")
     assert warned.exit_code == 0 and "warning[C18]" in warned.stderr and "hint: k1 has it" in warned.stderr
-    assert "warning" not in silent.stderr
+    assert "C18" not in silent.stderr
 
 
 def test_a_first_ratio_that_is_off_is_warned_about(run_folder, monkeypatch):
-    monkeypatch.setattr("rlhf_cli.stages.ppo.RATIO_TOLERANCE", -1.0)
+    monkeypatch.setattr("rlhf_cli.stages.ppo.training.RATIO_TOLERANCE", -1.0)
     assert "warning[R07]: step 1: the first ratio of an update is off 1 by 0" in ppo(run_folder).stderr
 
 

@@ -112,6 +112,8 @@ class Trial:
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
             of_ppo.functions(config)
+        with self.report.collecting():
+            of_ppo.require_hub(config)
         scorers = self._scorers(stage, tokenizer)
         with self.report.collecting():
             if tokenizer is not None and body is not None:
@@ -123,6 +125,7 @@ class Trial:
             self._rows(stage, f"data.{key}", partial(of_ppo.read, config, key, tokenizer, body))
             for key in ("prompts", "eval_prompts")
         )
+        self._rows(stage, "data.ptx_data", partial(of_ppo.read_ptx, config, tokenizer, body))
         if prompts is not None:
             with self.report.collecting():
                 of_ppo.check_rows(config, prompts, held_out)
@@ -235,7 +238,7 @@ class Trial:
             return None
         with self.report.collecting():
             rows = read()
-            unit = "prompts" if stage.config.stage in ("ppo", "eval") else "rows"
+            unit = "prompts" if key.endswith("prompts") else "rows"
             found = f"{len(rows)} {unit}" + (f", at most {rows.longest} tokens" if rows.longest else "")
             if rows.left_out:
                 found += f"; {rows.left_out} of {rows.read} left out ({rows.left_out / rows.read:.1%})"

@@ -57,13 +57,16 @@ def references(config: Any) -> list[Reference]:
         found.append(Reference("models.reward", config.models.reward, ("reward",)))
     if config.models.value not in VALUE_WORDS:
         found.append(Reference("models.value", config.models.value, ("reward",)))
-    models = {name: source.model for name, source in config.rewards.items() if source.model}
-    return found + [Reference(f"rewards.{name}.model", path, ("reward",)) for name, path in models.items()]
+    models: dict[str, str] = {}
+    for name, source in config.rewards.items():
+        models |= {f"rewards.{name}.model": source.model} if source.model else {}
+        models |= {f"rewards.{name}.models.{member}": path for member, path in source.models.items()}
+    return found + [Reference(key, path, ("reward",)) for key, path in models.items()]
 
 
 def _needs_reward(config: Any) -> bool:
     """Whether PPO reads models.reward: as its only reward, as the one named `reward`, or to start the value model."""
-    unnamed = any(source.model is None and source.function is None for source in config.rewards.values())
+    unnamed = any(not (source.model or source.models or source.function) for source in config.rewards.values())
     return config.models.value == "reward" or not config.rewards or unnamed
 
 

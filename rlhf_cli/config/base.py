@@ -47,22 +47,31 @@ class Output(Section):
         gt=0,
         description=(
             "Optimizer steps (in PPO: updates) between two checkpoints to resume from; none: ten times over the "
-            "run. [ours]"
+            "run. [`pytest tests/test_defaults.py::test_a_run_can_resume_from_each_tenth_of_it`]"
         ),
     )
     keep: int = Field(
-        2, ge=2, description="Checkpoints kept to resume from; two, so that a damaged newest one costs little. [ours]"
+        2,
+        ge=2,
+        description=(
+            "Checkpoints kept to resume from; two, so that a damaged newest one costs little. "
+            "[`pytest tests/test_checkpoints_states.py -k damaged_state`]"
+        ),
     )
     snapshots: int = Field(
         8,
         ge=0,
         description=(
             "Copies of the policy's weights kept evenly over a PPO run, for the evaluation's curve of reward "
-            "against KL. [ours]"
+            "against KL. [`pytest tests/test_defaults.py::test_snapshots_stand_at_the_eighths_of_a_run`]"
         ),
     )
     run_name: Name | None = Field(
-        None, description="Name of the run in logs and reports; none: the name of the run's folder. [ours]"
+        None,
+        description=(
+            "Name of the run, kept in its manifest; none: nothing is written there. "
+            "[transformers 5.23, src/transformers/training_args.py]"
+        ),
     )
 
 
@@ -109,13 +118,27 @@ class Config(Section):
         "eval_steps",
         "per_device_eval_batch_size",
         "num_sample_generations",
+        "generate_ref_response",
+        "push_to_hub_if_best",
     )
 
     stage: str
     run: Annotated[str, PathKey("run")] = Field(
-        ".", description="The run's folder; this stage writes RUN/STAGE. [the config's own folder]"
+        ".",
+        description=(
+            "The run's folder, relative to the config's own; this stage writes RUN/STAGE. "
+            "[`pytest tests/test_pipeline.py::test_a_run_can_be_moved`]"
+        ),
     )
-    seed: int = Field(0, ge=0, lt=2**32, description="Seed of all randomness: the same seed gives the same run. [ours]")
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**32,
+        description=(
+            "Seed of all randomness: the same seed gives the same run. "
+            "[`pytest tests/test_ppo_trainer.py::test_same_seed_same_run_bit_for_bit`]"
+        ),
+    )
     output: Output = Field(default_factory=Output, description="What is saved while the stage runs.")
 
     _origin: Origin = PrivateAttr()

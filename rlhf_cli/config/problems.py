@@ -54,7 +54,7 @@ def _problem(path: Path, details: list[Any], model: type[Config], where: Callabl
     if kind == "extra_forbidden":
         return unknown_key(path, value, model, place)
     if kind == "missing":
-        meaning = field.description.partition(". ")[0].rstrip(".") if field and field.description else None
+        meaning = _meaning(field)
         return Problem("C05", f"{key} is missing", place, f"{path[-1]}: {meaning}" if meaning else None)
     if kind in EXPECTED or kind == "literal_error":
         return _wrong_kind(key, details, field, place)
@@ -65,10 +65,13 @@ def _problem(path: Path, details: list[Any], model: type[Config], where: Callabl
     if kind == "too_short":
         return Problem("C06", f"{key}: needs at least {context['min_length']}, got {context['actual_length']}", place)
     if kind == "string_pattern_mismatch":
-        return Problem(
-            "C05", f"{key}: {shown_value(value)} has the wrong form", place, field.description if field else None
-        )
+        return Problem("C05", f"{key}: {shown_value(value)} has the wrong form", place, _meaning(field))
     return Problem("C05", f"{key}: {detail['msg']}", place)
+
+
+def _meaning(field: FieldInfo | None) -> str | None:
+    """The first sentence of a key's description, which ends in the source of its default."""
+    return field.description.partition(". ")[0].rstrip(".") if field and field.description else None
 
 
 def _wrong_kind(key: str, details: list[Any], field: FieldInfo | None, place: str) -> Problem:

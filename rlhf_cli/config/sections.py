@@ -12,26 +12,34 @@ from rlhf_cli.config.base import DataPath, ModelPath, Section
 from rlhf_cli.config.keys import PathKey
 from rlhf_cli.sources import Share, Source
 
+OWN_STAGES = "[`pytest tests/test_config.py::test_models_default_to_the_runs_own_stages`]"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Columns = dict[str, str]
-REVISION = "Branch, tag or commit of a model from the hub; none: its main branch. [transformers]"
+REVISION = (
+    "Branch, tag or commit of a model from the hub; none: its main branch. "
+    "[`pytest tests/test_checkpoints.py -k cached_hub_id`]"
+)
 DTYPE = (
-    "Number format of the weights; auto: float32, also where a GPU computes in bfloat16 (see bf16). [ours: pure "
-    "bfloat16 weights lose small updates]"
+    "Number format of the weights; auto: float32, also where a GPU computes in bfloat16 (see bf16): pure bfloat16 "
+    "weights would lose small updates. [`pytest tests/test_models_loading.py -k dtype_auto`]"
 )
 ATTENTION = (
     "Attention code, such as sdpa, eager or flash_attention_2; none: what transformers picks for the model. "
-    "[transformers]"
+    "[transformers 5.23, src/transformers/modeling_utils.py]"
 )
 COLUMNS = (
     "Our name of a column -> the file's name of it, e.g. {prompt: question}; columns not named here keep their name. "
-    "[none]"
+    "[`pytest tests/test_data.py::test_columns_are_read_under_the_files_names`]"
 )
+ONE_START = "[`pytest tests/test_config_lines.py::test_where_sft_starts`]"
 NAMES = (
     "a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; .gz too), a folder of such, or a dataset of the hub, "
     "OWNER/NAME; [SPLIT] behind the name picks a split"
 )
-ON_LONG = "Rows longer than the token limit: drop them with a warning, or error. [ours]"
+ON_LONG = (
+    "Rows longer than the token limit: drop them with a warning, or error. "
+    "[`pytest tests/test_data.py::test_long_rows_are_dropped_and_counted_or_refused`]"
+)
 
 
 class NewTokenizer(Section):
@@ -51,7 +59,13 @@ class NewModel(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    model_type: str = Field("llama", description="The transformers architecture, such as llama, qwen2 or gpt2. [ours]")
+    model_type: str = Field(
+        "llama",
+        description=(
+            "The transformers architecture, such as llama, qwen2 or gpt2. "
+            "[`pytest tests/test_defaults.py::test_fresh_weights_are_a_llama`]"
+        ),
+    )
     tokenizer: NewTokenizer = Field(description="The tokenizer to train for it.")
 
     def config_fields(self) -> dict[str, Any]:
@@ -66,8 +80,8 @@ class _ModelKeys(Section):
     chat_template: Annotated[str, PathKey("template")] | None = Field(
         None,
         description=(
-            "Chat template to use instead of the model's own: a jinja file, the template's text, or chatml. [none: "
-            "the model's own]"
+            "Chat template to use instead of the model's own: a jinja file, the template's text, or chatml; none: the "
+            "model's own. [TRL 1.16, trl/trainer/sft_config.py; it is called chat_template_path there]"
         ),
     )
 
@@ -86,8 +100,10 @@ class _ModelKeys(Section):
 class SFTModel(_ModelKeys):
     """Where supervised fine-tuning starts."""
 
-    path: ModelPath | None = Field(None, description="The model to start from: a folder or a hub id. Give this or new.")
-    new: NewModel | None = Field(None, description="Start from fresh weights instead. Give this or path.")
+    path: ModelPath | None = Field(
+        None, description=f"The model to start from: a folder or a hub id. Give this or new. {ONE_START}"
+    )
+    new: NewModel | None = Field(None, description=f"Start from fresh weights instead. Give this or path. {ONE_START}")
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
@@ -102,7 +118,10 @@ class RewardModel(_ModelKeys):
 
     path: ModelPath = Field(
         "RUN/sft",
-        description="The model to start from: a folder or a hub id. RUN is the run's folder. [the SFT stage's result]",
+        description=(
+            "The model to start from: a folder or a hub id; RUN/sft is the SFT stage's result, in the run's folder. "
+            f"{OWN_STAGES}"
+        ),
     )
 
 
@@ -117,23 +136,30 @@ class _Data(Section):
         "auto",
         description=(
             "How texts are read. transcripts: dialogues of hh-rlhf's form, Human: and Assistant: in turn, become "
-            "conversations; plain: as they stand; auto: transcripts where the first row looks like one. [ours]"
+            "conversations; plain: as they stand; auto: transcripts where the first row looks like one. "
+            "[`pytest tests/test_data_transcripts.py::test_format_says_how_texts_are_read`]"
         ),
     )
     subset: str | None = Field(
         None,
-        description="Subset (config) of a dataset of the hub, or of a folder like one, that has several; none: its "
-        "default. [datasets]",
+        description=(
+            "Subset (config) of a dataset of the hub, or of a folder like one, that has several; none: its default. "
+            "[`pytest tests/test_sources_folders.py::test_subsets_of_the_readme`]"
+        ),
     )
     revision: str | None = Field(
-        None, description="Branch, tag or commit of a dataset from the hub; none: its main branch. [datasets]"
+        None,
+        description=(
+            "Branch, tag or commit of a dataset from the hub; none: its main branch. "
+            "[huggingface_hub 2.4, src/huggingface_hub/_snapshot_download.py]"
+        ),
     )
     max_rows: int | None = Field(
         None,
         gt=0,
         description=(
             "Most rows read, the first ones of each key's data; of a dataset that is not in the hub's cache only these "
-            "are streamed. [none: all]"
+            "are streamed; none: all. [`pytest tests/test_sources.py::test_only_max_rows_are_looked_at`]"
         ),
     )
     eval_fraction: float | None = Field(
@@ -143,17 +169,25 @@ class _Data(Section):
         description=(
             "Share of the prompts that is held out, with all their rows: training never reads them, evaluation reads "
             "nothing else. The same share and seed hold out the same prompts in every stage; of a conversation its "
-            "opening by the user counts, of {text} all of it, of {chosen, rejected} as texts what they share. [none]"
+            "opening by the user counts, of {text} all of it, of {chosen, rejected} as texts what they share; "
+            "none: files of their own are held out. "
+            "[`pytest tests/test_config_data.py::test_a_fraction_is_held_out_of_one_file_in_every_stage`]"
         ),
     )
     split_seed: int | None = Field(
-        None, ge=0, description="Another seed holds out other prompts; none: 0. Only with eval_fraction. [ours]"
+        None,
+        ge=0,
+        description=(
+            "Another seed holds out other prompts; none: 0. Only with eval_fraction. "
+            "[`pytest tests/test_data_transcripts.py -k another_seed`]"
+        ),
     )
     on_bad: Literal["error", "drop"] = Field(
         "error",
         description=(
             "Rows that cannot be used: stop, or leave them out with a count of each fault. Long rows have on_long, "
-            "identical answers on_identical; a file that cannot be parsed always stops. [ours]"
+            "identical answers on_identical; a file that cannot be parsed always stops. "
+            "[`pytest tests/test_data_transcripts.py::test_odd_dialogues_have_a_code_or_are_left_out`]"
         ),
     )
 
@@ -199,7 +233,13 @@ class SFTData(_Data):
     """Rows {prompt, completion}, {text} or {messages}."""
 
     train: DataPath = Field(description=f"Rows to train on: {NAMES}.")
-    eval: DataPath | None = Field(None, description="Rows to evaluate on, never trained on: named like train. [none]")
+    eval: DataPath | None = Field(
+        None,
+        description=(
+            "Rows to evaluate on, never trained on: named like train; none: no evaluation. "
+            "[TRL 1.16, trl/trainer/sft_trainer.py; its eval_dataset]"
+        ),
+    )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
 
 
@@ -208,11 +248,19 @@ class RewardData(_Data):
 
     train: DataPath = Field(description=f"Pairs to train on: {NAMES}.")
     eval: DataPath | None = Field(
-        None, description="Pairs to measure the accuracy on, never trained on: named like train. [none]"
+        None,
+        description=(
+            "Pairs to measure the accuracy on, never trained on: named like train; none: no evaluation. "
+            "[TRL 1.16, trl/trainer/reward_trainer.py; its eval_dataset]"
+        ),
     )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
     on_identical: Literal["error", "drop"] = Field(
-        "error", description="Pairs whose chosen answer equals the rejected one: stop, or drop them. [ours]"
+        "error",
+        description=(
+            "Pairs whose chosen answer equals the rejected one: stop, or drop them. "
+            "[`pytest tests/test_stage_reward.py::test_d07_identical_pairs_are_refused_or_dropped`]"
+        ),
     )
 
 
@@ -236,7 +284,8 @@ class _PromptData(_Data):
         None,
         description=(
             "Prompts are cut to their first words, so that any texts give prompts: a number, or {min, max} drawn from "
-            "a hash of the text. [none: whole prompts]"
+            "a hash of the text; none: whole prompts. "
+            "[`pytest tests/test_config.py::test_first_words_are_a_number_or_a_range`]"
         ),
     )
 
@@ -256,9 +305,24 @@ class PPOData(_PromptData):
     prompts: DataPath = Field(description=f"Prompts to train on, or pairs: {NAMES}.")
     eval_prompts: DataPath | None = Field(
         None,
-        description="Prompts for the sample tables during training, never trained on. [none: the training prompts]",
+        description=(
+            "Prompts for the sample tables during training, never trained on; none: the tables show the rollout. "
+            "[`pytest tests/test_stage_ppo.py -k eval_prompts_are_shown`]"
+        ),
+    )
+    ptx_data: DataPath | None = Field(
+        None,
+        description=(
+            "Rows as SFT takes them, {prompt, completion}, {text} or {messages}, for the language-model loss of "
+            "ppo.ptx_coef: named like prompts. [`pytest tests/test_ppo_options.py`]"
+        ),
     )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
+
+    def sources(self, where: Callable[[str], str]) -> dict[str, Source]:
+        """Key path -> source, of each key that names data; ptx_data is read whole, first_words is for prompts."""
+        found, ptx = super().sources(where), self._source("ptx_data", where)
+        return found | ({"data.ptx_data": replace(ptx, first_words=None)} if ptx else {})
 
 
 class EvalData(_PromptData):

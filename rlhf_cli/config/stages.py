@@ -13,6 +13,7 @@ from rlhf_cli.config.keys import PathKey
 from rlhf_cli.config.sections import (
     ATTENTION,
     DTYPE,
+    OWN_STAGES,
     REVISION,
     Dtype,
     EvalData,
@@ -27,8 +28,17 @@ from rlhf_cli.errors import nearest
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.sources import Source
 
-STAGE = "The stage that the file is for; optional, must match the command."
-TRAINER = "Any other field of TRL's {}, by its own name, except what the pipeline sets itself. [none]"
+STAGE = (
+    "The stage that the file is for; optional, must match the command. "
+    "[`pytest tests/test_check.py::test_the_stage_of_a_file`]"
+)
+TRAINER = (
+    "Any other field of TRL's {}, by its own name, except what the pipeline sets itself; `rlhf explain trainer.NAME` "
+    "tells of one. [TRL 1.16, trl/trainer/{}_config.py; its defaults stay in force]"
+)
+ENSEMBLE = "[`pytest tests/test_rewards.py`]"
+ONE_KIND = "[`pytest tests/test_config_lines.py::test_a_bad_source_of_reward`]"
+AS_TRAINED = "[`pytest tests/test_stage_ppo.py::test_a_foreign_policy_needs_its_sampling_told`]"
 VALUE_WORDS = ("reward", "policy_head")
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
@@ -40,7 +50,7 @@ class SFTConfig(Config):
     model: SFTModel = Field(description="The model to start from.")
     data: SFTData = Field(description="The rows to train on.")
     sft: SFTSettings = Field(default_factory=SFTSettings, description="The numbers of the training.")
-    trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("SFTConfig"))
+    trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("SFTConfig", "sft"))
 
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""
@@ -60,7 +70,7 @@ class RewardConfig(Config):
     model: RewardModel = Field(default_factory=RewardModel, description="The model to start from.")
     data: RewardData = Field(description="The pairs to train on.")
     reward: RewardSettings = Field(default_factory=RewardSettings, description="The numbers of the training.")
-    trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("RewardConfig"))
+    trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("RewardConfig", "reward"))
 
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""
@@ -72,16 +82,20 @@ class PPOModels(Section):
 
     sft: ModelPath = Field(
         "RUN/sft",
-        description="Start of the policy, and the frozen reference: a folder or a hub id. [the SFT stage's result]",
+        description=(
+            f"Start of the policy, and the frozen reference: a folder or a hub id; the SFT stage's result. {OWN_STAGES}"
+        ),
     )
     reward: ModelPath = Field(
-        "RUN/reward", description="The reward model: a folder or a hub id. [the reward stage's result]"
+        "RUN/reward",
+        description=f"The reward model: a folder or a hub id; the reward stage's result. {OWN_STAGES}",
     )
     value: Annotated[str, PathKey("value", VALUE_WORDS)] = Field(
         "reward",
         description=(
-            "Start of the value model: reward (a copy of the reward model), policy_head (a copy of the policy with a "
-            "head that is zero), a folder or a hub id. [reward: InstructGPT, N+ details]"
+            "The value model: reward (starts as a copy of the reward model), policy_head (a head on the policy, zero "
+            "at first: one forward pass for both and half the memory), or the start is a folder or a hub id. "
+            "[Ouyang et al. 2022, arXiv 2203.02155, section 3.5]"
         ),
     )
     revision: str | None = Field(None, description=REVISION)
@@ -90,22 +104,60 @@ class PPOModels(Section):
 
 
 class RewardSource(Section):
-    """One source of reward: a model or a Python function."""
+    """One source of reward: a model, several that vote, or a Python function."""
 
-    model: ModelPath | None = Field(None, description="A reward model: a folder or a hub id. Give this or function.")
+    model: ModelPath | None = Field(
+        None, description=f"A reward model: a folder or a hub id. Give this, models or function. {ONE_KIND}"
+    )
+    models: dict[Name, ModelPath] = Field(
+        default_factory=dict,
+        description=f"An ensemble: reward models by name, whose scores `combine` makes one of. {ENSEMBLE}",
+    )
     function: str | None = Field(
         None,
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
-        description="A Python function module:function, that gives one number for each response. Give this or model.",
+        description=(
+            "A Python function module:function, that gives one number for each response. Give this, model or models. "
+            f"{ONE_KIND}"
+        ),
     )
-    weight: float = Field(1.0, description="Factor of this source in the sum. [1]")
+    combine: Literal["mean", "min", "mean_minus_std"] = Field(
+        "mean",
+        description=(
+            "How an ensemble's scores become one: their mean, the least, or the mean less std_coef times their "
+            "standard deviation (Coste et al. 2023, arXiv 2310.02743, with the variance). The deviation is logged as "
+            f"objective/disagreement/NAME. {ENSEMBLE}"
+        ),
+    )
+    std_coef: float = Field(
+        1.0, ge=0, description=f"Weight of the disagreement with combine: mean_minus_std. {ENSEMBLE}"
+    )
+    clip: float | None = Field(
+        None, gt=0, description=f"This source's raw score is clipped to -clip .. clip before it is weighted. {ENSEMBLE}"
+    )
+    weight: float = Field(
+        1.0,
+        description=(
+            "Factor of this source in the sum. "
+            "[`pytest tests/test_config.py::test_rewards_default_to_the_reward_model`]"
+        ),
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if (self.model is None) == (self.function is None):
+        if sum(map(bool, (self.model, self.models, self.function))) != 1:
             raise PydanticCustomError(
-                "C17", "give one of model and function", {"hint": "the name `reward` alone means the reward model"}
+                "C17",
+                "give one of model, models and function",
+                {"hint": "the name `reward` alone means the reward model"},
             )
+        if len(self.models) == 1:
+            raise PydanticCustomError("C17", "an ensemble needs two models", {"hint": "write model: for a single one"})
+        for key, used in (("combine", bool(self.models)), ("std_coef", self.combine == "mean_minus_std")):
+            if getattr(self, key) != type(self).model_fields[key].default and not used:
+                missing = "models" if key == "combine" else "combine: mean_minus_std"
+                text = f"{key} has no effect without {missing}"
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "take it out", "key": key})
         return self
 
 
@@ -117,7 +169,10 @@ class PPOConfig(Config):
     data: PPOData = Field(description="The prompts to train on.")
     rewards: dict[Name, RewardSource] = Field(
         default_factory=dict,
-        description="Sources of reward by name, added up by weight. [reward: {model: models.reward}]",
+        description=(
+            "Sources of reward by name, added up by weight; none: models.reward alone. "
+            "[`pytest tests/test_config.py::test_rewards_default_to_the_reward_model`]"
+        ),
     )
     ppo: PPOSettings = Field(description="The numbers of PPO.")
 
@@ -131,9 +186,24 @@ class PPOConfig(Config):
             return keys
         sources = keys.get("rewards") or {"reward": {}}
         source = {} if sources.get("reward", 0) is None else sources.get("reward")
-        if isinstance(source, dict) and not {"model", "function"} & source.keys():
+        if isinstance(source, dict) and not {"model", "models", "function"} & source.keys():
             sources = {**sources, "reward": {"model": path, **source}}
         return {**keys, "rewards": sources}
+
+    @model_validator(mode="after")
+    def _ptx_has_both(self) -> Self:
+        if bool(self.ppo.ptx_coef) != bool(self.data.ptx_data):
+            missing, given = (
+                ("data.ptx_data", "ppo.ptx_coef") if self.ppo.ptx_coef else ("ppo.ptx_coef", "data.ptx_data")
+            )
+            hint = "name SFT's rows, e.g. data/sft.jsonl" if self.ppo.ptx_coef else "e.g. 27.8, as InstructGPT"
+            context = {
+                "text": f"{given} has no effect without {missing}",
+                "hint": f"set {missing}: {hint}",
+                "key": given,
+            }
+            raise PydanticCustomError("C17", "{text}", context)
+        return self
 
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""
@@ -148,18 +218,24 @@ class EvalModels(Section):
     """The models to compare. RUN is the run's folder."""
 
     sft: ModelPath = Field(
-        "RUN/sft", description="The model before PPO: a folder or a hub id. [the SFT stage's result]"
+        "RUN/sft", description=f"The model before PPO: a folder or a hub id; the SFT stage's result. {OWN_STAGES}"
     )
-    ppo: ModelPath = Field("RUN/ppo", description="The model after PPO: a folder or a hub id. [the PPO stage's result]")
+    ppo: ModelPath = Field(
+        "RUN/ppo", description=f"The model after PPO: a folder or a hub id; the PPO stage's result. {OWN_STAGES}"
+    )
     reward: ModelPath | None = Field(
         "RUN/reward",
         description=(
-            "The reward model that both are scored with; null where PPO was trained on functions alone: judges.reward "
-            "then names one of them. [the reward stage's result]"
+            "The reward model that both are scored with, the reward stage's result; null where PPO was trained on "
+            f"functions alone: judges.reward then names one of them. {OWN_STAGES}"
         ),
     )
     base: ModelPath | None = Field(
-        None, description="A third model to compare, such as the one before SFT: a folder or a hub id. [none]"
+        None,
+        description=(
+            "A third model to compare, such as the one before SFT: a folder or a hub id; none: two models. "
+            "[`pytest tests/test_stage_ppo.py::test_eval_report_by_its_own_samples`]"
+        ),
     )
     dtype: Dtype = Field("auto", description=DTYPE)
     attn_implementation: str | None = Field(None, description=ATTENTION)
@@ -178,36 +254,43 @@ class EvalSettings(Section):
         512,
         gt=0,
         description=(
-            "Prompts answered by each model, at most as many as there are. [512: a 95 % interval of about 0.04 on a "
-            "win rate]"
+            "Prompts answered by each model, at most as many as there are; 512 tell a win rate to about 0.04. "
+            "[`pytest tests/test_defaults.py::test_512_prompts_tell_a_win_rate_to_about_four_hundredths`]"
         ),
     )
     modes: list[Literal["sampled", "greedy"]] = Field(
         default=["sampled", "greedy"],
         min_length=1,
         description=(
-            "How answers are made: sampled at the training temperature, and near-greedy. [both; TRL 1.12 looks at "
-            "near-greedy ones alone]"
+            "How answers are made: sampled at the training temperature, and near-greedy. "
+            "[`pytest tests/test_stage_ppo.py::test_eval_report_by_its_own_samples`]"
         ),
     )
     best_of: list[Annotated[int, Field(ge=2)]] = Field(
         default=[2, 4, 8],
         description=(
-            "The SFT model's best of n answers by the reward: what PPO has to beat. An empty list leaves it out. [ours]"
+            "The SFT model's best of n answers by the reward: what PPO has to beat. An empty list leaves it out. "
+            "[`pytest tests/test_defaults.py::test_the_best_of_eight_is_over_a_nat_away`]"
         ),
     )
     temperature: float | None = Field(
-        None, gt=0, description="Sampling temperature; none: that of the PPO training. [none]"
+        None, gt=0, description=f"Sampling temperature; none: that of the PPO training. {AS_TRAINED}"
     )
     response_length: int | None = Field(
-        None, gt=0, description="Most tokens of an answer; none: that of the PPO training. [none]"
+        None, gt=0, description=f"Most tokens of an answer; none: that of the PPO training. {AS_TRAINED}"
     )
-    per_device_batch_size: int = Field(64, gt=0, description="Answers made at once. [ours]")
+    per_device_batch_size: int = Field(
+        64,
+        gt=0,
+        description=(
+            "Answers made at once. [TRL 1.12, trl/experimental/ppo/ppo_config.py; its local_rollout_forward_batch_size]"
+        ),
+    )
     require: dict[str, Annotated[str, AfterValidator(_comparison)]] = Field(
         default_factory=dict,
         description=(
             'Values of the report that must hold, e.g. {win_rate.ppo_vs_sft.gold.value: ">= 0.6"}; else the command '
-            "exits with 1. [none]"
+            "exits with 1. [`pytest tests/test_defaults.py::test_nothing_is_required_of_a_result_unasked`]"
         ),
     )
 
@@ -229,7 +312,7 @@ class EvalConfig(Config):
         default_factory=dict,
         description=(
             "Further judges by name: a Python function module:function, or a reward model's folder or hub id. "
-            "[none: the reward model alone]"
+            "[`pytest tests/test_defaults.py::test_the_reward_model_is_the_one_judge_unasked`]"
         ),
     )
     data: EvalData = Field(description="The prompts to answer.")

@@ -8,8 +8,11 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.base import Section
 
-TRL = "[TRL 1.16]"
-HF = "[transformers TrainingArguments]"
+SFT = "[TRL 1.16, trl/trainer/sft_config.py]"
+BASE = "[TRL 1.16, trl/trainer/base_config.py]"
+HF = "[transformers 5.23, src/transformers/training_args.py]"
+# The code of Huang et al. 2024, arXiv 2403.17031, whose sft.py and reward.py agree here.
+DETAILS = "summarize_from_feedback_details 1d6d8ee, summarize_from_feedback_details/sft.py"
 
 SCHEDULERS = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -21,35 +24,45 @@ class TrainerSettings(Section):
     """What SFT and reward training share: TRL's names."""
 
     num_train_epochs: float = Field(
-        1.0, gt=0, description="Passes over the training rows. [one, as InstructGPT's reward model; TRL's default is 3]"
+        1.0, gt=0, description=f"Passes over the training rows. [{DETAILS}; as its reward.py, TRL's own default is 3]"
     )
     max_steps: int | None = Field(
-        None, gt=0, description="Optimizer steps in all, in place of num_train_epochs. [none]"
+        None,
+        gt=0,
+        description=(
+            "Optimizer steps in all, in place of num_train_epochs; none: that many epochs. "
+            "[transformers 5.23, src/transformers/training_args.py; -1 says the same there]"
+        ),
     )
     per_device_train_batch_size: int = Field(
-        8, gt=0, description=f"Rows (in the reward stage: pairs) a device reads at once in training. {TRL}"
+        8, gt=0, description=f"Rows (in the reward stage: pairs) a device reads at once in training. {HF}"
     )
-    per_device_eval_batch_size: int = Field(8, gt=0, description=f"Rows a device reads at once in evaluation. {TRL}")
-    gradient_accumulation_steps: int = Field(1, gt=0, description=f"Batches added up before each optimizer step. {TRL}")
+    per_device_eval_batch_size: int = Field(8, gt=0, description=f"Rows a device reads at once in evaluation. {HF}")
+    gradient_accumulation_steps: int = Field(1, gt=0, description=f"Batches added up before each optimizer step. {HF}")
     max_length: int = Field(
         1024,
         gt=1,
-        description=f"Most tokens of a row, prompt and answer together; data.on_long says what happens beyond. {TRL}",
+        description=f"Most tokens of a row, prompt and answer together; data.on_long says what happens beyond. {SFT}",
     )
     lr_scheduler_type: SCHEDULERS = Field(
         "cosine",
         description=(
-            "How the learning rate falls after warm-up. [cosine, as most published recipes; TRL's default is linear]"
+            f"How the learning rate falls after warm-up. [{DETAILS}; as its reward.py, TRL's own default is linear]"
         ),
     )
     warmup_steps: int | None = Field(
-        None, ge=0, description="Optimizer steps of warm-up, in place of warmup_ratio. [none]"
+        None,
+        ge=0,
+        description=(
+            "Optimizer steps of warm-up, in place of warmup_ratio; none: that ratio holds. "
+            "[transformers 5.23, src/transformers/training_args.py; 0 there, and there is no ratio beside it]"
+        ),
     )
     warmup_ratio: float = Field(
         0.03,
         ge=0,
         lt=1,
-        description="Share of all steps in which the learning rate rises from 0. [0.03: Stanford Alpaca's recipe]",
+        description="Share of all steps in which the learning rate rises from 0. [Stanford Alpaca 7f08532, README.md]",
     )
     weight_decay: float = Field(0.0, ge=0, description=f"AdamW's weight decay. {HF}")
     max_grad_norm: float = Field(1.0, gt=0, description=f"Gradients are scaled down to this norm at most. {HF}")
@@ -59,22 +72,29 @@ class TrainerSettings(Section):
     gradient_checkpointing: bool = Field(
         False,
         description=(
-            "Recompute activations in the backward pass: less memory, about a third more time. [off: small models "
-            "need no such help; TRL's default is on]"
+            "Recompute activations in the backward pass: less memory, more time. "
+            "[transformers 5.23, src/transformers/training_args.py; TRL's own default is true]"
         ),
     )
     bf16: bool | None = Field(
-        None, description="Compute in bfloat16, weights stay float32; none: where a GPU can, off on the CPU. [TRL 1.16]"
+        None,
+        description=f"Compute in bfloat16, weights stay float32; none: where a GPU can, off on the CPU. {BASE}",
     )
-    logging_steps: int = Field(10, gt=0, description=f"Optimizer steps between two lines of metrics.jsonl. {TRL}")
+    logging_steps: int = Field(10, gt=0, description=f"Optimizer steps between two lines of metrics.jsonl. {BASE}")
     eval_steps: int | None = Field(
         None,
         gt=0,
-        description="Optimizer steps between two evaluations on data.eval; none: at the end of each epoch. [ours]",
+        description=(
+            "Optimizer steps between two evaluations on data.eval; none: at the end of each epoch. "
+            "[`pytest tests/test_defaults.py::test_each_epoch_ends_with_an_evaluation`]"
+        ),
     )
     group_by_length: bool = Field(
         True,
-        description="Batches of rows of similar length: less padding, so less time. No effect with packing. [ours]",
+        description=(
+            "Batches of rows of similar length: less padding, so less time. No effect with packing. "
+            "[`pytest tests/test_stage_sft.py::test_batches_hold_rows_of_like_length_unless_told_otherwise`]"
+        ),
     )
 
     def steps(self, rows: int) -> int:
@@ -105,15 +125,15 @@ class TrainerSettings(Section):
 class SFTSettings(TrainerSettings):
     """Supervised fine-tuning by TRL's SFTTrainer."""
 
-    learning_rate: float = Field(2e-5, ge=0, description=f"Peak learning rate. {TRL}")
+    learning_rate: float = Field(2e-5, ge=0, description=f"Peak learning rate. {SFT}")
     packing: bool = Field(
-        False, description=f"Several short rows in one sequence of max_length: faster where rows are short. {TRL}"
+        False, description=f"Several short rows in one sequence of max_length: faster where rows are short. {SFT}"
     )
     completion_only_loss: bool = Field(
         True,
         description=(
             "Train on the answer alone, and not on the prompt too. Rows {text} have no prompt and are trained "
-            "whole. [TRL 1.16 for rows with a prompt]"
+            "whole. [TRL 1.16, trl/trainer/sft_config.py; null there, which means true for rows with a prompt]"
         ),
     )
 
@@ -122,23 +142,33 @@ class RewardSettings(TrainerSettings):
     """Reward modelling by TRL's RewardTrainer."""
 
     learning_rate: float = Field(
-        1e-5, ge=0, description="Peak learning rate. [InstructGPT: 9e-6; TRL's 1e-4 is meant for adapters]"
+        1e-5,
+        ge=0,
+        description=(
+            "Peak learning rate. [TRL 0246f6a, examples/scripts/reward_modeling.py; for training in full, its 1e-4 is "
+            "for LoRA]"
+        ),
     )
     center_rewards_coefficient: float | None = Field(
         0.01,
         ge=0,
         description=(
-            "Pulls each pair's summed reward towards 0, so that scores keep one scale. [0.01: Eisenstein et al. "
-            "2023, arXiv 2312.09244]"
+            "Pulls each pair's summed reward towards 0, so that scores keep one scale; none: off. "
+            "[TRL 1.16, trl/trainer/reward_config.py; the value that it recommends, TRL's own default is null]"
         ),
     )
     normalize: Literal["none", "sft"] = Field(
         "sft",
         description=(
             "sft: the scores' mean and deviation over the SFT model's own answers are stored, and every reader "
-            "shifts and scales by them. [N+ details, arXiv 2403.17031]"
+            "shifts and scales by them. [Ziegler et al. 2019, arXiv 1909.08593, section 2]"
         ),
     )
     normalize_samples: int = Field(
-        256, ge=2, description="Answers sampled from the SFT model to measure that mean and deviation on. [ours]"
+        256,
+        ge=2,
+        description=(
+            "Answers sampled from the SFT model to measure that mean and deviation on. "
+            "[`pytest tests/test_defaults.py::test_256_answers_tell_mean_and_deviation_to_a_tenth`]"
+        ),
     )

@@ -43,8 +43,19 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 @cache
 def fields_of(stage: str) -> dict[str, dict[str, Any]]:
     """Name -> {types, choices (where closed), default} of each field of the stage's TRL config."""
-    fields: dict[str, dict[str, Any]] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))[TRAINERS[stage]]
+    fields: dict[str, dict[str, Any]] = _file()[TRAINERS[stage]]
     return fields
+
+
+def made_from() -> dict[str, str]:
+    """The versions of TRL and transformers whose fields these are."""
+    versions: dict[str, str] = _file()["made_from"]
+    return versions
+
+
+@cache
+def _file() -> Any:
+    return json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
 
 
 def check(trainer: dict[str, Any], model: type[Config], where: Callable[[str], str]) -> list[Problem]:

@@ -8,7 +8,7 @@ from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.config.trl import TRAINERS, fields_of
 from rlhf_cli.errors import Problem, nearest
 
-# Names of TRL 0.11's and 1.12's PPO, and habits from other tools: our key, and our word for a value of theirs.
+# Names of TRL 0.11's and 1.12's PPO, of OpenRLHF and verl: our key, and our word for a value of theirs.
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "kl_penalty": ("kl_estimator", {"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}),
     "init_kl_coef": ("kl_coef", {}),
@@ -36,6 +36,50 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "epochs": ("num_train_epochs", {}),
     "num_epochs": ("num_train_epochs", {}),
     "grad_clip": ("max_grad_norm", {}),
+    "max_norm": ("max_grad_norm", {}),
+    "exp_name": ("output.run_name", {}),
+    "task_name": ("output.run_name", {}),
+    "penalty_reward_value": ("missing_eos_penalty", {}),
+    "non_eos_penalty": ("missing_eos_penalty", {}),
+    "lambd": ("lam", {}),
+    "eps_clip": ("cliprange", {}),
+    "clip_ratio": ("cliprange", {}),
+    "clip_ratio_high": ("cliprange_high", {}),
+    "clip_ratio_c": ("dual_clip", {}),
+    "value_clip": ("cliprange_value", {}),
+    "kl_target": ("target", {}),
+    "kl_horizon": ("horizon", {}),
+    "entropy_loss_coef": ("entropy_coef", {}),
+    "entropy_coeff": ("entropy_coef", {}),
+    "actor_learning_rate": ("learning_rate", {}),
+    "critic_learning_rate": ("value_learning_rate", {}),
+    "freezing_actor_steps": ("value_only_updates", {}),
+    "critic_warmup": ("value_only_updates", {}),
+    "n_samples_per_prompt": ("num_samples_per_prompt", {}),
+    "generate_max_len": ("response_length", {}),
+    "reward_clip_range": ("score_clip", {}),
+    "overlong_buffer_len": ("overlong_penalty", {}),
+}
+_FULL_SOFTMAX = "log-probs are those of the full softmax, and responses must be drawn from the same: take the line out"
+_NO_TRACKER = "metrics.jsonl holds every number of the run; take the line out"
+# Options of theirs that there is nothing like, and why.
+REFUSED = {
+    "top_k": _FULL_SOFTMAX,
+    "top_p": _FULL_SOFTMAX,
+    "min_p": _FULL_SOFTMAX,
+    "repetition_penalty": _FULL_SOFTMAX,
+    "is_encoder_decoder": "encoder-decoder models cannot be trained; take the line out",
+    "is_peft_model": "whole models are trained; take the line out",
+    "model_adapter_name": "whole models are trained, and the reference is a copy of its own; take the line out",
+    "ref_adapter_name": "whole models are trained, and the reference is a copy of its own; take the line out",
+    "log_with": _NO_TRACKER,
+    "report_to": _NO_TRACKER,
+    "tracker_project_name": _NO_TRACKER,
+    "tracker_kwargs": _NO_TRACKER,
+    "dataset_num_proc": "rows are read once and their tokens kept; take the line out",
+    "optimize_device_cache": "memory is given back as soon as it is free; take the line out",
+    "optimize_cuda_cache": "memory is given back as soon as it is free; take the line out",
+    "world_size": "it is what the run finds; take the line out",
 }
 # The numbers of these mean something else under the new name.
 COUNTED_OTHERWISE = {
@@ -43,6 +87,9 @@ COUNTED_OTHERWISE = {
     "local_mini_batch_size": "it counts minibatches: batch size / mini_batch_size",
     "batch_size": "times gradient_accumulation_steps it is the episodes of an update",
     "local_batch_size": "times gradient_accumulation_steps it is the episodes of an update",
+    "clip_ratio_high": "the range above 1, as there",
+    "reward_clip_range": "one number, the limit on both sides",
+    "overlong_buffer_len": "{tokens: n, factor: f}",
 }
 
 
@@ -53,11 +100,18 @@ def unknown_key(path: tuple[str, ...], value: Any, model: type[Config], place: s
     renamed = _renamed(name, value, siblings, model) if section else None
     if renamed:
         return Problem("C01", f"unknown key {key}", place, renamed)
+    if section == ("ppo",) and name in REFUSED:
+        return Problem("C01", f"unknown key {key}", place, REFUSED[name])
     home = _home(name, path, model)
     if home:
         return Problem("C02", f"{key} belongs {home[0]}", place, home[1])
     near = nearest(name, siblings)
-    hint = f"did you mean {near}?" if near else f"keys here: {', '.join(siblings)}" if len(siblings) <= 8 else None
+    if near:
+        hint = f"did you mean {near}?"
+    elif len(siblings) <= 8:
+        hint = f"keys here: {', '.join(siblings)}"
+    else:
+        hint = f"`rlhf explain {'.'.join(section) or '--all'}` lists the keys"
     return Problem("C01", f"unknown key {key}", place, hint)
 
 

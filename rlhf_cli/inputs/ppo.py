@@ -1,12 +1,14 @@
 """What `rlhf ppo` starts from."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config import PPOConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import limits
-from rlhf_cli.models import loading
+from rlhf_cli.models import loading, publishing
 from rlhf_cli.ppo.rewards import TextReward, load_function
 
 
@@ -32,6 +34,29 @@ def read(config: PPOConfig, key: str, tokenizer: Any, body: Any) -> data.Rows[da
     source = config.sources()[f"data.{key}"]
     with limits.room_explained(room, config.ppo.max_response_length):
         return data.prompt_rows(source, tokenizer, max_length=room, on_long=config.data.on_long)
+
+
+def read_ptx(config: PPOConfig, tokenizer: Any, body: Any) -> data.Rows[dict[str, list[int]]]:
+    """Rows of data.ptx_data, which must be given, as `data.sft_rows` has them. Raises RLHFError D01-D10, D12, D14."""
+    room = None if body is None else loading.context_of(body)
+    return data.sft_rows(config.sources()["data.ptx_data"], tokenizer, max_length=room, on_long=config.data.on_long)
+
+
+@contextmanager
+def layers_explained(config: PPOConfig) -> Iterator[None]:
+    """Within, the ValueError of a model that has too few layers to share becomes C06."""
+    try:
+        yield
+    except ValueError as error:
+        if "num_shared_layers" not in str(error):
+            raise
+        raise RLHFError("C06", f"ppo.{error}", where=config.where("ppo.num_shared_layers")) from error
+
+
+def require_hub(config: PPOConfig) -> None:
+    """Raises RLHFError C17 where ppo.push_to_hub_if_best could not push."""
+    if config.ppo.push_to_hub_if_best:
+        publishing.require_token(config.ppo.push_to_hub_if_best, config.where("ppo.push_to_hub_if_best"))
 
 
 def check_rows(config: PPOConfig, prompts: data.Rows[Any], held_out: data.Rows[Any] | None) -> None:

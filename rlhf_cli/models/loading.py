@@ -1,5 +1,6 @@
 """Models in and out of folders: safetensors only, float32 unless asked otherwise, one-label heads for scores."""
 
+import copy
 import os
 import shutil
 from collections.abc import Mapping
@@ -66,17 +67,20 @@ def prompt_room(config: Any, response_length: int, where: str) -> int | None:
 def load_causal(
     folder: Path | str, *, dtype: str = "auto", attn_implementation: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The causal language model of a folder, on the CPU. Raises RLHFError M01, M07, M08, M10 for a classifier."""
+    """The causal language model of a folder, on the CPU. Raises RLHFError M01, M07, M08, M10 for another kind."""
     causal_config(folder, trust_remote_code)
     return _load(AutoModelForCausalLM, folder, dtype, attn_implementation, trust_remote_code)[0]
 
 
 def causal_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """The config of a language model's folder. Raises RLHFError M01, M08, M10 for a classifier."""
+    """The config of a language model's folder. Raises RLHFError M01, M08, M10 for what is no decoder-only one."""
     config = read_config(folder, trust_remote_code)
     if is_classifier(config):
         text = f"{shown(folder)} holds a sequence classifier, not a language model"
         raise RLHFError("M10", text, hint="name the folder of an SFT or PPO stage, or another language model")
+    if getattr(config, "is_encoder_decoder", False):
+        text = f"{shown(folder)} is an encoder-decoder model ({config.model_type}), which no stage can train yet"
+        raise RLHFError("M10", text, hint="start from a decoder-only language model, such as Llama, Qwen or GPT-2")
     return config
 
 
@@ -124,14 +128,21 @@ def scorer_from_causal(
     )[0]
 
 
-def value_from_causal(folder: Path | str, **how_loaded: Any) -> Any:
-    """A value model on the body of a causal model. Its head is zero, and so is every value until the first update.
-
-    `how_loaded` are the keywords of `load_causal`. Raises RLHFError M01, M07, M08.
-    """
-    model = scorer_from_causal(folder, **how_loaded)
-    torch.nn.init.zeros_(model.score.weight)
+def scorer_around(causal: Any, head: torch.nn.Linear) -> Any:
+    """A sequence classifier with one label, of the body of a causal model (shared, not copied) and a trained head."""
+    config = copy.deepcopy(causal.config)
+    config.num_labels = 1
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config, dtype=causal.dtype)
+    setattr(model, model.base_model_prefix, causal.base_model)
+    model.score = head
     return model
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a folder that `save_model` wrote, by the names of the model's state_dict."""
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    return model.state_dict()
 
 
 def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation: str | None = None) -> Any:

@@ -24,7 +24,8 @@ def objective(experience: Experience, *, in_reward: bool) -> Stats:
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": penalty + score,
         "objective/scores": score,
-        **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in experience.source_scores.items()},
+        **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in experience.scored.sources.items()},
+        **_opinions(experience),
         "objective/kl_coef": kl_coef,
         "objective/response_length": float(rollout.response_lengths.float().mean()),
         "objective/eos_fraction": float(rollout.ended.float().mean()),
@@ -33,6 +34,15 @@ def objective(experience: Experience, *, in_reward: bool) -> Stats:
         "tokens/real": int(rollout.mask.sum()),
         "tokens/padded": experience.padded_tokens,
     }
+
+
+def _opinions(experience: Experience) -> Stats:
+    """Of each ensemble: its members' raw scores, and how far they are apart."""
+    found: Stats = {}
+    for name, opinions in experience.scored.opinions.items():
+        found |= {f"objective/score/{name}/{each}": float(raw.mean()) for each, raw in opinions.members.items()}
+        found[f"objective/disagreement/{name}"] = float(opinions.disagreement.mean())
+    return found
 
 
 def averages(steps: list[Stats]) -> Stats:

@@ -191,15 +191,36 @@ def micro_batches(lengths: Tensor, rows: Tensor, *, max_rows: int, max_tokens: i
 
 
 @dataclass(frozen=True)
+class Opinions:
+    """What an ensemble says of each response."""
+
+    score: Tensor  # (B,) float32: the opinions made one
+    members: dict[str, Tensor]  # (B,) float32 each
+
+    @property
+    def disagreement(self) -> Tensor:
+        """Standard deviation over the members, (B,)."""
+        return torch.stack(list(self.members.values())).std(0, unbiased=False)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the sources of reward say of a rollout, and what came of it."""
+
+    sources: dict[str, Tensor]  # each source's raw score, (B,)
+    opinions: dict[str, Opinions]  # of those that are ensembles
+    summed: Tensor  # (B,) float32: the sources by weight, before anything is done to the sum
+    moments: Moments  # of all such sums of the run, these among them
+    placed: Tensor  # (B,) float32: scaled, clipped, less penalties: what goes on the last real token
+
+
+@dataclass(frozen=True)
 class Experience:
     """A rollout, judged: everything the update needs, fixed before it starts."""
 
     rollout: Rollout
     plan: tuple[tuple[Tensor, ...], ...]  # epoch 1: minibatches of micro-batches of rows, the ones the judge ran on
-    scores: Tensor  # (B,) float32: what is placed on the last real token
-    source_scores: dict[str, Tensor]  # each source's raw score, (B,)
-    summed: Tensor  # (B,) float32: the sources by weight, before anything is done to the sum
-    moments: Moments  # of all scores of the run, these among them
+    scored: Scored
     kl_coef: float  # in force for this update
     logprobs: Tensor  # (B, R) float32: the policy's, at the sampling temperature
     ref_logprobs: Tensor  # (B, R) float32
@@ -212,6 +233,10 @@ class Experience:
     @property
     def mask(self) -> Tensor:
         return self.rollout.response_mask
+
+    @property
+    def scores(self) -> Tensor:
+        return self.scored.placed
 
     @property
     def padded_tokens(self) -> int:

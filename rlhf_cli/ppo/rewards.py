@@ -1,10 +1,12 @@
-"""Sources that score responses. A source is any callable `Rollout -> (B,) float32`; to add a kind, add a class here."""
+"""Sources that score responses. A source is any callable `Rollout -> (B,) float32`, or -> Opinions of an ensemble;
+to add a kind, add a class here.
+"""
 
 import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,13 +16,13 @@ from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import reading
-from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.ppo.records import Opinions, Rollout
 
 TextReward = Callable[[list[str], list[str]], Sequence[float]]
 
 
 class RewardSource(Protocol):
-    def __call__(self, rollout: Rollout) -> Tensor:
+    def __call__(self, rollout: Rollout) -> Tensor | Opinions:
         """Raw score (B,) float32 of each row."""
         ...
 
@@ -38,6 +40,27 @@ class ModelReward:
 
     def __call__(self, rollout: Rollout) -> Tensor:
         return reading.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
+
+
+@dataclass
+class EnsembleReward:
+    """Several reward models as one source: `combine` is a key of COMBINE (Coste et al. 2023, arXiv 2310.02743)."""
+
+    members: dict[str, ModelReward]
+    combine: str = "mean"
+    std_coef: float = 1.0
+
+    def __call__(self, rollout: Rollout) -> Opinions:
+        scores = {name: member(rollout) for name, member in self.members.items()}
+        opinions = Opinions(torch.stack(list(scores.values())).mean(0), scores)
+        return replace(opinions, score=COMBINE[self.combine](opinions, self.std_coef))
+
+
+COMBINE: dict[str, Callable[[Opinions, float], Tensor]] = {
+    "mean": lambda opinions, _: opinions.score,
+    "min": lambda opinions, _: torch.stack(list(opinions.members.values())).amin(0),
+    "mean_minus_std": lambda opinions, std_coef: opinions.score - std_coef * opinions.disagreement,
+}
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """From the sources' raw scores to the score that is placed on a response's last token.
 
-sum by weight -> running scaling -> clip -> minus missing_eos_penalty -> minus overlong_penalty
+each source's clip -> sum by weight -> running scaling -> clip -> minus missing_eos_penalty -> minus overlong_penalty
 """
 
 import torch
@@ -12,9 +12,11 @@ from rlhf_cli.ppo.records import Rollout
 from rlhf_cli.ppo.settings import PPOSettings
 
 
-def weighted(sources: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-    """The sources' raw scores, each (B,), times their weights, added up."""
-    return torch.stack([weights[name] * raw for name, raw in sources.items()]).sum(0)
+def weighted(sources: dict[str, Tensor], weights: dict[str, float], clips: dict[str, float]) -> Tensor:
+    """The sources' raw scores, each (B,), clipped to +-`clips` where one has such, times their weights, added up."""
+    bounds = {name: clips.get(name, torch.inf) for name in sources}
+    clipped = {name: raw.clamp(-bounds[name], bounds[name]) for name, raw in sources.items()}
+    return torch.stack([weights[name] * scores for name, scores in clipped.items()]).sum(0)
 
 
 def scaled(scores: Tensor, moments: Moments, settings: PPOSettings) -> Tensor:

@@ -20,7 +20,7 @@ from rlhf_cli.ppo.advantages import gae
 from rlhf_cli.ppo.losses import Losses, losses
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.records import Experience, MicroBatch, Prompts, Rollout, micro_batches
+from rlhf_cli.ppo.records import Experience, MicroBatch, Opinions, Prompts, Rollout, Scored, micro_batches
 from rlhf_cli.ppo.rewards import RewardSource
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.seeds import derive
@@ -50,6 +50,7 @@ class PPOTrainer:
         scheduler: LRScheduler | None = None,
         *,
         weights: dict[str, float] | None = None,
+        clips: dict[str, float] | None = None,
         ptx: Sequence[tuple[list[int], list[int]]] = (),
         num_updates: int | None = None,
         seed: int = 0,
@@ -62,7 +63,7 @@ class PPOTrainer:
         )
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value.requires_grad_(True)
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
-        self.weights, self.ptx = weights or dict.fromkeys(rewards, 1.0), ptx
+        self.weights, self.clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
         for model in (policy, ref, value):
             reading.disable_dropout(model)
         if settings.num_shared_layers:
@@ -126,25 +127,30 @@ class PPOTrainer:
         settings, mask = self.settings, rollout.response_mask
         plan = self._plan(rollout, epoch=0)
         read = self._read(rollout, plan)
-        sources = {name: ask(rollout) for name, ask in self.rewards.items()} if scores is None else {"given": scores}
-        raw = {name: self._per_row(name, given, rollout) for name, given in sources.items()}
-        finite.check({f"score `{name}`": score for name, score in raw.items()} | read, self.updates + 1)
-        summed = scoring.weighted(raw, self.weights) if scores is None else raw["given"]
-        moments = self.moments.merged(summed)
-        placed = scoring.scaled(summed, moments, settings)
-        if scores is None:
-            placed = scoring.penalised(placed, rollout, self.response_length, settings)
+        finite.check(read, self.updates + 1)
+        scored = self._score(rollout, scores)
         penalty = self.kl_coef * read["kl"] if settings.kl_in == "reward" else torch.zeros_like(read["kl"])
-        rewards = formulas.shape_rewards(placed, penalty, mask)
+        rewards = formulas.shape_rewards(scored.placed, penalty, mask)
         if settings.whiten_rewards:
             rewards = formulas.masked_whiten(rewards, mask, shift_mean=False)
         advantages, returns = gae(rewards, read["values"], mask, settings.gamma, settings.lam)
         if settings.advantage_norm == "batch":
             advantages = formulas.masked_whiten(advantages, mask)
-        return Experience(
-            rollout, plan, placed, raw, summed, moments, self.kl_coef,
-            **read, rewards=rewards, advantages=advantages, returns=returns,
-        )  # fmt: skip
+        numbers = {**read, "rewards": rewards, "advantages": advantages, "returns": returns}
+        return Experience(rollout, plan, scored, self.kl_coef, **numbers)
+
+    def _score(self, rollout: Rollout, given: Tensor | None) -> Scored:
+        asked = {name: ask(rollout) for name, ask in self.rewards.items()} if given is None else {"given": given}
+        opinions = {name: said for name, said in asked.items() if isinstance(said, Opinions)}
+        asked |= {name: said.score for name, said in opinions.items()}
+        raw = {name: self._per_row(name, said, rollout) for name, said in asked.items()}
+        finite.check({f"score `{name}`": scores for name, scores in raw.items()}, self.updates + 1)
+        summed = scoring.weighted(raw, self.weights, self.clips) if given is None else raw["given"]
+        moments = self.moments.merged(summed)
+        placed = scoring.scaled(summed, moments, self.settings)
+        if given is None:
+            placed = scoring.penalised(placed, rollout, self.response_length, self.settings)
+        return Scored(raw, opinions, summed, moments, placed)
 
     @staticmethod
     def _per_row(name: str, scores: Any, rollout: Rollout) -> Tensor:
@@ -207,7 +213,7 @@ class PPOTrainer:
         self.scheduler.step()
         self.updates += 1
         stats = metrics.objective(experience, in_reward=settings.kl_in == "reward") | metrics.averages(steps)
-        self.moments = experience.moments
+        self.moments = experience.scored.moments
         if settings.adap_kl_ctrl:
             self.kl_coef = formulas.adapted_kl_coef(
                 self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),

@@ -81,6 +81,15 @@ class RolloutSettings(Settings):
         False, description=f"Beside each response in those tables, one of the reference with its score. {TRL_STEP}"
     )
 
+    push_to_hub_if_best: str | None = Field(
+        None,
+        pattern=r"^[\w.-]+/[\w.-]+$",
+        description=(
+            "Repository OWNER/NAME of the hub that receives the policy whenever objective/rlhf_reward is at its best; "
+            f"made private where it is new. {TRL_STEP}"
+        ),
+    )
+
     response_length: Annotated[int, Field(ge=1)] | LengthRange = Field(
         53, description=f"Most tokens of a response, or {{min, max}} to draw the limit anew for each update. {TRL}"
     )
@@ -137,7 +146,7 @@ class RolloutSettings(Settings):
                 sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
                 text = f"{sizes} = {batch} episodes an update cannot be divided by {key} {parts}"
                 hint = f"nearest that fit: {' or '.join(map(str, near))}"
-                raise PydanticCustomError("C12", "{text}", {"text": text, "hint": hint})
+                raise PydanticCustomError("C12", "{text}", {"text": text, "hint": hint, "key": key})
         return self
 
     @property

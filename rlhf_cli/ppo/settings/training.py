@@ -32,9 +32,14 @@ class TrainingSettings(Settings):
     warmup_steps: int | None = Field(
         None,
         ge=0,
-        description=f"Updates of warm-up, the first of them with learning rate 0. Give this or warmup_ratio. {HF}",
+        description=(
+            "Updates of warm-up, the first of them with learning rate 0. Give this or warmup_ratio. "
+            f"{HF[:-1]}; 0 there, which is the same]"
+        ),
     )
-    warmup_ratio: float | None = Field(None, ge=0, lt=1, description=f"Warm-up as a share of all updates. {HF}")
+    warmup_ratio: float | None = Field(
+        None, ge=0, lt=1, description=f"Warm-up as a share of all updates. Give this or warmup_steps. {OPTIONS}"
+    )
     value_warmup_steps: int | None = Field(
         None, ge=0, description=f"Updates of warm-up of the value model; none: the policy's. {OPTIONS}"
     )

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.inputs import models
 from rlhf_cli.inputs import ppo as inputs
-from rlhf_cli.models import loading, tokenizers
-from rlhf_cli.ppo.rewards import FunctionReward, ModelReward, RewardSource
+from rlhf_cli.models import loading, reading, tokenizers
+from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 
@@ -26,12 +26,14 @@ class Parts:
     prompts: list[data.Prompt]
     eval_prompts: list[data.Prompt]
     trainer: PPOTrainer
+    ref_engine: HFEngine
     updates: int
 
 
 def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> Parts:
-    """Load all that the run needs, checks first. Raises RLHFError: C13, D01-D14, T04, T05, M01-M09."""
+    """Load all that the run needs, checks first. Raises RLHFError: C06, C13, D01-D14, T04, T05, M01-M09."""
     settings, sft = config.ppo, parents["models.sft"]
+    inputs.require_hub(config)
     tokenizers.check_alike(parents, config.where, trust_remote_code=options.trust_remote_code)
     tokenizer = models.tokenizer(config, options, sft)
     policy = models.causal(config, options, sft, tokenizer).to(loading.device())
@@ -47,18 +49,23 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     batch = settings.local_rollout_forward_batch_size
     engine = HFEngine(policy, stop_token_id, tokenizer.pad_token_id or 0, settings.temperature, batch)
     updates = settings.num_updates(len(prompts))
-    trainer = PPOTrainer(
-        policy,
-        copy.deepcopy(policy),
-        scorers.value(tokenizer.pad_token_id),
-        _sources(config, tokenizer, scorers),
-        engine,
-        settings,
-        weights={name: source.weight for name, source in config.rewards.items()},
-        num_updates=updates,
-        seed=config.seed,
-    )
-    return Parts(tokenizer, stop_token_id, prompts, eval_prompts or [], trainer, updates)
+    ref = copy.deepcopy(policy)
+    with inputs.layers_explained(config):
+        trainer = PPOTrainer(
+            policy,
+            ref,
+            scorers.value(policy),
+            _sources(config, tokenizer, scorers),
+            engine,
+            settings,
+            weights={name: source.weight for name, source in config.rewards.items()},
+            clips={name: source.clip for name, source in config.rewards.items() if source.clip is not None},
+            ptx=_ptx(config, tokenizer, policy.config),
+            num_updates=updates,
+            seed=config.seed,
+        )
+    ref_engine = replace(engine, model=ref)
+    return Parts(tokenizer, stop_token_id, prompts, eval_prompts or [], trainer, ref_engine, updates)
 
 
 @dataclass
@@ -85,24 +92,39 @@ class _Scorers:
             inputs.warn_pad(model.config, self.stop_token_id, self.config.where(key))
         return self.loaded[folder]
 
-    def value(self, pad_token_id: int | None) -> Any:
+    def value(self, policy: Any) -> Any:
         """The value model, made as models.value says."""
+        if self.config.models.value == "policy_head":
+            return reading.ValueHead(policy)
         if self.config.models.value == "reward":
             return copy.deepcopy(self.frozen("models.reward"))
-        if self.config.models.value != "policy_head":
-            return self.load("models.value")
-        how = loading.how(self.config.models, self.options.trust_remote_code)
-        model = loading.value_from_causal(self.parents["models.sft"].model, **how)
-        model.config.pad_token_id = pad_token_id
-        return model.to(loading.device())
+        return self.load("models.value")
+
+
+def _ptx(config: PPOConfig, tokenizer: Any, body: Any) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, completion ids) of each row of data.ptx_data; a text without prompt starts from its first token."""
+    if config.data.ptx_data is None:
+        return []
+    rows = inputs.read_ptx(config, tokenizer, body)
+    starts = [max(1, row["completion_mask"].index(1)) for row in rows]
+    pairs = [(row["input_ids"][:start], row["input_ids"][start:]) for row, start in zip(rows, starts, strict=True)]
+    return [pair for pair in pairs if pair[1]]
 
 
 def _sources(config: PPOConfig, tokenizer: Any, scorers: _Scorers) -> dict[str, RewardSource]:
     rows = config.ppo.local_rollout_forward_batch_size or config.ppo.per_device_train_batch_size
     functions = inputs.functions(config)
-    return {
-        name: FunctionReward(name, functions[name], tokenizer)
-        if name in functions
-        else ModelReward(scorers.frozen(f"rewards.{name}.model"), rows)
-        for name in config.rewards
-    }
+
+    def model(key: str) -> ModelReward:
+        return ModelReward(scorers.frozen(key), rows)
+
+    found: dict[str, RewardSource] = {}
+    for name, source in config.rewards.items():
+        if name in functions:
+            found[name] = FunctionReward(name, functions[name], tokenizer)
+        elif source.models:
+            members = {member: model(f"rewards.{name}.models.{member}") for member in source.models}
+            found[name] = EnsembleReward(members, source.combine, source.std_coef)
+        else:
+            found[name] = model(f"rewards.{name}.model")
+    return found

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rlhf_cli import terminal
-from rlhf_cli.ppo.records import Experience, Prompts
+from rlhf_cli.ppo.records import Experience, Prompts, Rollout
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.stages.ppo.parts import Parts
 from rlhf_cli.tracking import SamplesLog
@@ -24,7 +24,7 @@ class SampleTables:
         self.every = (
             max(1, parts.updates // settings.num_sample_generations) if settings.num_sample_generations else None
         )
-        self.episodes = settings.episodes_per_update
+        self.episodes, self.with_ref = settings.episodes_per_update, settings.generate_ref_response
 
     def show(self, step: int) -> None:
         """After update `step`: write and print a table where one is due."""
@@ -32,13 +32,15 @@ class SampleTables:
             return
         experience = self._experience()
         rows = [self._row(step, experience, row) for row in range(min(IN_THE_LOG, len(experience.rollout)))]
+        if self.with_ref:
+            rows = [row | extra for row, extra in zip(rows, self._of_reference(experience.rollout), strict=True)]
         for row in rows:
             self.log.log(row)
-        cells = [
-            [_short(row["prompt"]), _short(row["response"]), f"{row['score']:.2f}", f"{row['kl']:.2f}"]
-            for row in rows[:ON_THE_TERMINAL]
-        ]
-        terminal.table(["prompt", "response", "score", "KL"], cells, title=f"samples at step {step}")
+        columns = {"prompt": "prompt", "response": "response", "score": "score", "KL": "kl"}
+        if self.with_ref:
+            columns |= {"reference": "ref_response", "its score": "ref_score"}
+        cells = [[_cell(row[key]) for key in columns.values()] for row in rows[:ON_THE_TERMINAL]]
+        terminal.table(list(columns), cells, title=f"samples at step {step}")
 
     def _experience(self) -> Experience:
         trainer, prompts = self.parts.trainer, self.parts.eval_prompts
@@ -47,6 +49,16 @@ class SampleTables:
             return trainer.experience
         picked = prompts[:: max(1, len(prompts) // IN_THE_LOG)][:IN_THE_LOG]  # neighbours in a file may be alike
         return trainer.judge(trainer.generate(Prompts.from_lists([prompt.ids for prompt in picked]), purpose="show"))
+
+    def _of_reference(self, rollout: Rollout) -> list[dict]:
+        """The reference's own responses to the same prompts, drawn with the same seeds as the table's."""
+        trainer, count = self.parts.trainer, min(IN_THE_LOG, len(rollout))
+        prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
+        judged = trainer.judge(self.parts.ref_engine.generate(trainer.keyed(prompts, "show")))
+        texts = [judged.rollout.text(self.parts.tokenizer, row)[1] for row in range(count)]
+        return [
+            {"ref_response": text, "ref_score": float(score)} for text, score in zip(texts, judged.scores, strict=True)
+        ]
 
     def _row(self, step: int, experience: Experience, row: int) -> dict:
         rollout, mask = experience.rollout, experience.mask[row]
@@ -61,8 +73,12 @@ class SampleTables:
             "length": int(rollout.response_lengths[row]),
             "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
             "score": float(experience.scores[row]),
-            "scores": {name: float(raw[row]) for name, raw in experience.source_scores.items()},
+            "scores": {name: float(raw[row]) for name, raw in experience.scored.sources.items()},
         }
+
+
+def _cell(value: str | float) -> str:
+    return _short(value) if isinstance(value, str) else f"{value:.2f}"
 
 
 def _short(text: str) -> str:

@@ -1,0 +1,88 @@
+"""Policies kept along the way, plain Hugging Face folders: some evenly over the run, and the best."""
+
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlhf_cli import checkpoints
+from rlhf_cli.models import loading, publishing
+from rlhf_cli.ppo.metrics import Stats
+from rlhf_cli.stages.ppo.parts import Parts
+
+METRIC = "objective/rlhf_reward"  # score less the KL penalty: what PPO maximises
+EVERYTHING = 10**6  # snapshots are dropped here one by one, never as the oldest
+
+
+@dataclass
+class Best:
+    """The step with the highest mean of METRIC since the point before it."""
+
+    step: int | None = None
+    value: float | None = None
+    window: list[float] = field(default_factory=list)  # METRIC of the updates since the last point
+
+    def beaten_at(self, step: int) -> bool:
+        """Close the window at `step`: whether that is the best so far."""
+        value, self.window = fmean(self.window), []
+        if self.value is not None and value <= self.value:
+            return False
+        self.step, self.value = step, value
+        return True
+
+
+class Snapshots:
+    """RUN/ppo/snapshots: `count` of them spread over the updates, the last among them, and the best of some points."""
+
+    def __init__(self, folder: Path, parts: Parts, count: int, *, push_to: str | None = None):
+        self.folder, self.parts, self.best, self.push_to = folder / "snapshots", parts, Best(), push_to
+        self.even = spread(parts.updates, count)
+        self.points = {1} | spread(parts.updates, 10)  # not output.save_steps: what is best must not depend on it
+
+    def look(self, step: int, stats: Stats) -> None:
+        """After update `step`: keep the policy where it is time to, or where it is the best so far."""
+        before = self.best.step
+        self.best.window.append(stats[METRIC])
+        better = step in self.points and self.best.beaten_at(step)
+        if better or step in self.even:
+            self._save(step)
+        if better and self.push_to:
+            publishing.push(
+                self._path(step), self.push_to, f"Policy after {step} PPO updates, {METRIC} {self.best.value:.4g}"
+            )
+        if better and before is not None and before not in self.even:
+            shutil.rmtree(self._path(before), ignore_errors=True)
+
+    def best_path(self) -> Path:
+        """The best policy's folder."""
+        assert self.best.step is not None, "the first update is a point"
+        return self._path(self.best.step)
+
+    def fields(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        return {"best": {"step": self.best.step, "metric": METRIC, "value": self.best.value}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.best)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = Best(**state)
+
+    def _save(self, step: int) -> None:
+        card = f"Policy after {step} of {self.parts.updates} PPO updates."
+        trainer, tokenizer = self.parts.trainer, self.parts.tokenizer
+        checkpoints.commit_state(
+            self.folder,
+            self._path(step).name,
+            lambda path: loading.save_model(trainer.policy, tokenizer, path, card),
+            keep=EVERYTHING,
+        )
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
+
+
+def spread(updates: int, count: int) -> set[int]:
+    """`count` steps spread evenly over the run, the last one among them."""
+    return {round(updates * k / count) for k in range(1, count + 1)} - {0} if count else set()

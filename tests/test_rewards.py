@@ -1,0 +1,97 @@
+"""Sources of reward: an ensemble by hand, a source's own clip, and both through the real `rlhf ppo`."""
+
+import math
+import shutil
+
+import pytest
+import tiny
+import torch
+import yaml
+from ppo_folder import PPO, lines, ppo, rlhf, write
+
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.ppo import Rollout
+from rlhf_cli.ppo.rewards import COMBINE, EnsembleReward
+
+ROLLOUT = Rollout.from_lists([[5], [6]], [[3, 2], [4, 2]], stop_token_id=2)
+SAYS = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([3.0, -2.0]), "c": torch.tensor([5.0, 1.0])}
+
+
+def ensemble(**how) -> EnsembleReward:
+    return EnsembleReward({name: lambda rollout, scores=scores: scores for name, scores in SAYS.items()}, **how)
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ({}, [3.0, -1.0]),
+        ({"combine": "min"}, [1.0, -2.0]),
+        ({"combine": "mean_minus_std", "std_coef": 2.0}, [3 - 2 * math.sqrt(8 / 3), -1 - 2 * math.sqrt(2)]),
+        ({"combine": "mean_minus_std", "std_coef": 0.0}, [3.0, -1.0]),
+    ],
+)
+def test_an_ensemble_by_hand(how, wanted):
+    said = ensemble(**how)(ROLLOUT)
+    assert said.score.tolist() == pytest.approx(wanted)
+    assert said.disagreement.tolist() == pytest.approx([math.sqrt(8 / 3), math.sqrt(2)])
+    assert set(COMBINE) == {"mean", "min", "mean_minus_std"}
+
+
+def test_an_ensemble_is_one_source_and_its_members_are_logged():
+    trainer = tiny.trainer(rewards={"vote": ensemble(combine="min")}, kl_coef=0.0, learning_rate=0.0)
+    experience = trainer.judge(ROLLOUT)
+    assert experience.scores.tolist() == [1.0, -2.0]
+    stats = trainer.update(experience)
+    assert stats["objective/score/vote"] == -0.5 and stats["objective/score/vote/c"] == 3.0
+    assert stats["objective/disagreement/vote"] == pytest.approx((math.sqrt(8 / 3) + math.sqrt(2)) / 2)
+
+
+def test_a_member_that_is_not_finite_stops_the_run():
+    broken = {**SAYS, "b": torch.tensor([float("nan"), 0.0])}
+    source = EnsembleReward({name: lambda rollout, scores=scores: scores for name, scores in broken.items()})
+    with pytest.raises(RLHFError, match=r"R01.*score `vote`.*row 0"):
+        tiny.trainer(rewards={"vote": source}).judge(ROLLOUT)
+
+
+def test_a_source_is_clipped_before_it_is_weighted():
+    trainer = tiny.trainer(rewards={"a": lambda rollout: SAYS["a"], "c": lambda rollout: SAYS["c"]})
+    trainer.weights, trainer.clips = {"a": 10.0, "c": 1.0}, {"a": 1.5}
+    assert trainer.judge(ROLLOUT).scores.tolist() == [10 * 1.0 + 5.0, 10 * -1.5 + 1.0]
+
+
+@pytest.mark.training
+def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
+    shutil.copytree(run_folder / "reward_model", run_folder / "second")
+    votes = {
+        "models": {"one": "reward_model", "two": "second"},
+        "combine": "mean_minus_std",
+        "std_coef": 0.5,
+        "clip": 0.25,
+    }
+    write(run_folder, "ppo", {**PPO, "rewards": {"vote": votes}})
+    result = ppo(run_folder, "ppo.missing_eos_penalty=null")
+    assert result.exit_code == 0, result.output
+    for row in lines(run_folder / "ppo/metrics.jsonl"):
+        assert row["objective/score/vote/one"] == row["objective/score/vote/two"] == row["objective/score/vote"]
+        assert row["objective/disagreement/vote"] == 0.0 and abs(row["objective/scores"]) <= 0.25
+    config = yaml.safe_load((run_folder / "ppo/config.yaml").read_text())
+    assert config["rewards"]["vote"]["models"] == {"one": "../reward_model", "two": "../second"}
+    found = rlhf("check", run_folder / "ppo.yaml", "ppo.missing_eos_penalty=null")
+    assert found.exit_code == 0 and "rewards.vote.models.two" in found.stdout, found.output
+    missing = ppo(run_folder, "--fresh", "-s", "rewards.vote.models.two=./reward_modle")
+    assert missing.exit_code == 2 and "error[M01]" in missing.stderr and "no such folder reward_modle" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"models": {"one": "m"}}, "an ensemble needs two models"),
+        ({"model": "m", "combine": "min"}, "combine has no effect without models"),
+        ({"models": {"a": "m", "b": "m"}, "std_coef": 2.0}, "std_coef has no effect without combine: mean_minus_std"),
+        ({"model": "m", "models": {"a": "m", "b": "m"}}, "give one of model, models and function"),
+    ],
+)
+def test_c17_an_odd_ensemble(run_folder, source, says):
+    write(run_folder, "ppo", {**PPO, "rewards": {"vote": source}})
+    refused = ppo(run_folder)
+    assert refused.exit_code == 2 and "error[C17]" in refused.stderr and says in refused.stderr

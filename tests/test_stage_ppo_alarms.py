@@ -1,0 +1,239 @@
+"""R01-R05 and the best policy, through the real `rlhf ppo` on tiny models."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from ppo_folder import PPO, lines, ppo, untimed, write
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from rlhf_cli.stages.ppo.snapshots import Best, spread
+
+pytestmark = pytest.mark.training
+
+COUNTED = """
+import pathlib, math
+calls = pathlib.Path(__file__).with_name("calls")
+
+def count():
+    calls.write_text(str(int(calls.read_text()) + 1 if calls.exists() else 1))
+    return int(calls.read_text())
+
+def constant(prompts, responses):
+    return [0.5] * len(responses)
+
+def breaks(prompts, responses):
+    if count() == 4:
+        raise KeyError("no such word")
+    return [float(len(response)) for response in responses]
+
+def length(prompts, responses):
+    return [float(len(response)) for response in responses]
+"""
+
+
+def by_function(folder: Path, name: str, **settings) -> None:
+    (folder / "alarm_rewards.py").write_text(COUNTED)
+    config = {**PPO, "rewards": {"mine": {"function": f"alarm_rewards:{name}"}}, "ppo": {**PPO["ppo"], **settings}}
+    write(folder, "ppo", config)
+
+
+def manifest(folder: Path) -> dict:
+    return json.loads((folder / "ppo/manifest.json").read_text())
+
+
+def test_r01_names_step_row_prompt_and_the_last_good_checkpoint(run_folder, monkeypatch):
+    """The third update's reward model answers nan for its second row."""
+    from rlhf_cli.ppo.rewards import ModelReward
+
+    plain, calls = ModelReward.__call__, []
+
+    def poisoned(self, rollout):
+        calls.append(1)
+        scores = plain(self, rollout)
+        return scores.index_fill(0, torch.tensor(1), float("nan")) if len(calls) == 4 else scores
+
+    monkeypatch.setattr(ModelReward, "__call__", poisoned)  # calls: update 1, update 2, its samples no; update 3
+    calls.append(0)
+    result = ppo(run_folder)
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error")]
+    assert re.match(r"error\[R01\]: step 3: score `reward` is not finite in row 1; .*its prompt: 'tell me about", line)
+    assert "last good checkpoint: " in result.stderr and "ppo/state/step_000002" in result.stderr
+    monkeypatch.undo()
+    assert ppo(run_folder).exit_code == 0 and len(lines(run_folder / "ppo/metrics.jsonl")) == 4
+
+
+def test_r01_a_learning_rate_that_blows_up_leaves_only_finite_checkpoints(run_folder):
+    result = ppo(
+        run_folder, "-s", "ppo.learning_rate=1e30", "-s", "output.save_steps=1", "-s", "ppo.ratio_threshold=null"
+    )
+    assert result.exit_code == 1 and "error[R01]: step " in result.stderr and "Traceback" not in result.output
+    assert "lower ppo.learning_rate" in result.stderr
+    saved = list((run_folder / "ppo/state").glob("step_*/tensors.safetensors"))
+    assert all(tensor.isfinite().all() for path in saved for tensor in load_file(path).values())
+    assert not (run_folder / "ppo/manifest.json").exists()
+
+
+def test_r02_equal_rewards_warn_once_and_end_the_run_after_ten_updates(run_folder):
+    by_function(run_folder, "constant", total_episodes=96)
+    result = ppo(run_folder)
+    assert result.exit_code == 1 and result.stderr.count("warning[R02]") == 1
+    assert "warning[R02]: step 1: all 8 rewards are 0.5" in result.stderr
+    assert "error[R02]: step 10: all 8 rewards are 0.5, for 10 updates in a row" in result.stderr
+    assert len(lines(run_folder / "ppo/metrics.jsonl")) == 10
+
+
+def test_r02_counts_on_after_a_resume(run_folder):
+    """Stopped by R02 at step 10, the run's last state is of step 8: two more updates, and it stops again."""
+    by_function(run_folder, "constant", total_episodes=96)
+    config = {**PPO["output"], "save_steps": 4}
+    assert ppo(run_folder, *[f"output.{key}={value}" for key, value in config.items()]).exit_code == 1
+    again = ppo(run_folder, *[f"output.{key}={value}" for key, value in config.items()])
+    assert "resumes at step 8 of 12" in again.stderr and again.exit_code == 1
+    assert "warning[R02]" not in again.stderr and "error[R02]: step 10" in again.stderr
+
+
+def test_r03_responses_that_never_end(run_folder):
+    never = ppo(run_folder, "-s", "ppo.stop_token_id=250", "-s", "ppo.response_length=3")
+    assert (
+        never.exit_code == 0 and "warning[R03]: step 1: 0 of 8 responses end with the stop token (0%)" in never.stderr
+    )
+    assert never.stderr.count("warning[R03]") == 1 and "hint: raise ppo.response_length" in never.stderr
+
+
+def test_r03_is_silent_where_no_end_is_wanted(run_folder):
+    assert "R03" not in ppo(run_folder, "-s", "ppo.stop_token=none").stderr
+
+
+def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder):
+    settings = ("-s", "ppo.kl_stop=0.4", "-s", "ppo.total_episodes=160", "-s", "output.snapshots=0")
+    result = ppo(run_folder, *settings)
+    assert result.exit_code == 1, result.output
+    metrics, made = lines(run_folder / "ppo/metrics.jsonl"), manifest(run_folder)
+    stopped = metrics[-1]["step"]
+    assert stopped < 20 and metrics[-1]["objective/kl_k1"] > 0.4
+    assert all(row["objective/kl_k1"] <= 0.4 for row in metrics[:-1])
+    assert f"step {stopped}: KL to the SFT policy is" in result.stderr and "over ppo.kl_stop 0.4" in result.stderr
+    assert "error[R04]: --set ppo.kl_stop: " in result.stderr and "holds the best policy, of step" in result.stderr
+    assert made["model_is"] == "the best step" and made["step"] == made["best"]["step"] < stopped
+    assert "over ppo.kl_stop" in made["stopped"]
+    (kept,) = (run_folder / "ppo/snapshots").glob("step_*")
+    assert kept.name == f"step_{made['step']:06d}"
+    assert (kept / "model.safetensors").read_bytes() == (run_folder / "ppo/model/model.safetensors").read_bytes()
+    again = ppo(run_folder, *settings)
+    assert again.exit_code == 0 and "finished already" in again.stderr
+
+
+def test_r04_warns_of_a_kl_below_zero_beyond_noise(run_folder, monkeypatch):
+    """A reference that is better at the policy's own words than the policy: no sampler of the policy does that."""
+    from rlhf_cli.ppo import formulas
+
+    plain = formulas.token_logprobs
+    monkeypatch.setattr(
+        formulas, "token_logprobs", lambda z, ids, t: plain(z, ids, t) * (1 if z.requires_grad else 0.9)
+    )
+    calls = []
+
+    def shifted(logits, ids, temperature):
+        calls.append(1)
+        return plain(logits, ids, temperature) + (0.5 if len(calls) % 2 == 0 else 0.0)
+
+    monkeypatch.setattr(formulas, "token_logprobs", shifted)
+    result = ppo(run_folder, "-s", "ppo.total_episodes=8", "-s", "ppo.ratio_threshold=null")
+    assert (
+        "warning[R04]: step 1: KL to the SFT policy is -" in result.stderr
+        and "below 0 by more than noise" in result.stderr
+    )
+
+
+def test_r05_a_reward_function_that_raises_leaves_a_state_to_go_on_from(run_folder):
+    by_function(run_folder, "breaks")
+    failed = ppo(run_folder, "-s", "output.save_steps=4")
+    assert failed.exit_code == 1 and "error[R05]: reward `mine` raised KeyError: 'no such word'" in failed.stderr
+    assert [path.name for path in (run_folder / "ppo/state").glob("step_*")] == ["step_000003"]
+    again = ppo(run_folder, "-s", "output.save_steps=4")
+    assert again.exit_code == 0 and "resumes at step 3 of 4" in again.stderr
+
+
+def test_r08_a_skipped_minibatch_is_said_once(run_folder):
+    result = ppo(run_folder, "-s", "ppo.learning_rate=0.1")
+    assert result.stderr.count("warning[R08]") == 1 and "passed ppo.ratio_threshold 10" in result.stderr
+    assert any(row["policy/skipped_minibatches"] > 0 for row in lines(run_folder / "ppo/metrics.jsonl"))
+
+
+def test_the_best_policy_is_kept_beside_the_even_ones(run_folder):
+    assert ppo(run_folder, "-s", "ppo.total_episodes=96").exit_code == 0
+    best, metrics = manifest(run_folder)["best"], lines(run_folder / "ppo/metrics.jsonl")
+    names = {path.name for path in (run_folder / "ppo/snapshots").glob("step_*")}
+    assert names == {"step_000006", "step_000012", f"step_{best['step']:06d}"}
+    values, before = {}, 0
+    for point in sorted({1} | spread(12, 10)):
+        window = [row["objective/rlhf_reward"] for row in metrics[before:point]]
+        values[point], before = sum(window) / len(window), point
+    assert best["value"] == pytest.approx(max(values.values())) and values[best["step"]] == max(values.values())
+
+
+def test_best_by_hand():
+    best, seen = Best(), []
+    for step, reward in enumerate([1.0, 0.0, 3.0, 5.0, 0.0], start=1):
+        best.window.append(reward)
+        if step in (1, 3, 5):
+            seen.append((best.beaten_at(step), best.step, best.value))
+    assert seen == [(True, 1, 1.0), (True, 3, 1.5), (True, 5, 2.5)]
+
+
+# Options that only the stage can show
+
+
+def test_generate_ref_response_puts_the_references_own_words_beside(run_folder):
+    plain = ppo(run_folder)
+    rows = untimed(run_folder / "ppo/metrics.jsonl")
+    beside = ppo(run_folder, "--fresh", "-s", "ppo.generate_ref_response=true", "-s", "ppo.learning_rate=1e-3")
+    assert plain.exit_code == beside.exit_code == 0 and rows == untimed(run_folder / "ppo/metrics.jsonl")
+    samples = lines(run_folder / "ppo/samples.jsonl")
+    assert all(isinstance(row["ref_response"], str) and isinstance(row["ref_score"], float) for row in samples)
+    assert any(row["ref_response"] != row["response"] for row in samples) and "its score" in beside.stdout
+    first = [(row["prompt"], row["ref_response"]) for row in samples if row["step"] == 2]
+    assert len(first) == len(set(first)) == 8
+
+
+def test_ptx_rows_of_all_forms(run_folder):
+    forms = {
+        "pairs": [{"prompt": "tell me", "completion": " about the sea"}] * 3,
+        "texts": [{"text": "about the moon and the hill"}] * 3,
+    }
+    for name, rows in forms.items():
+        (run_folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write(run_folder, "ppo", {**PPO, "data": {**PPO["data"], "ptx_data": f"{name}.jsonl"}})
+        assert ppo(run_folder, "--fresh", "-s", "ppo.ptx_coef=1.0").exit_code == 0
+        losses = [row["loss/ptx_avg"] for row in lines(run_folder / "ppo/metrics.jsonl")]
+        assert losses[-1] < losses[0]
+    alone = ppo(run_folder, "--fresh")
+    assert (
+        alone.exit_code == 2
+        and "error[C17]" in alone.stderr
+        and "data.ptx_data has no effect without ppo.ptx_coef" in alone.stderr
+    )
+
+
+def test_policy_head_saves_a_value_model_with_the_policys_body(run_folder):
+    write(run_folder, "ppo", {**PPO, "models": {**PPO["models"], "value": "policy_head"}})
+    assert ppo(run_folder).exit_code == 0
+    value = AutoModelForSequenceClassification.from_pretrained(run_folder / "ppo/value")
+    policy = AutoModelForCausalLM.from_pretrained(run_folder / "ppo/model")
+    assert value.num_labels == 1 and value.score.weight.abs().max() > 0
+    pairs = zip(value.model.parameters(), policy.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_c06_more_shared_layers_than_there_are(run_folder):
+    result = ppo(run_folder, "-s", "ppo.num_shared_layers=2")
+    assert (
+        result.exit_code == 2
+        and "error[C06]: --set ppo.num_shared_layers: ppo.num_shared_layers 2 of 2 layers" in result.stderr
+    )
+    assert ppo(run_folder, "--fresh", "-s", "ppo.num_shared_layers=1").exit_code == 0
