@@ -13,8 +13,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import ppo_folder as stage
 import pytest
-import test_stage_ppo as stage
 import tiny
 import torch
 import typer
@@ -30,7 +30,6 @@ from rlhf_cli.models import trees
 from rlhf_cli.ppo import HFEngine, PPOSettings, PPOTrainer, Prompts, Rollout
 
 ROOT = Path(__file__).parents[1]
-origin, run_folder = stage.origin, stage.run_folder
 training = pytest.mark.training
 
 
@@ -110,7 +109,7 @@ def test_trl_06_the_value_model_is_saved_and_loads_as_the_one_that_was_trained(r
         run_folder / "ppo/value", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    trained = trees.load_tree(run_folder / "ppo/state/step_000004")
+    trained = trees.load_tree(run_folder / "ppo/state/step_000004")["trainer"]
     assert {"policy", "value", "optimizer", "scheduler", "kl_coef", "moments", "updates"} <= set(trained)
     assert all(torch.equal(saved.state_dict()[name], tensor) for name, tensor in trained["value"].items())
     start = AutoModelForSequenceClassification.from_pretrained(run_folder / "reward_model")

@@ -1,14 +1,14 @@
 """What the settings refuse, and what a recipe says."""
 
+import ppo_folder as stage
 import pytest
-import test_stage_ppo as stage
 from pydantic import ValidationError
 
 from rlhf_cli.ppo import PPOSettings
 from rlhf_cli.ppo.settings import BELONGS_TO, RECIPES
 
-origin, run_folder = stage.origin, stage.run_folder
-# Named here and proven where a run on disk is made (tests/test_stage_ppo.py): generate_ref_response, kl_stop.
+# Named here and proven where a run on disk is made (tests/test_stage_ppo.py): generate_ref_response, kl_stop,
+# push_to_hub_if_best.
 
 
 def refused(code: str, **changes) -> dict:
@@ -85,6 +85,7 @@ def test_value_only_updates_are_held_against_passes_over_the_prompts_too(run_fol
 @pytest.mark.parametrize(
     "key,bad,good",
     [
+        ("push_to_hub_if_best", ["name", "a/b/c", "own er/name", True], ["owner/my-model_1.0", None]),
         ("recipe", ["modern", "", None, 1], ["classic", "reasoning"]),
         ("generate_ref_response", ["yes", 1, None], [True, False]),
         ("use_score_scaling", ["yes", 1, None], [True, False]),

@@ -68,7 +68,7 @@ def test_use_score_scaling_and_use_score_norm_by_numpy(norm):
         shift = np.mean(seen) if norm else 0.0
         wanted = (np.array(scores) - shift) / np.std(seen, ddof=1)
         assert judged.scores.tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
-        assert judged.summed.tolist() == scores
+        assert judged.scored.summed.tolist() == scores
         made.update(judged)
 
 

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rlhf_cli.models import reading
 from rlhf_cli.ppo import Experience, HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts, Rollout
 from rlhf_cli.ppo.moments import Moments
+from rlhf_cli.ppo.records import Scored
 
 VOCABULARY, EOS, PAD = 16, 2, 0
 FAMILIES = {
@@ -124,7 +125,8 @@ def experience(rows: Rollout, kl_coef: float = 0.05, **fields: torch.Tensor) -> 
     names = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
     tensors = {name: fields.get(name, nothing) for name in names}
     scores = torch.zeros(len(rows))
-    return Experience(rows, ((torch.arange(len(rows)),),), scores, {}, scores, Moments(), kl_coef, **tensors)
+    scored = Scored({}, {}, scores, Moments(), scores)
+    return Experience(rows, ((torch.arange(len(rows)),),), scored, kl_coef, **tensors)
 
 
 def gradient(made: PPOTrainer, judged: Experience) -> torch.Tensor:
