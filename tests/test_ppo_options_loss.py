@@ -177,6 +177,21 @@ def test_ptx_rows_are_drawn_by_seed_and_update_alone(monkeypatch):
     assert len(draws["one"]) == 4 * 3 and len(set(draws["one"])) > 1
 
 
+def test_each_epoch_and_update_draws_ptx_rows_of_its_own_however_it_is_cut(monkeypatch):
+    """Keyed by the episode, so that neither minibatches nor micro-batches change a draw."""
+    seen, many = drawn(monkeypatch), [([5], [first, second, 2]) for first in range(3, 16) for second in range(3, 16)]
+    found = {}
+    for minibatches in (1, 2):
+        seen.clear()
+        made, judged = tiny.judged(ptx_coef=0.1, ptx=many, num_mini_batches=minibatches, ratio_threshold=None)
+        made.update(judged)
+        made.update(made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES)))
+        ids = [ids for ids, _ in seen]
+        found[minibatches] = [sorted(ids[start : start + 4]) for start in range(0, len(ids), 4)]
+    assert found[1] == found[2] and len(found[1]) == 8
+    assert len({tuple(epoch) for epoch in found[1]}) == 8, "four epochs of two updates"
+
+
 @pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_ptx_gradient_is_the_same_for_any_micro_batching(dtype, limit):
     grads = []

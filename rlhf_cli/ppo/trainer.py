@@ -206,7 +206,7 @@ class PPOTrainer:
         steps: list[Stats] = []
         for epoch in range(settings.num_ppo_epochs):
             plan = experience.plan if epoch == 0 else self._plan(experience.rollout, epoch)
-            steps += [self._learn(experience, minibatch) for minibatch in plan]
+            steps += [self._learn(experience, minibatch, epoch) for minibatch in plan]
             if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                 break
         finite.check_weights({"policy": self.policy, "value": self.value}, self.updates + 1)
@@ -227,7 +227,7 @@ class PPOTrainer:
             "value/lr": rates.get("value", next(reversed(rates.values()))),
         }
 
-    def _learn(self, experience: Experience, minibatch: Minibatch) -> Stats:
+    def _learn(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=experience.mask.device))
@@ -245,7 +245,7 @@ class PPOTrainer:
                 error = torch.maximum(error, (parts.ratio - 1).abs().max())
                 for name, gauge in parts.gauges.items():
                     totals[name] += gauge.sum()
-            ptx = self._learn_ptx(experience, minibatch)
+            ptx = self._learn_ptx(minibatch, epoch)
         stats = {name: float(total) / tokens for name, total in totals.items()} | ptx
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
@@ -266,13 +266,12 @@ class PPOTrainer:
     def _policy_learns(self) -> bool:
         return self.updates >= self.settings.value_only_updates
 
-    def _learn_ptx(self, experience: Experience, minibatch: Minibatch) -> Stats:
-        """Add the gradient of the language-model loss over as many ptx rows as the minibatch has episodes."""
+    def _learn_ptx(self, minibatch: Minibatch, epoch: int) -> Stats:
+        """Add the gradient of the language-model loss over ptx rows, one drawn for each episode of the minibatch."""
         if not self.ptx or not self._policy_learns:
             return {}
-        episodes = torch.cat(minibatch).tolist()
-        draw = torch.Generator().manual_seed(derive(self.seed, "ptx", self.updates, *episodes))
-        chosen = [self.ptx[i] for i in torch.randint(len(self.ptx), (len(episodes),), generator=draw).tolist()]
+        draws = [derive(self.seed, "ptx", self.updates, epoch, row) for row in torch.cat(minibatch).tolist()]
+        chosen = [self.ptx[draw % len(self.ptx)] for draw in draws]
         rows = Rollout.from_lists(*zip(*chosen, strict=True)).to(self.policy.device)
         tokens, total = int(rows.response_mask.sum()), 0.0
         for part in self._split(rows, torch.arange(len(rows), device=rows.ids.device)):
