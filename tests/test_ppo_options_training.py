@@ -272,3 +272,30 @@ def test_num_shared_layers_resumes_to_the_straight_run():
         made.step(tiny.prompts(seed=2))
     assert torch.equal(tiny.weights(straight.policy), tiny.weights(resumed.policy))
     assert torch.equal(tiny.weights(straight.ref), tiny.weights(resumed.ref))
+
+
+def test_the_policys_schedule_begins_when_it_learns():
+    """Six updates, two of them for the value model alone: warm-up and decay of the policy are over the other four."""
+    trainer = tiny.trainer(
+        total_episodes=48, value_only_updates=2, warmup_steps=1, lr_scheduler_type="linear", learning_rate=3e-3
+    )
+    seen = [trainer.step(tiny.prompts(8, seed=step)) for step in range(6)]
+    assert [row["lr"] for row in seen] == pytest.approx([0, 0, 0, 3e-3, 2e-3, 1e-3])
+    assert [row["value/lr"] for row in seen] == pytest.approx([0, 3e-3, 2.4e-3, 1.8e-3, 1.2e-3, 0.6e-3])
+
+
+def test_the_kl_controller_waits_for_the_policy():
+    trainer = tiny.trainer(total_episodes=32, value_only_updates=2, adap_kl_ctrl=True, horizon=100)
+    coefs = [trainer.step(tiny.prompts(8, seed=step))["objective/kl_coef"] for step in range(4)]
+    assert coefs[0] == coefs[1] == coefs[2] == 0.05 and coefs[3] == pytest.approx(0.05 * (1 - 0.2 * 8 / 100))
+
+
+def test_responses_are_drawn_under_the_autocast_that_log_probs_are_read_under():
+    trainer, seen = tiny.trainer(bf16=True), []
+    trainer.policy.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    trainer.generate(tiny.prompts())
+    assert seen and all(seen)
+    with pytest.raises(AssertionError, match="bf16"):
+        tiny.PPOTrainer(
+            trainer.policy, trainer.ref, trainer.value, {}, tiny.HFEngine(trainer.policy, 2, 0, 0.7), trainer.settings
+        )

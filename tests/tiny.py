@@ -88,7 +88,7 @@ def trainer(
     policy, ref = causal(family, policy_seed).to(dtype), causal(family, 0).to(dtype)
     value, reward = reading.ValueHead(policy) if head else scorer(family).to(dtype), scorer(family).to(dtype)
     stop = None if chosen.stop_token == "none" else EOS
-    engine = HFEngine(policy, stop, PAD, chosen.temperature)
+    engine = HFEngine(policy, stop, PAD, chosen.temperature, bf16=chosen.bf16)
     sources = rewards or {"reward": ModelReward(reward, 4)}
     return PPOTrainer(policy, ref, value, sources, engine, chosen, seed=seed, ptx=ptx)
 

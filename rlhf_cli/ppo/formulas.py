@@ -56,7 +56,7 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the mask, unbiased variance; 0 outside. Unless `shift_mean` the mean is kept.
 
-    lm-human-preferences (Ziegler et al. 2019), `whiten`.
+    `whiten` of lm-human-preferences (Ziegler et al. 2019), with TRL's unbiased variance in place of the biased one.
     """
     mean = masked_mean(x, mask)
     white = (x - mean) * torch.rsqrt(masked_var(x, mask) + eps)

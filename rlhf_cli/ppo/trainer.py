@@ -61,6 +61,7 @@ class PPOTrainer:
         assert drawn == settings.temperature, (
             f"the engine samples at {drawn}, log-probs are read at {settings.temperature}"
         )
+        assert getattr(engine, "bf16", settings.bf16) == settings.bf16, "the engine and log-probs differ in bf16"
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value.requires_grad_(True)
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
         self.weights, self.clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
@@ -144,7 +145,8 @@ class PPOTrainer:
         opinions = {name: said for name, said in asked.items() if isinstance(said, Opinions)}
         asked |= {name: said.score for name, said in opinions.items()}
         raw = {name: self._per_row(name, said, rollout) for name, said in asked.items()}
-        finite.check({f"score `{name}`": scores for name, scores in raw.items()}, self.updates + 1)
+        members = {f"{name}/{each}": score for name, said in opinions.items() for each, score in said.members.items()}
+        finite.check({f"score `{name}`": scores for name, scores in (members | raw).items()}, self.updates + 1)
         summed = scoring.weighted(raw, self.weights, self.clips) if given is None else raw["given"]
         moments = self.moments.merged(summed)
         placed = scoring.scaled(summed, moments, self.settings)
@@ -202,7 +204,7 @@ class PPOTrainer:
         Raises RLHFError R01 for a loss, gradient or weight that is not finite; a bad loss or gradient changes nothing.
         """
         settings = self.settings
-        rates = {group.get("name", ""): group["lr"] for group in reversed(self.optimizer.param_groups)}
+        rates = {"lr": self._rate("policy"), "value/lr": self._rate("value")}
         steps: list[Stats] = []
         for epoch in range(settings.num_ppo_epochs):
             plan = experience.plan if epoch == 0 else self._plan(experience.rollout, epoch)
@@ -210,11 +212,12 @@ class PPOTrainer:
             if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                 break
         finite.check_weights({"policy": self.policy, "value": self.value}, self.updates + 1)
+        learns = self._policy_learns  # else the KL is no answer to the coefficient
         self.scheduler.step()
         self.updates += 1
         stats = metrics.objective(experience, in_reward=settings.kl_in == "reward") | metrics.averages(steps)
         self.moments = experience.scored.moments
-        if settings.adap_kl_ctrl:
+        if settings.adap_kl_ctrl and learns:
             self.kl_coef = formulas.adapted_kl_coef(
                 self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),
                 horizon=settings.horizon,
@@ -223,9 +226,13 @@ class PPOTrainer:
             "episode": self.updates * len(experience.rollout),
             **stats,
             "policy/epochs": epoch + 1,
-            "lr": next(reversed(rates.values())),
-            "value/lr": rates.get("value", next(reversed(rates.values()))),
+            **rates,
         }
+
+    def _rate(self, name: str) -> float:
+        """The learning rate of a model's parameter groups; of the first group where none has that name."""
+        groups = self.optimizer.param_groups
+        return next((group["lr"] for group in groups if group.get("name", "").startswith(name)), groups[0]["lr"])
 
     def _learn(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
