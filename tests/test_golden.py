@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from safetensors import safe_open
 
-from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo import PPOSettings, Rollout, formulas
 from rlhf_cli.ppo.advantages import gae
+from rlhf_cli.ppo.losses import losses
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="../shared/golden (recordings of TRL 1.12) is not here")
@@ -89,3 +91,42 @@ def test_losses_of_each_micro_batch(epoch, micro):
     assert total.item() == pytest.approx(step["loss"].item(), abs=1e-5)
     if epoch:
         assert 0.3 < step["pg_clipfrac"].item() < 1.0
+
+
+def two_word_logits(logprobs: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits (N, 2) of a vocabulary of two, whose first token has exactly these log-probs at the temperature."""
+    return temperature * torch.stack([logprobs, torch.log1p(-logprobs.exp())], -1)
+
+
+@pytest.mark.parametrize("epoch", range(3))
+@pytest.mark.parametrize("micro", range(2))
+def test_the_whole_loss_of_each_micro_batch(epoch, micro):
+    """`losses` itself, fed through the types that flow; TRL's value loss reads one token more than its policy loss."""
+    tensors, trl = recording("steps")
+    step = {name.rpartition(".")[2]: x for name, x in tensors.items() if name.startswith(f"epoch{epoch}.micro{micro}.")}
+    rows, temperature = step["rows"], float(trl["temperature"])
+    keys = ("cliprange", "cliprange_value", "vf_coef", "temperature")
+    settings = PPOSettings(total_episodes=64, **{key: float(trl[key]) for key in keys})
+    total = 0.0
+    for kind, mask_name in (("policy", "padding_mask"), ("value", "padding_mask_p1")):
+        mask = ~tensors[mask_name].bool()[rows]
+        prompt = torch.ones(len(mask), 1, dtype=torch.int64)
+        ids, real = torch.cat([prompt, torch.zeros_like(mask).long()], 1), torch.cat([prompt.bool(), mask], 1)
+        rollout = Rollout(ids, real, mask, torch.ones(len(mask), dtype=torch.bool))
+        fields = {name: tensors[name][rows] for name in ("logprobs", "advantages", "values", "returns")}
+        judged = tiny.experience(rollout, ref_logprobs=fields["logprobs"], **fields)
+        # At the one token more there is no log-prob, but a sentinel: any number will do, the value's side is read.
+        logprobs = torch.where(step["new_logprobs"] < 0, step["new_logprobs"], -1.0)[mask]
+        micro_batch, logits = rollout.micro_batch(torch.arange(len(mask))), two_word_logits(logprobs, temperature)
+        parts = losses(judged, micro_batch, logits, step["vpred"][mask], None, settings)
+        means = {name: gauge.mean().item() for name, gauge in parts.gauges.items()}
+        if kind == "policy":
+            torch.testing.assert_close(parts.ratio, step["ratio"][mask], rtol=1e-4, atol=1e-5)
+            assert parts.policy.mean().item() == pytest.approx(step["pg_loss"].item(), abs=1e-5)
+            assert means["policy/clipfrac_avg"] == pytest.approx(step["pg_clipfrac"].item(), abs=1e-5)
+            total += means["loss/policy_avg"]
+        else:
+            assert parts.value.mean().item() == pytest.approx(step["vf_loss"].item(), abs=1e-5)
+            assert means["val/clipfrac_avg"] == pytest.approx(step["vf_clipfrac"].item(), abs=1e-5)
+            total += settings.vf_coef * means["loss/value_avg"]
+    assert total == pytest.approx(step["loss"].item(), abs=1e-5)

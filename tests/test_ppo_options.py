@@ -1,6 +1,7 @@
 """Every key of `ppo:` has an effect: by direction, or by the exact value; and writing out a default changes no bit."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,30 +11,14 @@ import torch
 from pydantic import ValidationError
 
 from rlhf_cli.models import reading
-from rlhf_cli.ppo import HFEngine, PPOSettings, Rollout, formulas
+from rlhf_cli.ppo import HFEngine, PPOSettings, formulas
 from rlhf_cli.ppo.records import micro_batches
-
-QUERIES, RESPONSES = [[5, 6], [7], [8, 9, 4], [6]], [[3, 2], [4, 8, 9, 5, 2], [6, 5], [9, 2]]
-
-
-def rollout() -> Rollout:
-    return Rollout.from_lists(QUERIES, RESPONSES, stop_token_id=tiny.EOS)
-
-
-def judged(**changes):
-    trainer = tiny.trainer(policy_seed=3, **changes)
-    return trainer, trainer.judge(rollout(), scores=torch.tensor([1.0, -1.0, 0.5, 2.0]))
-
-
-def one_step(**changes):
-    trainer, experience = judged(**changes)
-    return trainer, trainer.update(experience)
 
 
 def test_every_key_is_covered_here():
-    """A new key without a line in this file fails."""
-    text = Path(__file__).read_text(encoding="utf-8")
-    assert [key for key in PPOSettings.model_fields if key not in text] == []
+    """A new key without a line in this file or its neighbours fails."""
+    text = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_ppo_options*.py"))
+    assert [key for key in PPOSettings.model_fields if not re.search(rf"\b{key}\b", text)] == []
 
 
 @pytest.mark.parametrize("key", sorted(set(PPOSettings.model_fields) - {"total_episodes", "num_train_epochs"}))
@@ -41,7 +26,7 @@ def test_writing_out_a_default_leaves_the_run_bit_identical(key):
     default = PPOSettings(total_episodes=8).model_dump()[key]
     base = {k: v for k, v in tiny.settings().model_dump().items() if k == key}
     changes = {key: base[key] if base[key] != default else default}
-    plain, said = one_step(), one_step(**changes)
+    plain, said = tiny.one_step(), tiny.one_step(**changes)
     assert torch.equal(tiny.weights(plain[0].policy), tiny.weights(said[0].policy)) and plain[1] == said[1]
 
 
@@ -74,14 +59,18 @@ def test_num_samples_per_prompt_gives_neighbours_of_their_own():
 
 
 def test_micro_batch_tokens_bounds_the_forward_passes(monkeypatch):
-    seen, plain = [], reading.response_logits
-    monkeypatch.setattr(
-        reading, "response_logits", lambda model, micro: (seen.append(micro.ids.shape), plain(model, micro))[1]
-    )
+    seen, plain = [], type(tiny.causal()).forward
+
+    def spy(model, input_ids, use_cache=False, **others):
+        seen.extend([] if use_cache else [input_ids.shape])  # with a cache it generates
+        return plain(model, input_ids=input_ids, use_cache=use_cache, **others)
+
+    monkeypatch.setattr(type(tiny.causal()), "forward", spy)
     for tokens in ("auto", 12):
         seen.clear()
-        trainer = tiny.trainer(micro_batch_tokens=tokens)
+        trainer = tiny.trainer(micro_batch_tokens=tokens, num_ppo_epochs=2)
         trainer.step(tiny.prompts())
+        assert len(seen) == 4 * len(trainer.experience.plan[0]), "judge: policy and reference; two epochs"
         assert all(rows <= 4 for rows, _ in seen)
         assert all(rows * width <= 12 or rows == 1 for rows, width in seen) is (tokens == 12)
 
@@ -124,8 +113,8 @@ def test_response_length_range_is_drawn_for_each_update():
 
 
 def test_temperature_scales_the_log_probs_too():
-    _, experience = judged(temperature=0.5)
-    model, ids = tiny.causal(seed=3), torch.tensor([QUERIES[0] + RESPONSES[0]])
+    _, experience = tiny.judged(temperature=0.5)
+    model, ids = tiny.causal(seed=3), torch.tensor([tiny.QUERIES[0] + tiny.RESPONSES[0]])
     wanted = torch.log_softmax(model(input_ids=ids).logits[0].detach() / 0.5, -1)
     torch.testing.assert_close(experience.logprobs[0, 0], wanted[1, 3], atol=1e-5, rtol=1e-5)
 
@@ -140,7 +129,7 @@ def test_stop_token_and_stop_token_id():
 
 
 def test_missing_eos_penalty_by_value():
-    plain, charged = (tiny.trainer(missing_eos_penalty=p).judge(rollout()).scores for p in (0.0, 0.75))
+    plain, charged = (tiny.trainer(missing_eos_penalty=p).judge(tiny.rollout()).scores for p in (0.0, 0.75))
     assert (plain - charged).tolist() == pytest.approx([0, 0, 0.75, 0])
 
 
@@ -148,8 +137,8 @@ def test_missing_eos_penalty_by_value():
 
 
 def test_kl_coef_by_value():
-    _, free = judged(kl_coef=0.0)
-    _, charged = judged(kl_coef=0.5)
+    _, free = tiny.judged(kl_coef=0.0)
+    _, charged = tiny.judged(kl_coef=0.5)
     mask = free.mask
     torch.testing.assert_close(
         free.rewards[mask] - charged.rewards[mask],
@@ -161,7 +150,7 @@ def test_kl_coef_by_value():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "full"])
 def test_kl_estimator_in_the_reward(kind):
-    trainer, experience = judged(kl_estimator=kind, kl_coef=1.0)
+    trainer, experience = tiny.judged(kl_estimator=kind, kl_coef=1.0)
     mask = experience.mask
     if kind == "full":
         micro = experience.rollout.micro_batch(torch.arange(4))
@@ -181,22 +170,22 @@ def test_kl_estimator_in_the_reward(kind):
 
 @pytest.mark.parametrize("kind", ["full", "k2", "k3"])
 def test_kl_in_the_loss_leaves_the_rewards_alone_and_pulls_back(kind):
-    _, experience = judged(kl_in="loss", kl_estimator=kind, kl_coef=1.0)
+    _, experience = tiny.judged(kl_in="loss", kl_estimator=kind, kl_coef=1.0)
     assert experience.rewards.sum(1).tolist() == pytest.approx([1.0, -1.0, 0.5, 2.0])
     distance = {}
     for coef in (0.0, 5.0):
-        trainer, experience = judged(
+        trainer, experience = tiny.judged(
             kl_in="loss", kl_estimator=kind, kl_coef=coef, learning_rate=3e-3, num_ppo_epochs=8
         )
         trainer.update(experience)
-        after = trainer.judge(rollout(), scores=torch.zeros(4))
+        after = trainer.judge(tiny.rollout(), scores=torch.zeros(4))
         distance[coef] = formulas.masked_mean((after.logprobs - after.ref_logprobs) ** 2, after.mask).item()
     assert distance[5.0] < 0.8 * distance[0.0]
-    assert one_step(kl_in="loss", kl_estimator=kind)[1]["objective/non_score_reward"] == 0.0
+    assert tiny.one_step(kl_in="loss", kl_estimator=kind)[1]["objective/non_score_reward"] == 0.0
 
 
 def test_whiten_rewards_gives_unit_variance_and_keeps_the_mean():
-    (_, plain), (_, white) = judged(), judged(whiten_rewards=True)
+    (_, plain), (_, white) = tiny.judged(), tiny.judged(whiten_rewards=True)
     mask = plain.mask
     assert formulas.masked_var(white.rewards, mask).item() == pytest.approx(1.0, abs=1e-4)
     assert formulas.masked_mean(white.rewards, mask).item() == pytest.approx(
@@ -205,7 +194,7 @@ def test_whiten_rewards_gives_unit_variance_and_keeps_the_mean():
 
 
 def test_advantage_norm_none_leaves_advantages_raw():
-    (_, raw), (_, white) = judged(advantage_norm="none"), judged()
+    (_, raw), (_, white) = tiny.judged(advantage_norm="none"), tiny.judged()
     torch.testing.assert_close(raw.advantages + raw.values.masked_fill(~raw.mask, 0), raw.returns)
     torch.testing.assert_close(formulas.masked_whiten(raw.advantages, raw.mask), white.advantages)
 
@@ -214,23 +203,23 @@ def test_advantage_norm_none_leaves_advantages_raw():
 
 
 def test_cliprange_and_cliprange_value_clip():
-    wide, tight = (one_step(cliprange=c, num_ppo_epochs=6, ratio_threshold=None)[1] for c in (0.9, 0.01))
+    wide, tight = (tiny.one_step(cliprange=c, num_ppo_epochs=6, ratio_threshold=None)[1] for c in (0.9, 0.01))
     assert tight["policy/clipfrac_avg"] > wide["policy/clipfrac_avg"]
-    wide, tight = (one_step(cliprange_value=c, num_ppo_epochs=6, ratio_threshold=None)[1] for c in (10.0, 0.001))
+    wide, tight = (tiny.one_step(cliprange_value=c, num_ppo_epochs=6, ratio_threshold=None)[1] for c in (10.0, 0.001))
     assert wide["val/clipfrac_avg"] == 0.0 < tight["val/clipfrac_avg"]
 
 
 def test_vf_coef_scales_the_value_gradient_exactly():
-    norms = [one_step(vf_coef=c, num_ppo_epochs=1)[1] for c in (0.1, 0.4)]
+    norms = [tiny.one_step(vf_coef=c, num_ppo_epochs=1)[1] for c in (0.1, 0.4)]
     assert norms[1]["value/grad_norm"] / norms[0]["value/grad_norm"] == pytest.approx(4.0, rel=1e-4)
     assert norms[1]["policy/grad_norm"] == norms[0]["policy/grad_norm"]
 
 
 def test_gamma_and_lam_by_value():
-    (_, one), (_, other) = judged(gamma=0.5, lam=1.0, kl_coef=0.0), judged(gamma=1.0, lam=1.0, kl_coef=0.0)
+    (_, one), (_, other) = tiny.judged(gamma=0.5, lam=1.0, kl_coef=0.0), tiny.judged(gamma=1.0, lam=1.0, kl_coef=0.0)
     assert other.returns[1].tolist() == pytest.approx([-1.0] * 5, abs=1e-5)
     assert one.returns[1].tolist() == pytest.approx([-(0.5**4), -(0.5**3), -(0.5**2), -0.5, -1.0], abs=1e-5)
-    _, zero = judged(lam=0.0, kl_coef=0.0)
+    _, zero = tiny.judged(lam=0.0, kl_coef=0.0)
     v = zero.values[1].tolist()
     assert zero.returns[1].tolist() == pytest.approx([v[1], v[2], v[3], v[4], -1.0], abs=1e-5)
 
@@ -240,7 +229,7 @@ def test_gamma_and_lam_by_value():
 
 def test_max_grad_norm_is_applied():
     """With SGD the step is the clipped gradient itself."""
-    trainer, experience = judged(max_grad_norm=1e-3, num_ppo_epochs=1)
+    trainer, experience = tiny.judged(max_grad_norm=1e-3, num_ppo_epochs=1)
     trainer.optimizer = torch.optim.SGD([*trainer.policy.parameters(), *trainer.value.parameters()], lr=1.0)
     trainer.scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer, 1.0)
     before = tiny.weights(trainer.policy), tiny.weights(trainer.value)
@@ -256,15 +245,15 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing():
     for layer in trainer.policy.model.layers:
         inner = layer._gradient_checkpointing_func
         layer._gradient_checkpointing_func = lambda *a, inner=inner, **k: (calls.append(1), inner(*a, **k))[1]
-    experience = trainer.judge(rollout(), scores=torch.tensor([1.0, -1.0, 0.5, 2.0]))
+    experience = trainer.judge(tiny.rollout(), scores=torch.tensor([1.0, -1.0, 0.5, 2.0]))
     assert not calls, "nothing to recompute without gradients"
     trainer.update(experience)
     assert calls
-    torch.testing.assert_close(tiny.weights(trainer.policy), tiny.weights(one_step()[0].policy), rtol=0, atol=1e-6)
+    torch.testing.assert_close(tiny.weights(trainer.policy), tiny.weights(tiny.one_step()[0].policy), rtol=0, atol=1e-6)
 
 
 def test_bf16_changes_the_numbers_a_little_and_keeps_the_weights_float32():
-    (_, a), (half, b) = one_step(), one_step(bf16=True)
+    (_, a), (half, b) = tiny.one_step(), tiny.one_step(bf16=True)
     assert all(p.dtype == torch.float32 for p in half.policy.parameters())
     assert a["objective/entropy"] != b["objective/entropy"]
     assert b["objective/entropy"] == pytest.approx(a["objective/entropy"], rel=0.05)
@@ -273,7 +262,7 @@ def test_bf16_changes_the_numbers_a_little_and_keeps_the_weights_float32():
 def test_learning_rate_scheduler_and_warmup():
     def rates(**changes):
         trainer = tiny.trainer(total_episodes=80, learning_rate=1.0e-3, **changes)
-        experience = trainer.judge(rollout())
+        experience = trainer.judge(tiny.rollout())
         return [trainer.update(experience)["lr"] for _ in range(10)]
 
     assert rates(lr_scheduler_type="constant") == [1e-3] * 10

@@ -19,21 +19,6 @@ def untimed(stats):
     return {name: value for name, value in stats.items() if not name.endswith(("_s", "_per_s"))}
 
 
-def gradient(trainer, experience) -> torch.Tensor:
-    """The gradient of one optimizer step over the whole experience, policy and value, unclipped."""
-    (minibatch,) = experience.plan
-    trainer.optimizer.step = lambda: None
-    trainer._learn(experience, minibatch)
-    return torch.cat(
-        [
-            p.grad.reshape(-1)
-            for model in (trainer.policy, trainer.value)
-            for p in model.parameters()
-            if p.grad is not None
-        ]
-    )
-
-
 # 1. The first step starts where the rollout came from.
 
 
@@ -113,7 +98,7 @@ def test_gradient_is_the_same_for_any_micro_batching(dtype, limit):
         trainer = tiny.trainer(dtype=dtype, policy_seed=3, max_grad_norm=1e9, **changes)
         rollout = Rollout.from_lists([[5, 6], [7], [8, 9, 4]] * 2, [[3, 2], [4, 8, 9, 5, 2], [6]] * 2, stop_token_id=2)
         experience = trainer.judge(rollout, scores=torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0, 1.0], dtype=dtype))
-        grads.append(gradient(trainer, experience))
+        grads.append(tiny.gradient(trainer, experience))
     for other in grads[1:]:
         assert (grads[0] - other).norm() / grads[0].norm() <= limit
 
@@ -125,7 +110,7 @@ def test_losses_are_means_over_tokens():
     for times in (1, 2):
         trainer = tiny.trainer(policy_seed=3, max_grad_norm=1e9, advantage_norm="none")
         rollout = Rollout.from_lists(rows * times, [[3, 2], [4, 8, 9]] * times, stop_token_id=2)
-        found.append(gradient(trainer, trainer.judge(rollout, scores=scores.repeat(times))))
+        found.append(tiny.gradient(trainer, trainer.judge(rollout, scores=scores.repeat(times))))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
@@ -213,6 +198,14 @@ def test_minibatches_are_shuffled_anew_for_each_epoch_and_update():
     third = order(0)
     assert all(sorted(row for rows in plan for row in rows) == list(range(8)) for plan in (first, second, third))
     assert first != second and first != third and first != [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_rollout_of_fewer_rows_than_minibatches_makes_a_step_of_each_row():
+    """As a caller may hand one in; none of the minibatches is empty."""
+    trainer, judged = tiny.judged(num_mini_batches=8, num_ppo_epochs=3, ratio_threshold=None)
+    steps: list[int] = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    assert trainer.update(judged)["policy/epochs"] == 3 and len(steps) == 4 * 3
 
 
 def test_the_same_prompt_draws_anew_in_each_update():

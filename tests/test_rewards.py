@@ -46,11 +46,12 @@ def test_an_ensemble_is_one_source_and_its_members_are_logged():
     assert stats["objective/disagreement/vote"] == pytest.approx((math.sqrt(8 / 3) + math.sqrt(2)) / 2)
 
 
-def test_a_member_that_is_not_finite_stops_the_run():
-    broken = {**SAYS, "b": torch.tensor([float("nan"), 0.0])}
-    source = EnsembleReward({name: lambda rollout, scores=scores: scores for name, scores in broken.items()})
-    with pytest.raises(RLHFError, match=r"R01.*score `vote`.*row 0"):
-        tiny.trainer(rewards={"vote": source}).judge(ROLLOUT)
+@pytest.mark.parametrize(("combine", "bad"), [("mean", float("nan")), ("min", float("inf"))])
+def test_a_member_that_is_not_finite_stops_the_run_also_where_the_others_hide_it(combine, bad):
+    broken = {**SAYS, "b": torch.tensor([bad, 0.0])}
+    members = {name: lambda rollout, scores=scores: scores for name, scores in broken.items()}
+    with pytest.raises(RLHFError, match=r"R01.*score `vote/b`.*row 0"):
+        tiny.trainer(rewards={"vote": EnsembleReward(members, combine)}).judge(ROLLOUT)
 
 
 def test_a_source_is_clipped_before_it_is_weighted():

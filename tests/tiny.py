@@ -3,7 +3,10 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts
+from rlhf_cli.models import reading
+from rlhf_cli.ppo import Experience, HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts, Rollout
+from rlhf_cli.ppo.moments import Moments
+from rlhf_cli.ppo.records import Scored
 
 VOCABULARY, EOS, PAD = 16, 2, 0
 FAMILIES = {
@@ -74,15 +77,62 @@ def settings(**changes) -> PPOSettings:
     return PPOSettings(**(base | changes))
 
 
-def trainer(*, dtype=torch.float32, rewards=None, seed=0, policy_seed=0, family="llama", **changes) -> PPOTrainer:
-    """A trainer of 8 episodes an update; `policy_seed` other than 0 gives a policy that differs from the reference."""
+def trainer(
+    *, dtype=torch.float32, rewards=None, seed=0, policy_seed=0, family="llama", head=False, ptx=(), **changes
+) -> PPOTrainer:
+    """A trainer of 8 episodes an update; `policy_seed` other than 0 gives a policy that differs from the reference.
+
+    `head`: the value model is a head on the policy. `changes` are settings.
+    """
     chosen = settings(**changes)
     policy, ref = causal(family, policy_seed).to(dtype), causal(family, 0).to(dtype)
-    value, reward = scorer(family).to(dtype), scorer(family).to(dtype)
+    value, reward = reading.ValueHead(policy) if head else scorer(family).to(dtype), scorer(family).to(dtype)
     stop = None if chosen.stop_token == "none" else EOS
-    engine = HFEngine(policy, stop, PAD, chosen.temperature)
-    return PPOTrainer(policy, ref, value, rewards or {"reward": ModelReward(reward, 4)}, engine, chosen, seed=seed)
+    engine = HFEngine(policy, stop, PAD, chosen.temperature, bf16=chosen.bf16)
+    sources = rewards or {"reward": ModelReward(reward, 4)}
+    return PPOTrainer(policy, ref, value, sources, engine, chosen, seed=seed, ptx=ptx)
 
 
 def weights(model) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+
+
+# An update without the engine: four rows of unlike length, three of them ended.
+
+QUERIES, RESPONSES = [[5, 6], [7], [8, 9, 4], [6]], [[3, 2], [4, 8, 9, 5, 2], [6, 5], [9, 2]]
+SCORES = [1.0, -1.0, 0.5, 2.0]
+
+
+def rollout() -> Rollout:
+    return Rollout.from_lists(QUERIES, RESPONSES, stop_token_id=EOS)
+
+
+def judged(**changes):
+    """A trainer whose policy differs from its reference, and the four rows as it judges them."""
+    made = trainer(**{"policy_seed": 3, **changes})
+    return made, made.judge(rollout(), scores=torch.tensor(SCORES))
+
+
+def one_step(**changes):
+    """A trainer after its update on the four rows, and the update's metrics."""
+    made, experience = judged(**changes)
+    return made, made.update(experience)
+
+
+def experience(rows: Rollout, kl_coef: float = 0.05, **fields: torch.Tensor) -> Experience:
+    """An Experience with the given (B, R) tensors; the others are 0, in float64."""
+    nothing = torch.zeros(rows.response_mask.shape, dtype=torch.float64)
+    names = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
+    tensors = {name: fields.get(name, nothing) for name in names}
+    scores = torch.zeros(len(rows))
+    scored = Scored({}, {}, scores, Moments(), scores)
+    return Experience(rows, ((torch.arange(len(rows)),),), scored, kl_coef, **tensors)
+
+
+def gradient(made: PPOTrainer, judged: Experience) -> torch.Tensor:
+    """The gradient of one optimizer step over the whole experience, policy and value; takes no step."""
+    (minibatch,) = judged.plan
+    made.optimizer.step = lambda: None
+    made._learn(judged, minibatch)
+    models = (made.policy, made.value)
+    return torch.cat([p.grad.reshape(-1).clone() for m in models for p in m.parameters() if p.grad is not None])

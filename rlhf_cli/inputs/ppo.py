@@ -60,11 +60,16 @@ def require_hub(config: PPOConfig) -> None:
 
 
 def check_rows(config: PPOConfig, prompts: data.Rows[Any], held_out: data.Rows[Any] | None) -> None:
-    """Warns D13, C14. Raises RLHFError D11."""
+    """Warns D13, C14. Raises RLHFError D11, and C17 where the prompts make no more updates than value_only_updates."""
     if held_out is not None:
         data.warn_shared(prompts, held_out, where=config.where("data.eval_prompts"))
     limits.check_prompts(config, prompts)
-    limits.warn_intervals(config, config.ppo.num_updates(len(prompts)))
+    updates, alone = config.ppo.num_updates(len(prompts)), config.ppo.value_only_updates
+    if alone >= updates:
+        text = f"value_only_updates {alone} leaves the policy none of {updates} updates"
+        hint = f"at most {updates - 1}" if updates > 1 else "raise num_train_epochs"
+        raise RLHFError("C17", text, where=config.where("ppo.value_only_updates"), hint=hint)
+    limits.warn_intervals(config, updates)
 
 
 def functions(config: PPOConfig) -> dict[str, TextReward]:

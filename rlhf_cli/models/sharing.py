@@ -2,26 +2,33 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 
 def share_layers(policy: Any, ref: Any, count: int) -> None:
     """Freeze the embeddings and first `count` layers of `policy`, and let `ref` use them in place of its own.
 
-    Raises ValueError where there are no more than `count` layers: the policy could not move.
+    Raises ValueError where there are no more than `count` layers: the policy could not move; and where the two differ
+    in what they would share: the reference would become another.
     """
     ours, theirs = _stack(policy), _stack(ref)
     layers = _layers(ours)
     if count >= len(layers):
         raise ValueError(f"num_shared_layers {count} of {len(layers)} layers leaves none to train")
-    for name, child in list(ours.named_children()):
-        if isinstance(child, nn.Embedding):
-            child.requires_grad_(False)
-            setattr(theirs, name, child)
+    embeddings = {name: child for name, child in ours.named_children() if isinstance(child, nn.Embedding)}
+    replaced = [*(getattr(theirs, name) for name in embeddings), *_layers(theirs)[:count]]
+    if not all(map(_equal, [*embeddings.values(), *layers[:count]], replaced)):
+        raise ValueError("policy and reference differ in the layers that num_shared_layers would have them share")
+    for name, child in embeddings.items():
+        setattr(theirs, name, child.requires_grad_(False))
     for index in range(count):
-        layers[index].requires_grad_(False)
-        _layers(theirs)[index] = layers[index]
+        _layers(theirs)[index] = layers[index].requires_grad_(False)
     ref.tie_weights()
+
+
+def _equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
 def _stack(model: Any) -> nn.Module:

@@ -34,7 +34,7 @@ def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 def token_entropy(logits: Tensor, temperature: float) -> Tensor:
     """Entropy (...) of the softmax of logits (..., V) / temperature in nats: -sum_i p_i log p_i."""
     logp = torch.log_softmax(scaled(logits, temperature), -1)
-    return -torch.where(logp > -torch.inf, logp.exp() * logp, 0).sum(-1)
+    return -(logp.exp() * torch.where(logp > -torch.inf, logp, 0)).sum(-1)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
 def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the mask, unbiased variance; 0 outside. Unless `shift_mean` the mean is kept.
 
-    lm-human-preferences (Ziegler et al. 2019), `whiten`.
+    `whiten` of lm-human-preferences (Ziegler et al. 2019), with TRL's unbiased variance in place of the biased one.
     """
     mean = masked_mean(x, mask)
     white = (x - mean) * torch.rsqrt(masked_var(x, mask) + eps)
@@ -80,7 +80,8 @@ def kl_tokens(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def kl_full(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     """Exact KL(pi || ref) = sum_v pi(v) (log pi(v) - log ref(v)) at each position; logits (..., V) -> (...)."""
     logp, ref = (torch.log_softmax(scaled(x, temperature), -1) for x in (logits, ref_logits))
-    return torch.where(logp > -torch.inf, logp.exp() * (logp - ref), 0).sum(-1)
+    # 0 log 0 is 0; picked before the product, or the gradient would be 0 * inf
+    return (logp.exp() * torch.where(logp > -torch.inf, logp - ref, 0)).sum(-1)
 
 
 def kl_loss_tokens(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:

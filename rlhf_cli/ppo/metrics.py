@@ -51,5 +51,7 @@ def averages(steps: list[Stats]) -> Stats:
     names = [name for name in made[0] if name not in ("ratio_error", "skipped")]
     stats = {name: sum(step[name] for step in made) / len(made) for name in names}
     stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in made) / len(made)
+    if made is steps and steps[0]["skipped"]:
+        stats |= {"policy/grad_norm": 0.0, "value/grad_norm": 0.0}  # no step was made
     stats["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
     return stats | {"policy/first_ratio_error": steps[0]["ratio_error"]}

@@ -27,15 +27,29 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Ad
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: PPOSettings, updates: int) -> LRScheduler:
-    """The named schedule of transformers over `updates` steps, one an update; `value` has a warm-up of its own."""
+    """The named schedule of transformers over `updates` steps, one an update.
+
+    `value` may have a warm-up of its own; all others begin after the updates that train the value model alone.
+    """
     factors = [_factor(group, settings, updates) for group in optimizer.param_groups]
     return LambdaLR(optimizer, factors)
 
 
 def _factor(group: dict[str, Any], settings: PPOSettings, updates: int) -> Callable[[int], float]:
     """The share of its learning rate that a parameter group has at each update."""
-    warmup = settings.num_warmup(updates, value=group.get("name", "").startswith("value"))
-    extra = {"min_lr_rate": 0.1} if settings.lr_scheduler_type == "cosine_with_min_lr" else None
-    alone = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=group["lr"])
-    named = get_scheduler(settings.lr_scheduler_type, alone, warmup, updates, scheduler_specific_kwargs=extra)
-    return named.lr_lambdas[0]
+    value, peak = group.get("name", "").startswith("value"), group["lr"]
+    start = 0 if value else settings.value_only_updates
+    extra = {
+        "cosine_with_min_lr": {"min_lr_rate": 0.1},
+        "polynomial": {"lr_end": 1e-7 / peak if peak > 1e-7 else 0.0},  # transformers refuses to start below its 1e-7
+    }.get(settings.lr_scheduler_type)
+    alone = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    named = get_scheduler(
+        settings.lr_scheduler_type,
+        alone,
+        settings.num_warmup(updates - start, value=value),
+        updates - start,
+        scheduler_specific_kwargs=extra,
+    )
+    factor = named.lr_lambdas[0]
+    return lambda update: factor(max(update - start, 0))

@@ -40,12 +40,14 @@ class HFEngine:
     pad_token_id: int
     temperature: float = 1.0
     batch_size: int | None = None  # rows at a time; None = all
+    bf16: bool = False  # forward passes under bfloat16 autocast, as those that log-probs are read from
 
     @torch.no_grad()
     def generate(self, prompts: Prompts) -> Rollout:
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         size = self.batch_size or len(prompts)
-        parts = [self._write(prompts.rows(start, start + size)) for start in range(0, len(prompts), size)]
+        with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
+            parts = [self._write(prompts.rows(start, start + size)) for start in range(0, len(prompts), size)]
         responses = torch.cat(parts)
         counts = formulas.response_mask(responses, self.stop_token_id)
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=responses.device)

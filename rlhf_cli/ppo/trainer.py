@@ -61,6 +61,7 @@ class PPOTrainer:
         assert drawn == settings.temperature, (
             f"the engine samples at {drawn}, log-probs are read at {settings.temperature}"
         )
+        assert getattr(engine, "bf16", settings.bf16) == settings.bf16, "the engine and log-probs differ in bf16"
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value.requires_grad_(True)
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
         self.weights, self.clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
@@ -144,7 +145,8 @@ class PPOTrainer:
         opinions = {name: said for name, said in asked.items() if isinstance(said, Opinions)}
         asked |= {name: said.score for name, said in opinions.items()}
         raw = {name: self._per_row(name, said, rollout) for name, said in asked.items()}
-        finite.check({f"score `{name}`": scores for name, scores in raw.items()}, self.updates + 1)
+        members = {f"{name}/{each}": score for name, said in opinions.items() for each, score in said.members.items()}
+        finite.check({f"score `{name}`": scores for name, scores in (members | raw).items()}, self.updates + 1)
         summed = scoring.weighted(raw, self.weights, self.clips) if given is None else raw["given"]
         moments = self.moments.merged(summed)
         placed = scoring.scaled(summed, moments, self.settings)
@@ -165,7 +167,8 @@ class PPOTrainer:
         """An epoch's minibatches, drawn at random, each split into micro-batches of rows of like length."""
         draw = torch.Generator().manual_seed(derive(self.seed, "minibatches", self.updates, epoch))
         order = torch.randperm(len(rollout), generator=draw).to(rollout.ids.device)
-        return tuple(self._split(rollout, rows) for rows in order.tensor_split(self.settings.num_mini_batches))
+        parts = order.tensor_split(min(self.settings.num_mini_batches, len(order)))
+        return tuple(self._split(rollout, rows) for rows in parts)
 
     def _split(self, rollout: Rollout, rows: Tensor) -> Minibatch:
         settings = self.settings
@@ -201,19 +204,20 @@ class PPOTrainer:
         Raises RLHFError R01 for a loss, gradient or weight that is not finite; a bad loss or gradient changes nothing.
         """
         settings = self.settings
-        rates = {group.get("name", ""): group["lr"] for group in reversed(self.optimizer.param_groups)}
+        rates = {"lr": self._rate("policy"), "value/lr": self._rate("value")}
         steps: list[Stats] = []
         for epoch in range(settings.num_ppo_epochs):
             plan = experience.plan if epoch == 0 else self._plan(experience.rollout, epoch)
-            steps += [self._learn(experience, minibatch) for minibatch in plan]
+            steps += [self._learn(experience, minibatch, epoch) for minibatch in plan]
             if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                 break
         finite.check_weights({"policy": self.policy, "value": self.value}, self.updates + 1)
+        learns = self._policy_learns  # else the KL is no answer to the coefficient
         self.scheduler.step()
         self.updates += 1
         stats = metrics.objective(experience, in_reward=settings.kl_in == "reward") | metrics.averages(steps)
         self.moments = experience.scored.moments
-        if settings.adap_kl_ctrl:
+        if settings.adap_kl_ctrl and learns:
             self.kl_coef = formulas.adapted_kl_coef(
                 self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),
                 horizon=settings.horizon,
@@ -221,12 +225,16 @@ class PPOTrainer:
         return {
             "episode": self.updates * len(experience.rollout),
             **stats,
-            "policy/epochs": len(steps) // settings.num_mini_batches,
-            "lr": next(reversed(rates.values())),
-            "value/lr": rates.get("value", next(reversed(rates.values()))),
+            "policy/epochs": epoch + 1,
+            **rates,
         }
 
-    def _learn(self, experience: Experience, minibatch: Minibatch) -> Stats:
+    def _rate(self, name: str) -> float:
+        """The learning rate of a model's parameter groups; of the first group where none has that name."""
+        groups = self.optimizer.param_groups
+        return next((group["lr"] for group in groups if group.get("name", "").startswith(name)), groups[0]["lr"])
+
+    def _learn(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=experience.mask.device))
@@ -244,7 +252,7 @@ class PPOTrainer:
                 error = torch.maximum(error, (parts.ratio - 1).abs().max())
                 for name, gauge in parts.gauges.items():
                     totals[name] += gauge.sum()
-            ptx = self._learn_ptx(experience, minibatch)
+            ptx = self._learn_ptx(minibatch, epoch)
         stats = {name: float(total) / tokens for name, total in totals.items()} | ptx
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
@@ -265,13 +273,12 @@ class PPOTrainer:
     def _policy_learns(self) -> bool:
         return self.updates >= self.settings.value_only_updates
 
-    def _learn_ptx(self, experience: Experience, minibatch: Minibatch) -> Stats:
-        """Add the gradient of the language-model loss over as many ptx rows as the minibatch has episodes."""
+    def _learn_ptx(self, minibatch: Minibatch, epoch: int) -> Stats:
+        """Add the gradient of the language-model loss over ptx rows, one drawn for each episode of the minibatch."""
         if not self.ptx or not self._policy_learns:
             return {}
-        episodes = torch.cat(minibatch).tolist()
-        draw = torch.Generator().manual_seed(derive(self.seed, "ptx", self.updates, *episodes))
-        chosen = [self.ptx[i] for i in torch.randint(len(self.ptx), (len(episodes),), generator=draw).tolist()]
+        draws = [derive(self.seed, "ptx", self.updates, epoch, row) for row in torch.cat(minibatch).tolist()]
+        chosen = [self.ptx[draw % len(self.ptx)] for draw in draws]
         rows = Rollout.from_lists(*zip(*chosen, strict=True)).to(self.policy.device)
         tokens, total = int(rows.response_mask.sum()), 0.0
         for part in self._split(rows, torch.arange(len(rows), device=rows.ids.device)):

@@ -78,6 +78,15 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": "value_only_updates"})
         return self
 
+    @model_validator(mode="after")
+    def _penalty_stays_positive(self) -> Self:
+        if self.adap_kl_ctrl and 5 * self.horizon <= self.episodes_per_update:
+            episodes = self.episodes_per_update
+            text = f"horizon {self.horizon} lets one update of {episodes} episodes make kl_coef negative"
+            hint = f"at least {episodes // 5 + 1}"
+            raise PydanticCustomError("C06", "{text}", {"text": text, "hint": hint, "key": "horizon"})
+        return self
+
     def num_updates(self, prompt_count: int | None = None) -> int:
         """Updates of the whole run; the last one is whole too. `prompt_count` is needed with num_train_epochs."""
         if self.total_episodes is not None:

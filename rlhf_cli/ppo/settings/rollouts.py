@@ -85,7 +85,7 @@ class RolloutSettings(Settings):
         None,
         pattern=r"^[\w.-]+/[\w.-]+$",
         description=(
-            "Repository OWNER/NAME of the hub that receives the policy whenever objective/rlhf_reward is at its best; "
+            "Repository OWNER/NAME of the hub that receives the policy whenever score less KL penalty is at its best; "
             f"made private where it is new. {TRL_STEP}"
         ),
     )

@@ -47,7 +47,8 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
         if parent.manifest.get("probes"):
             models.check_probes(scorers.frozen(key), parent, where=config.where(key))
     batch = settings.local_rollout_forward_batch_size
-    engine = HFEngine(policy, stop_token_id, tokenizer.pad_token_id or 0, settings.temperature, batch)
+    pad = tokenizer.pad_token_id or 0
+    engine = HFEngine(policy, stop_token_id, pad, settings.temperature, batch, bf16=settings.bf16)
     updates = settings.num_updates(len(prompts))
     ref = copy.deepcopy(policy)
     with inputs.layers_explained(config):

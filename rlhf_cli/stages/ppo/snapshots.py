@@ -11,7 +11,7 @@ from rlhf_cli.models import loading, publishing
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.stages.ppo.parts import Parts
 
-METRIC = "objective/rlhf_reward"  # score less the KL penalty: what PPO maximises
+METRIC = "objective/scores - objective/kl_coef * objective/kl"  # what PPO maximises, wherever the KL penalty goes
 EVERYTHING = 10**6  # snapshots are dropped here one by one, never as the oldest
 
 
@@ -43,7 +43,7 @@ class Snapshots:
     def look(self, step: int, stats: Stats) -> None:
         """After update `step`: keep the policy where it is time to, or where it is the best so far."""
         before = self.best.step
-        self.best.window.append(stats[METRIC])
+        self.best.window.append(stats["objective/scores"] - stats["objective/kl_coef"] * stats["objective/kl"])
         better = step in self.points and self.best.beaten_at(step)
         if better or step in self.even:
             self._save(step)

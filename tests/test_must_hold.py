@@ -1,0 +1,374 @@
+"""What must hold of every PPO run, clause by clause, and the tests that prove it. The first test checks the list.
+
+1  epoch 1 runs on the judge's micro-batches: first ratio 1, clip fraction and KL 0, with ==
+     -> test_ppo_trainer.py::test_first_ratio_is_one_and_first_kl_zero
+     -> test_must_hold.py::test_the_first_step_is_exact_whatever_is_switched_on
+   another partition, padding or engine: 1e-5
+     -> test_ppo_trainer.py::test_another_partition_moves_the_ratio_by_float_noise_only
+     -> test_must_hold.py::test_log_probs_are_those_of_a_left_padded_forward_with_a_mask
+     -> test_ppo_rollout.py::test_agrees_with_a_plain_loop
+   it is logged and warned about
+     -> test_stage_ppo.py::test_a_first_ratio_that_is_off_is_warned_about
+2  the score lands on the last real token
+     -> test_ppo_formulas.py::test_score_lands_on_the_last_real_token
+     -> test_ppo_trainer.py::test_score_is_placed_on_the_eos_and_the_eos_is_trained
+   the EOS is trained
+     -> test_must_hold.py::test_the_eos_is_trained_in_step_with_its_advantage
+   pad == eos changes nothing
+     -> test_ppo_rollout.py::test_pad_equal_to_eos_changes_nothing
+     -> test_ppo_trainer.py::test_padding_ids_change_nothing
+     -> test_defects_of_others.py::test_trl_07_pad_equal_to_eos_hides_no_eos_from_training_or_scoring
+   the reward model is fed the rows it was trained on, and held-out scores come back
+     -> test_data.py::test_pairs
+     -> test_stage_reward.py::test_probes_are_the_scores_that_ppo_finds
+     -> test_stage_ppo.py::test_m09_scores_that_do_not_come_back
+     -> test_must_hold.py::test_the_reward_model_is_fed_the_rollouts_own_ids
+3  the same gradient for any micro-batching, 1e-5 and 1e-12
+     -> test_ppo_trainer.py::test_gradient_is_the_same_for_any_micro_batching
+     -> test_must_hold.py::test_with_every_option_on_the_gradient_is_the_same_for_any_micro_batching
+     -> test_ppo_options_loss.py::test_ptx_gradient_is_the_same_for_any_micro_batching
+   and for any padding
+     -> test_must_hold.py::test_gradient_is_the_same_for_any_padding
+   losses are means over tokens
+     -> test_ppo_trainer.py::test_losses_weigh_tokens_not_rows
+     -> test_ppo_trainer.py::test_losses_are_means_over_tokens
+   weights after an SGD or an AdamW step
+     -> test_must_hold.py::test_weights_after_a_step_do_not_depend_on_micro_batches
+4  KL estimators, value and gradient, on three tokens
+     -> test_ppo_formulas.py::test_kl_estimators_in_expectation
+     -> test_ppo_formulas.py::test_only_k1_in_the_reward_has_the_kl_gradient
+     -> test_ppo_formulas.py::test_kl_loss_has_the_kl_gradient_on_and_off_policy
+     -> test_must_hold.py::test_kl_in_the_reward_through_the_whole_chain
+     -> test_must_hold.py::test_kl_in_the_loss_through_the_whole_chain
+     -> test_ppo_gradients.py::test_the_whole_loss
+   GAE against the double sum; lam = gamma = 1 is Monte-Carlo
+     -> test_ppo_formulas.py::test_gae_against_the_double_sum
+     -> test_ppo_formulas.py::test_gae_one_one_is_monte_carlo
+     -> test_must_hold.py::test_monte_carlo_returns_of_a_whole_update
+   the clip quadrants
+     -> test_ppo_formulas.py::test_policy_loss_quadrants
+     -> test_ppo_options_loss.py::test_cliprange_high_quadrants
+     -> test_ppo_options_loss.py::test_dual_clip_quadrants
+5  learning rate 0 changes no weight; reference and reward never change
+     -> test_ppo_trainer.py::test_learning_rate_zero_changes_no_weight
+     -> test_ppo_trainer.py::test_reference_and_reward_never_change_by_a_bit
+     -> test_must_hold.py::test_with_every_option_on_nothing_frozen_moves
+6  the same seed, the same run
+     -> test_ppo_trainer.py::test_same_seed_same_run_bit_for_bit
+     -> test_ppo_trainer.py::test_extra_draws_in_between_change_no_training
+   draws are keyed by row: batching, order, resuming
+     -> test_ppo_records.py::test_seeds_depend_on_every_part
+     -> test_ppo_rollout.py::test_batching_leaves_the_draws_alone
+     -> test_must_hold.py::test_another_order_of_rows_leaves_each_rows_draw_alone
+     -> test_must_hold.py::test_another_batch_size_of_the_engine_is_the_same_run
+     -> test_ppo_trainer.py::test_resumed_run_is_the_straight_run
+     -> test_stage_ppo.py::test_resumed_run_is_the_straight_run_byte_for_byte
+7  metrics are over response tokens only
+     -> test_ppo_trainer.py::test_metrics_by_hand
+     -> test_must_hold.py::test_junk_outside_the_responses_changes_no_bit
+   entropy is never negative
+     -> test_must_hold.py::test_entropy_is_never_negative_however_sharp_the_logits
+     -> test_ppo_trainer.py::test_entropy_is_never_negative_and_numbers_are_finite
+8  TRL's recorded numbers, to 1e-5
+     -> test_golden.py::test_advantages_and_returns
+     -> test_golden.py::test_kl_and_penalty
+     -> test_golden.py::test_losses_of_each_micro_batch
+     -> test_golden.py::test_the_whole_loss_of_each_micro_batch
+9  each option has its effect, and its default has none
+     -> test_ppo_options.py::test_every_key_is_covered_here
+     -> test_ppo_options.py::test_writing_out_a_default_leaves_the_run_bit_identical
+
+Not proven here: a fresh adapter's KL of 0 (1), and any number of processes (3, 6): neither exists yet.
+"""
+
+import ast
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, Rollout, formulas
+from rlhf_cli.ppo.advantages import gae
+from rlhf_cli.ppo.losses import losses
+
+HERE = Path(__file__).parent
+
+
+def test_every_test_named_above_exists():
+    named = re.findall(r"-> (\w+\.py)::(\w+)", __doc__)
+    lines = [line for line in __doc__.splitlines() if "->" in line]
+    assert len(named) == len(lines) and {int(n) for n in re.findall(r"(?m)^(\d)  ", __doc__)} == set(range(1, 10))
+    for file in {file for file, _ in named}:
+        tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
+        there = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert {name for where, name in named if where == file} <= there, file
+
+
+# 1. The first step.
+
+EVERYTHING = {
+    "kl_in": "loss",
+    "kl_estimator": "full",
+    "entropy_coef": 0.1,
+    "ptx_coef": 0.5,
+    "ptx": [([5, 6], [7, 8, 2]), ([9], [10, 2])],
+    "cliprange_high": 0.3,
+    "dual_clip": 3.0,
+    "head": True,
+    "use_score_scaling": True,
+    "use_score_norm": True,
+    "score_clip": 2.0,
+    "overlong_penalty": {"tokens": 4, "factor": 0.5},
+    "adap_kl_ctrl": True,
+    "early_stopping": True,
+    "whiten_rewards": True,
+    "value_learning_rate": 3e-3,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head": True},
+        {"head": True, "gradient_checkpointing": True, "micro_batch_tokens": 16},
+        {"kl_in": "loss", "kl_estimator": "full"},
+        {"kl_in": "loss", "kl_estimator": "k2"},
+        {"kl_in": "loss", "kl_estimator": "k3", "num_mini_batches": 4},
+        {"num_shared_layers": 1},
+        {"num_samples_per_prompt": 2},
+        {"stop_token": "none", "temperature": 1.3},
+        {"response_length": {"min": 2, "max": 6}},
+        {"value_only_updates": 1},
+        EVERYTHING,
+        *({"family": family} for family in tiny.FAMILIES),
+    ],
+    ids=lambda changes: "everything" if len(changes) > 4 else "-".join(map(str, changes.values())),
+)
+def test_the_first_step_is_exact_whatever_is_switched_on(changes):
+    made = tiny.trainer(**{"num_ppo_epochs": 1, **changes})
+    stats = made.step(tiny.prompts(8 // made.settings.num_samples_per_prompt))
+    assert stats["policy/first_ratio_error"] == 0.0
+    assert stats["objective/kl"] == stats["objective/kl_k1"] == stats["objective/non_score_reward"] == 0.0
+    if made.settings.num_mini_batches == 1:
+        assert stats["val/ratio"] == 1.0 and stats["policy/clipfrac_avg"] == stats["val/clipfrac_avg"] == 0.0
+    later = made.step(tiny.prompts(8 // made.settings.num_samples_per_prompt, seed=1))
+    assert later["policy/first_ratio_error"] == 0.0, "nor does a later update begin anywhere else"
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_log_probs_are_those_of_a_left_padded_forward_with_a_mask(family):
+    """As another engine would read them: all rows together, left-padded, with attention mask and positions."""
+    made = tiny.trainer(family=family, policy_seed=3)
+    rollout = made.generate(tiny.prompts())
+    judged = made.judge(rollout, scores=torch.zeros(8))
+    mask = rollout.mask.long()
+    positions = {} if family == "opt" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        logits = made.policy(input_ids=rollout.ids, attention_mask=mask, **positions).logits / 0.7
+    width = rollout.prompt_width
+    read = torch.log_softmax(logits, -1)[:, width - 1 : -1].gather(-1, rollout.ids[:, width:, None])[..., 0]
+    torch.testing.assert_close(judged.logprobs[judged.mask], read[judged.mask], atol=1e-5, rtol=1e-5)
+
+
+# 2. Scores and the EOS.
+
+
+def test_the_eos_is_trained_in_step_with_its_advantage():
+    """An advantage at the EOS alone: up with it, up goes the EOS; down with it, down."""
+    moves = {}
+    for sign in (1.0, -1.0):
+        made, judged = tiny.judged(num_ppo_epochs=1, vf_coef=0.0, learning_rate=1e-3)
+        advantages = torch.zeros_like(judged.advantages)
+        advantages[0, 1] = sign  # row 0 is [3, EOS]
+        made.update(replace(judged, advantages=advantages))
+        after = made.judge(tiny.rollout(), scores=torch.zeros(4))
+        moves[sign] = (after.logprobs - judged.logprobs)[0, 1].item()
+    assert moves[1.0] > 1e-3 and moves[-1.0] < -1e-3
+
+
+def test_the_reward_model_is_fed_the_rollouts_own_ids():
+    """Prompt and response with its EOS, flush left, nothing after; and the score is read at that last token."""
+    model, seen = tiny.scorer(), []
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    scores = ModelReward(model, max_rows=1)(tiny.rollout())
+    rows = [query + response for query, response in zip(tiny.QUERIES, tiny.RESPONSES, strict=True)]
+    assert sorted(ids[0].tolist() for ids in seen) == sorted(rows)
+    for row, ids in enumerate(rows):
+        with torch.no_grad():
+            wanted = model.score(model.model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1])
+        assert scores[row].item() == pytest.approx(wanted.item(), abs=1e-5)
+
+
+# 3. Means over tokens.
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_with_every_option_on_the_gradient_is_the_same_for_any_micro_batching(dtype, limit):
+    grads = []
+    for rows, parts, tokens in ((8, 1, "auto"), (1, 8, "auto"), (4, 2, 14)):
+        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": parts}
+        options = {**EVERYTHING, "max_grad_norm": 1e9, "dtype": dtype, "micro_batch_tokens": tokens, **sizes}
+        made, judged = tiny.judged(**options)
+        torch.nn.init.ones_(made.value.score.weight)
+        grads.append(tiny.gradient(made, replace(judged, values=judged.values + 0.1)))
+    for other in grads[1:]:
+        assert (grads[0] - other).norm() / grads[0].norm() <= limit
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_gradient_is_the_same_for_any_padding(dtype, limit):
+    """Three columns more on either side; only the sums of whitening run over another shape."""
+    rows, columns, grads = tiny.rollout(), torch.full((4, 3), 7), []
+    wide = Rollout(
+        torch.cat([columns, rows.ids, columns], 1),
+        torch.nn.functional.pad(rows.mask, (3, 3)),
+        torch.nn.functional.pad(rows.response_mask, (0, 3)),
+        rows.ended,
+    )
+    for rollout in (rows, wide):
+        made = tiny.trainer(policy_seed=3, dtype=dtype, max_grad_norm=1e9)
+        grads.append(tiny.gradient(made, made.judge(rollout, scores=torch.tensor(tiny.SCORES))))
+    assert (grads[0] - grads[1]).norm() / grads[0].norm() <= limit
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_weights_after_a_step_do_not_depend_on_micro_batches(kind):
+    rate, found = 1e-2, []
+    for rows, parts in ((8, 1), (1, 8)):
+        sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": parts}
+        made, judged = tiny.judged(num_ppo_epochs=1, learning_rate=rate, **sizes)
+        if kind == "SGD":
+            made.optimizer = torch.optim.SGD([*made.policy.parameters(), *made.value.parameters()], lr=rate)
+            made.scheduler = torch.optim.lr_scheduler.ConstantLR(made.optimizer, 1.0)
+        made.update(judged)
+        found.append(torch.cat([tiny.weights(made.policy), tiny.weights(made.value)]))
+    apart = (found[0] - found[1]).abs().max().item()
+    assert apart <= (1e-6 if kind == "SGD" else 0.1 * rate)
+
+
+# 4. KL on three tokens, through the chain that a run takes.
+
+PI, REF = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64), torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+OFF = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+EACH = Rollout.from_lists([[1]] * 3, [[0], [1], [2]])  # one response of one token for each token there is
+
+
+def kl_and_gradient() -> tuple[float, list[float]]:
+    """KL(pi || ref) and its slope by the logits of pi, pi_j (log pi_j / ref_j - KL), on paper."""
+    kl = float((PI * (PI / REF).log()).sum())
+    return kl, [p * (math.log(p / q) - kl) for p, q in zip(PI.tolist(), REF.tolist(), strict=True)]
+
+
+def expected_gradient(judged, sampled, ref_logits=None, temperature=1.0, **changes) -> list[float]:
+    """Of the policy loss by the logits of pi, each token as often as `sampled` draws it."""
+    settings = PPOSettings(total_episodes=64, temperature=temperature, **changes)
+    logits = (temperature * PI.log()).requires_grad_(True)
+    micro = EACH.micro_batch(torch.arange(3))
+    parts = losses(judged, micro, logits.expand(3, 3), torch.zeros(3).double(), ref_logits, settings)
+    return torch.autograd.grad((sampled * parts.policy).sum(), logits)[0].tolist()
+
+
+def of_each(probabilities):
+    return probabilities.log()[:, None]
+
+
+@pytest.mark.parametrize("kind,exact", [("k1", True), ("k2", False), ("k3", False), ("abs", False)])
+def test_kl_in_the_reward_through_the_whole_chain(kind, exact):
+    """Penalty, reward, GAE, loss: the policy gradient of -coef x KL, for k1 alone."""
+    kl = formulas.kl_tokens(of_each(PI), of_each(REF), kind)
+    rewards = formulas.shape_rewards(torch.zeros(3).double(), 0.5 * kl, EACH.response_mask)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), EACH.response_mask, 1.0, 0.95)
+    judged = tiny.experience(EACH, logprobs=of_each(PI), ref_logprobs=of_each(REF), advantages=advantages)
+    found, wanted = expected_gradient(judged, PI), [0.5 * slope for slope in kl_and_gradient()[1]]
+    assert (found == pytest.approx(wanted, abs=1e-9)) is exact
+    assert (float((PI * kl[:, 0]).sum()) == pytest.approx(kl_and_gradient()[0])) is (kind in ("k1", "k3"))
+
+
+@pytest.mark.parametrize("kind", ["full", "k2", "k3"])
+@pytest.mark.parametrize("sampled", [PI, OFF], ids=["on policy", "off policy"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_kl_in_the_loss_through_the_whole_chain(kind, sampled, temperature):
+    """The KL's own gradient, also for samples of the policy as it was when the rollout was made."""
+    judged = tiny.experience(EACH, 0.5, logprobs=of_each(sampled), ref_logprobs=of_each(REF))
+    ref_logits = (temperature * REF.log()).expand(3, 3) if kind == "full" else None
+    found = expected_gradient(judged, sampled, ref_logits, temperature, kl_in="loss", kl_estimator=kind)
+    assert found == pytest.approx([0.5 * slope / temperature for slope in kl_and_gradient()[1]], abs=1e-9)
+
+
+def test_monte_carlo_returns_of_a_whole_update():
+    """lam = gamma = 1: a token's return is the sum of the rewards from it on, and its advantage that less its value."""
+    made = tiny.trainer(policy_seed=3, lam=1.0, gamma=1.0, advantage_norm="none", kl_coef=0.3)
+    judged = made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+    for row, response in enumerate(tiny.RESPONSES):
+        rewards, values = judged.rewards[row].tolist(), judged.values[row].tolist()
+        for t in range(len(response)):
+            assert judged.returns[row, t].item() == pytest.approx(sum(rewards[t : len(response)]), abs=1e-5)
+            assert judged.advantages[row, t].item() == pytest.approx(sum(rewards[t:]) - values[t], abs=1e-5)
+
+
+# 5. What is frozen.
+
+
+def test_with_every_option_on_nothing_frozen_moves():
+    made = tiny.trainer(**EVERYTHING, num_shared_layers=1, weight_decay=0.1)
+    reward = made.rewards["reward"].model
+    frozen = [tiny.weights(made.ref), tiny.weights(reward)]
+    for step in range(3):
+        made.step(tiny.prompts(seed=step))
+    assert torch.equal(frozen[0], tiny.weights(made.ref)) and torch.equal(frozen[1], tiny.weights(reward))
+    still = tiny.trainer(**{**EVERYTHING, "learning_rate": 0.0, "value_learning_rate": 0.0, "weight_decay": 0.1})
+    before = tiny.weights(still.policy), tiny.weights(still.value)
+    still.step(tiny.prompts())
+    assert torch.equal(before[0], tiny.weights(still.policy)) and torch.equal(before[1], tiny.weights(still.value))
+
+
+# 6. Draws by row.
+
+
+def test_another_order_of_rows_leaves_each_rows_draw_alone():
+    prompts = tiny.prompts(8)
+    asked = replace(prompts, seeds=tuple(range(8)), response_length=8)
+    order = [5, 2, 7, 0, 1, 6, 3, 4]
+    turned = replace(asked, ids=prompts.ids[order], mask=prompts.mask[order], seeds=tuple(order))
+    engine = HFEngine(tiny.causal(), tiny.EOS, tiny.PAD, 0.7)
+    plain, other = engine.generate(asked), engine.generate(turned)
+    assert [other.response_tokens(row) for row in range(8)] == [plain.response_tokens(row) for row in order]
+    assert len({tuple(plain.response_tokens(row)) for row in range(8)}) > 4
+
+
+def test_another_batch_size_of_the_engine_is_the_same_run():
+    found = []
+    for size in (None, 1, 3):
+        made = tiny.trainer()
+        made.engine.batch_size = size
+        for step in range(3):
+            made.step(tiny.prompts(seed=step))
+        found.append(tiny.weights(made.policy))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+# 7. Response tokens only.
+
+
+def test_junk_outside_the_responses_changes_no_bit():
+    found = []
+    for junk in (0.0, float("nan"), 1e30):
+        made, judged = tiny.judged(ratio_threshold=None, kl_in="loss", kl_estimator="k3", entropy_coef=0.1)
+        names = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
+        spoilt = {name: torch.where(judged.mask, getattr(judged, name), junk) for name in names}
+        found.append((made.update(replace(judged, **spoilt)), tiny.weights(made.policy), tiny.weights(made.value)))
+    for stats, policy, value in found[1:]:
+        assert stats == found[0][0] and torch.equal(policy, found[0][1]) and torch.equal(value, found[0][2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1e4])
+def test_entropy_is_never_negative_however_sharp_the_logits(dtype, scale):
+    logits = (scale * torch.randn(200, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
+    for temperature in (0.1, 0.7, 1.0):
+        entropy = formulas.token_entropy(logits, temperature)
+        assert (entropy >= 0).all() and (entropy <= 3.9121).all()  # ln 50
