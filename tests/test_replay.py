@@ -46,7 +46,8 @@ def made(
 ) -> PPOTrainer:
     """A trainer that has made some updates; `head` on the policy for a value model, `both` a model and a function."""
     chosen = tiny.settings(**{**SIZES, **changes})
-    policy, ref, scorer = tiny.causal(family, 3), tiny.causal(family), tiny.scorer(family)
+    like_ref = bool(chosen.num_shared_layers)  # else another: the KL is not 0
+    policy, ref, scorer = tiny.causal(family, 0 if like_ref else 3), tiny.causal(family), tiny.scorer(family)
     value = reading.ValueHead(policy) if head else tiny.scorer(family, 5)
     stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
     sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
@@ -123,6 +124,13 @@ CASES: dict[str, dict[str, Any]] = {
         "warmup_steps": 2,
     },
     "value alone": {"value_only_updates": 2, "ptx_coef": 1.0, "weight_decay": 0.1},
+    "value alone, and a schedule": {
+        "value_only_updates": 2,
+        "steps": 3,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.3,
+        "adap_kl_ctrl": True,
+    },
     "value alone, on the policy": {"value_only_updates": 2, "head": True, "vf_coef": 1.0},
     "a head on the policy": {"head": True, "vf_coef": 1.0},
     "shared layers": {"num_shared_layers": 1},

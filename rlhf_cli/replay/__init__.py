@@ -85,8 +85,7 @@ def replay(run: Run, step: int | None, options: Options) -> Report:
     start = copy.deepcopy(trainer.state_dict())
     before = observe.weights(trainer.policy, trainer.value)
     picked = data.prompt_batch(len(parts.prompts), step, settings.prompts_per_update, config.seed)
-    number_format = trainer.policy.dtype
-    rounded = torch.bfloat16 if settings.bf16 else number_format
+    rounded = torch.bfloat16 if settings.bf16 else trainer.policy.dtype
     with terminal.Progress("replay", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
         rollout = trainer.generate(Prompts.from_lists([parts.prompts[i].ids for i in picked]))
         now, _ = observe.observe(trainer, rollout)
@@ -97,7 +96,7 @@ def replay(run: Run, step: int | None, options: Options) -> Report:
         trainer.load_state_dict(start)
         wide, naive = observe.in_float64(
             trainer, rollout, updates=parts.updates, stop_token_id=parts.stop_token_id,
-            near_tie=NEAR_TIE[number_format], tick=bar.advance,
+            near_tie=NEAR_TIE[rounded], tick=bar.advance,
         )  # fmt: skip
     quantities = side_by_side(naive, wide, now, left)
     return Report(checkpoints.shown(run.folder), step, rounded, quantities, only_rounding(naive), _versions(run))

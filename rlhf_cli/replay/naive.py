@@ -454,7 +454,7 @@ def learn(start: Start, judged: Judged, tick: Callable[[], None]) -> tuple[list[
     trainable(start)
     steps: list[Step] = []
     for epoch in range(settings.num_ppo_epochs):
-        steps += [optimizer_step(start, judged, rows, tick) for rows in minibatches(start, epoch)]
+        steps += [optimizer_step(start, judged, rows, epoch, tick) for rows in minibatches(start, epoch)]
         if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
             return steps, epoch + 1
     return steps, settings.num_ppo_epochs
@@ -483,7 +483,7 @@ def minibatches(start: Start, epoch: int) -> Iterator[list[int]]:
         yield order[first : first + size]
 
 
-def optimizer_step(start: Start, judged: Judged, rows: list[int], tick: Callable[[], None]) -> Step:
+def optimizer_step(start: Start, judged: Judged, rows: list[int], epoch: int, tick: Callable[[], None]) -> Step:
     """One minibatch: the mean loss of its response tokens, its gradient, one step of AdamW.
 
     None is made where the mean ratio passes ratio_threshold.
@@ -503,7 +503,7 @@ def optimizer_step(start: Start, judged: Judged, rows: list[int], tick: Callable
                 means[name] += number / tokens
         tick()
     if settings.ptx_coef and start.policy_learns:
-        means["loss/ptx_avg"] = language_model_loss(start, rows)
+        means["loss/ptx_avg"] = language_model_loss(start, rows, epoch)
     skipped = settings.ratio_threshold is not None and means["val/ratio"] > settings.ratio_threshold
     if not skipped:
         for name, model in (("policy", start.policy), ("value", start.value)):
@@ -528,14 +528,12 @@ def row_losses(start: Start, judged: Judged, row: int) -> list[Any]:
     ]
 
 
-def language_model_loss(start: Start, rows: list[int]) -> float:
-    """Adds the gradient of ptx_coef times the mean of -log p(token) over the completions of as many rows of ptx.
+def language_model_loss(start: Start, rows: list[int], epoch: int) -> float:
+    """Adds the gradient of ptx_coef times the mean of -log p(token) over the completions of ptx rows.
 
-    Ouyang et al. 2022 (arXiv 2203.02155), equation 2. The draw is keyed by the minibatch's episodes, longest first.
+    Ouyang et al. 2022 (arXiv 2203.02155), equation 2. A row of ptx is drawn for each episode of the minibatch.
     """
-    by_length = sorted(rows, key=lambda row: (-len(start.prompts[row]) - len(start.responses[row]), row))
-    draw = torch.Generator().manual_seed(derive(start.seed, "ptx", start.update, *by_length))
-    chosen = [start.ptx[i] for i in torch.randint(len(start.ptx), (len(rows),), generator=draw).tolist()]
+    chosen = [start.ptx[derive(start.seed, "ptx", start.update, epoch, row) % len(start.ptx)] for row in rows]
     tokens = sum(len(completion) for _, completion in chosen)
     total = 0.0
     for prompt, completion in chosen:
@@ -587,10 +585,13 @@ def learning_rate(start: Start, name: str) -> float:
     """The rate of this update, of `policy` or `value`: its peak times the share that the named schedule has now.
 
     k updates were made of n, w of them warm-up, over which the share rises from 0 to 1 (transformers, optimization.py).
+    The policy's schedule begins after the updates that train the value model alone.
     """
-    settings, k, n = start.settings, start.update, start.updates
+    settings = start.settings
     own = settings.value_learning_rate if name == "value" else None
     peak = settings.learning_rate if own is None else own
+    alone = settings.value_only_updates if name == "policy" else 0
+    k, n = max(start.update - alone, 0), start.updates - alone
     w = settings.warmup_steps if settings.warmup_steps is not None else math.ceil((settings.warmup_ratio or 0.0) * n)
     if name == "value" and settings.value_warmup_steps is not None:
         w = settings.value_warmup_steps
@@ -600,12 +601,13 @@ def learning_rate(start: Start, name: str) -> float:
         return peak * k / w
     done = (k - w) / max(1, n - w)
     cosine = (1 + math.cos(math.pi * done)) / 2
+    end = 1e-7 if peak > 1e-7 else 0.0  # of the polynomial one
     return {
         "constant_with_warmup": peak,
         "linear": peak * max(0.0, 1 - done),
         "cosine": peak * cosine,
         "cosine_with_min_lr": peak * (0.1 + 0.9 * cosine),
-        "polynomial": (peak - 1e-7) * (1 - done) + 1e-7,
+        "polynomial": (peak - end) * (1 - done) + end,
         "inverse_sqrt": peak / math.sqrt((k - w + (w or 10_000)) / (w or 10_000)),
     }[settings.lr_scheduler_type]
 
@@ -665,6 +667,8 @@ def averages(steps: list[Step]) -> Step:
     """Means over the steps; those that ratio_threshold skipped are left out, unless all were."""
     made = [step for step in steps if not step["skipped"]] or steps
     found = {name: sum(step[name] for step in made) / len(made) for name in made[0]}
+    if all(step["skipped"] for step in steps):
+        found |= {"policy/grad_norm": 0.0, "value/grad_norm": 0.0}  # no step, no gradient taken
     found["val/ratio_var"] = sum((step["val/ratio"] - found["val/ratio"]) ** 2 for step in made) / len(made)
     found["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
     found["policy/first_ratio_error"] = steps[0]["ratio_error"]
@@ -687,10 +691,10 @@ def variance(numbers: list[float]) -> float:
 def next_kl_coef(start: Start, kl: float) -> float:
     """kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon), n the update's episodes.
 
-    Ziegler et al. 2019, section 2.2.
+    Ziegler et al. 2019, section 2.2. While the policy does not learn the KL is no answer to the coefficient.
     """
     settings = start.settings
-    if not settings.adap_kl_ctrl:
+    if not settings.adap_kl_ctrl or not start.policy_learns:
         return start.kl_coef
     error = min(max(kl / settings.target - 1, -0.2), 0.2)
     return start.kl_coef * (1 + error * len(start.prompts) / settings.horizon)
