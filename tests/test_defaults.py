@@ -54,11 +54,11 @@ def eval_config(folder: Path, text: str = EVAL):
 
 
 def test_snapshots_stand_at_the_eighths_of_a_run(tmp_path: Path) -> None:
-    from rlhf_cli.stages.ppo import snapshot_steps
+    from rlhf_cli.stages.ppo.snapshots import spread
 
     count = eval_config(tmp_path).output.snapshots
     for updates in (8, 100, 157, 10_000):
-        steps = sorted(snapshot_steps(updates, count))
+        steps = sorted(spread(updates, count))
         assert len(steps) == 8 and steps[-1] == updates
         assert all(abs(after - before - updates / 8) <= 1 for before, after in pairwise([0, *steps]))
 

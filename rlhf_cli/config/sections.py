@@ -321,7 +321,7 @@ class PPOData(_PromptData):
 
     def sources(self, where: Callable[[str], str]) -> dict[str, Source]:
         """Key path -> source, of each key that names data; ptx_data is read whole, first_words is for prompts."""
-        found, ptx = super().sources(where), self._source("ptx_data", where)
+        found, ptx = super().sources(where), self.ptx_data and self._source("ptx_data", where)
         return found | ({"data.ptx_data": replace(ptx, first_words=None)} if ptx else {})
 
 

@@ -245,8 +245,7 @@ class PPOTrainer:
             for rows in minibatch:
                 micro = experience.rollout.micro_batch(rows)
                 parts = self._losses(experience, micro)
-                loss = self.settings.vf_coef * parts.value
-                loss = loss + parts.policy if self._policy_learns else loss
+                loss = parts.policy + self.settings.vf_coef * parts.value
                 (loss.sum() / tokens).backward()
                 found.append((micro, loss.detach()))
                 error = torch.maximum(error, (parts.ratio - 1).abs().max())
