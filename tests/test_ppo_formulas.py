@@ -231,6 +231,8 @@ def test_explained_variance():
     assert formulas.explained_variance(torch.full_like(returns, 2.0), returns, mask) == 0.0
     assert formulas.explained_variance(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), returns, mask) == pytest.approx(-3.0)
     assert formulas.explained_variance(returns, torch.ones_like(returns), mask) == 0.0
+    rounded = 3.0 + torch.tensor([[0.0, 2.4e-7, 0.0, 2.4e-7]])  # equal but for the last bit of float32
+    assert rounded.unique().numel() == 2 and formulas.explained_variance(returns, rounded, mask) == 0.0
 
 
 def test_approx_kl_is_half_the_square():

@@ -165,8 +165,8 @@ def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """1 - Var(returns - values) / Var(returns) over the mask.
 
-    1 is perfect, 0 no better than a constant. 0 where returns do not vary.
+    1 is perfect, 0 no better than a constant. 0 where returns do not vary by more than rounding.
     """
     spread = masked_var(returns, mask, unbiased=False)
     share = masked_var(returns - values, mask, unbiased=False) / spread
-    return torch.where(spread > 0, 1 - share, 0)
+    return torch.where(spread > 1e-12 * masked_mean(returns**2, mask), 1 - share, 0)
