@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews test test-slow check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews test test-slow lint check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -32,16 +32,19 @@ reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews
 	$(VENV)/bin/python runs/reviews/judge.py
 	$(VENV)/bin/python scripts/frontier.py runs/reviews --judge critic --figure runs/reviews/frontier.svg
 
-test: $(VENV)/.installed-test ## all tests but the slow ones
-	$(TESTING) $(VENV)/bin/python -m pytest
+test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
+	$(TESTING) $(VENV)/bin/python -m pytest $(PARALLEL)
 
 test-slow: $(VENV)/.installed-test ## the tests that take minutes
 	$(TESTING) $(VENV)/bin/python -m pytest -m slow
 
-check: $(VENV)/.installed-test ## lint, types and the fast tests
+lint: $(VENV)/.installed-test ## style and types
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not training"
+
+check: lint ## style, types and the fast tests
+	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not training" $(PARALLEL)
 
 smoke: $(VENV)/.installed ## the tiny chain from init to report in a temporary folder
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
@@ -65,6 +68,8 @@ clean: ## remove what tools left; runs/ and the installation stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find rlhf_cli tests scripts -name __pycache__ -prune -exec rm -rf {} +
 
+# One worker a core; the tests of a file share what they made.
+PARALLEL := -n auto --dist loadfile
 # Tiny models are fastest on one thread, and no test may ask a hub.
 TESTING := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
