@@ -10,6 +10,7 @@ from ppo_folder import PPO, lines, ppo, untimed, write
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_cli.checkpoints.files import describe, names_in, write_json
 from rlhf_cli.stages.ppo.snapshots import Best, spread
 
 pytestmark = pytest.mark.training
@@ -237,3 +238,17 @@ def test_c06_more_shared_layers_than_there_are(run_folder):
         and "error[C06]: --set ppo.num_shared_layers: ppo.num_shared_layers 2 of 2 layers" in result.stderr
     )
     assert ppo(run_folder, "--fresh", "-s", "ppo.num_shared_layers=1").exit_code == 0
+
+
+def test_m05_a_state_of_an_older_version(run_folder):
+    """Before alarms and the best policy were part of it, a state was the trainer's alone."""
+    from rlhf_cli.models.trees import load_tree, save_tree
+
+    assert ppo(run_folder).exit_code == 0
+    (run_folder / "ppo/manifest.json").unlink()
+    for state in (run_folder / "ppo/state").glob("step_*"):
+        save_tree(state, load_tree(state)["trainer"])
+        files = describe(state, [name for name in names_in(state) if name != "state.json"])
+        write_json(state / "state.json", {"schema": 1, "name": state.name, "files": files})
+    refused = ppo(run_folder)
+    assert refused.exit_code == 1 and "error[M05]" in refused.stderr and "by an older version" in refused.stderr

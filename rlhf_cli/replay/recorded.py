@@ -10,7 +10,7 @@ from rlhf_cli.checkpoints import Parent, shown
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import PPOConfig, load
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import trees
+from rlhf_cli.stages.ppo.training import read_state
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,9 @@ class Run:
         """The trainer's state after update `step`. Raises RLHFError M05 where it is damaged, or gone."""
         folder = checkpoints.state_at(self.folder / "state", step)
         try:
-            tree = trees.load_tree(folder)
+            return read_state(folder)["trainer"]
         except OSError as error:  # a run that is going on drops old states
             raise RLHFError("M05", f"{shown(folder)} is gone", hint="take another step") from error
-        return tree["trainer"]
 
     def state_after(self, step: int) -> dict[str, Any] | None:
         """`state`, None where none was kept, or where it is damaged: then with a warning, M05."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.config import PPOConfig
@@ -32,7 +34,7 @@ class Training:
         )
         state = checkpoints.latest_state(self.states) if resume else None
         if state:
-            tree = trees.load_tree(state)
+            tree = read_state(state)
             self.trainer.load_state_dict(tree["trainer"])
             self.alarms = Alarms(**tree["alarms"])
             self.snapshots.load_state_dict(tree["best"])
@@ -126,6 +128,15 @@ class Training:
             text = f"kl_estimator {settings.kl_estimator} in the reward does not have the KL's policy gradient"
             where = self.config.where("ppo.kl_estimator")
             terminal.warn("C18", text, where=where, hint="k1 has it; or set kl_in: loss")
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What `_save` wrote. Raises RLHFError M05 for a state of an older version of this package."""
+    tree = trees.load_tree(folder)
+    if "trainer" not in tree:
+        text = f"{shown(folder)} was written by an older version, which kept less of a run"
+        raise RLHFError("M05", text, hint="--fresh starts over; the old folder is kept in .old/")
+    return tree
 
 
 def status_line(stats: Stats) -> str:
