@@ -314,7 +314,7 @@ class PPOData(_PromptData):
         None,
         description=(
             "Rows as SFT takes them, {prompt, completion}, {text} or {messages}, for the language-model loss of "
-            "ppo.ptx_coef: named like prompts. [`pytest tests/test_ppo_options.py`]"
+            "ppo.ptx_coef: named like prompts. [`pytest tests/test_stage_ppo_alarms.py -k ptx`]"
         ),
     )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)

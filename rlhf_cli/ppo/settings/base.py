@@ -10,7 +10,6 @@ TRL = "[TRL 1.12, trl/experimental/ppo/ppo_config.py]"
 TRL_STEP = "[TRL 0.11, trl/trainer/ppo_config.py]"
 TLDR = "[TRL 1.12, examples/scripts/ppo/ppo_tldr.py]"
 HF = "[transformers 5.23, src/transformers/training_args.py]"
-OPTIONS = "[`pytest tests/test_ppo_options.py`]"  # an option of ours, or of others, whose default is: off
 
 
 class Settings(BaseModel):

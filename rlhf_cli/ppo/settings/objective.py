@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.ppo.settings.base import OPTIONS, TRL, TRL_STEP, Settings
+from rlhf_cli.ppo.settings.base import TRL, TRL_STEP, Settings
 
 
 class ObjectiveSettings(Settings):
@@ -65,7 +65,8 @@ class ObjectiveSettings(Settings):
         gt=0,
         description=(
             "The run ends with R04, and keeps the best policy, when an update's objective/kl_k1, nats a response, "
-            f"passes this. Not target_kl (one update's epochs) nor target (a controller's aim). {OPTIONS}"
+            "passes this. Not target_kl (one update's epochs) nor target (a controller's aim). "
+            "[`pytest tests/test_stage_ppo_alarms.py -k r04`]"
         ),
     )
 
@@ -87,7 +88,7 @@ class ObjectiveSettings(Settings):
         gt=0,
         description=(
             "Clip range above 1, where it differs from the one below (Yu et al. 2025, arXiv 2503.14476, section 3.1); "
-            f"none: cliprange. {OPTIONS}"
+            "none: cliprange. [`pytest tests/test_ppo_options_loss.py -k cliprange_high`]"
         ),
     )
     dual_clip: float | None = Field(
@@ -95,7 +96,8 @@ class ObjectiveSettings(Settings):
         gt=1,
         description=(
             "Where the advantage A is negative, the objective is no lower than dual_clip * A "
-            f"(Ye et al. 2020, arXiv 1912.09729, equation 5; 3 there). {OPTIONS}"
+            "(Ye et al. 2020, arXiv 1912.09729, equation 5; 3 there). "
+            "[`pytest tests/test_ppo_options_loss.py -k dual_clip`]"
         ),
     )
     cliprange_value: float = Field(0.2, gt=0, description=f"Clip range of the value around its old prediction. {TRL}")
@@ -113,7 +115,8 @@ class ObjectiveSettings(Settings):
         ge=0,
         description=(
             "Coefficient of the language-model loss on rows of data.ptx_data, as many a minibatch as it has episodes "
-            f"(Ouyang et al. 2022, arXiv 2203.02155, equation 2; 27.8 there). {OPTIONS}"
+            "(Ouyang et al. 2022, arXiv 2203.02155, equation 2; 27.8 there). "
+            "[`pytest tests/test_ppo_options_loss.py -k ptx`]"
         ),
     )
 

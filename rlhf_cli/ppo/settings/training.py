@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.ppo.settings.base import HF, OPTIONS, TRL, TRL_STEP, Settings
+from rlhf_cli.ppo.settings.base import HF, TRL, TRL_STEP, Settings
 
 SCHEDULERS = Literal[
     "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_min_lr"
@@ -38,10 +38,21 @@ class TrainingSettings(Settings):
         ),
     )
     warmup_ratio: float | None = Field(
-        None, ge=0, lt=1, description=f"Warm-up as a share of all updates. Give this or warmup_steps. {OPTIONS}"
+        None,
+        ge=0,
+        lt=1,
+        description=(
+            "Warm-up as a share of all updates. Give this or warmup_steps. "
+            "[`pytest tests/test_ppo_options.py -k warmup`]",
+        ),
     )
     value_warmup_steps: int | None = Field(
-        None, ge=0, description=f"Updates of warm-up of the value model; none: the policy's. {OPTIONS}"
+        None,
+        ge=0,
+        description=(
+            "Updates of warm-up of the value model; none: the policy's. "
+            "[`pytest tests/test_ppo_options_training.py -k warmup`]",
+        ),
     )
     value_only_updates: int = Field(
         0,
