@@ -43,7 +43,7 @@ class TrainingSettings(Settings):
         lt=1,
         description=(
             "Warm-up as a share of all updates. Give this or warmup_steps. "
-            "[`pytest tests/test_ppo_options.py -k warmup`]",
+            "[`pytest tests/test_ppo_options.py -k warmup`]"
         ),
     )
     value_warmup_steps: int | None = Field(
@@ -51,7 +51,7 @@ class TrainingSettings(Settings):
         ge=0,
         description=(
             "Updates of warm-up of the value model; none: the policy's. "
-            "[`pytest tests/test_ppo_options_training.py -k warmup`]",
+            "[`pytest tests/test_ppo_options_training.py -k warmup`]"
         ),
     )
     value_only_updates: int = Field(
