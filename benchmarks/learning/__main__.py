@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of `ppo:`, any number")
     parser.add_argument("--trl", type=Path, help="TRL's curves (default: SHARED/bench/trl_curves.jsonl)")
-    parser.add_argument("--samples", type=int, default=128, help="SFT responses a prompt for best of n")
+    parser.add_argument("--samples", type=int, default=64, help="SFT responses a prompt for best of n")
     parser.add_argument("--no-judge", action="store_true", help="leave the judge out")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
@@ -83,9 +83,10 @@ def main() -> int:
         return refuse(f"{args.out} is a run with other settings: give another --out")
     kept.write_text(json.dumps(now, indent=1), encoding="utf-8")
 
-    best_of = train.best_of_n(args.shared, args.out / "best_of_n.json", BEST_OF, args.samples, tell)
     for seed in args.seeds:
         train.run(args.shared, args.out / f"seed-{seed}", chosen, seed, tell)
+    ns = [n for n in BEST_OF if n <= args.samples]
+    best_of = train.best_of_n(args.shared, args.out / "best_of_n.json", ns, args.samples, tell)
     folders = {seed: args.out / f"seed-{seed}" for seed in args.seeds}
     ours = {seed: curves.ours(curves.read_lines(folder / "curve.jsonl")) for seed, folder in folders.items()}
     points = {}

@@ -100,10 +100,10 @@ def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, tell: Call
 
 
 def best_of_n(shared: Path, path: Path, ns: list[int], samples: int, tell: Callable[[str], None]) -> list[dict]:
-    """The SFT policy's best of n by the reward model, on the 64 prompts that no run trains on; kept in `path`."""
+    """The SFT policy's best of n by the reward model, on 128 of the prompts that the runs train on; kept in `path`."""
     if path.exists() and (kept := json.loads(path.read_text(encoding="utf-8")))["samples"] == samples:
         return kept["best_of"]
-    policy, rows = writer(shared), prompts(shared)[:HELD_OUT]
+    policy, rows = writer(shared), prompts(shared)[HELD_OUT : HELD_OUT + 128]
     settings = PPOSettings(**WORKLOAD)
     ppo = PPOTrainer(
         policy,
