@@ -115,6 +115,14 @@ def test_the_best_point_within_a_kl():
     assert judged.best_within(points, 1) is None
 
 
+def test_candidates_are_tried_from_the_highest_score_down():
+    curve = [(float(i), 0.5 * i) for i in range(60)]
+    curve[50:] = [(45.0, 3.0)] * 10
+    saved = [f"{update:03d}" for update in range(5, 61, 5)]
+    # by training the KL is u / 2 up to 50 updates, then 3; 12 is allowed, and the mean around 50 is 11.5
+    assert judged.candidates(curve, saved, 10)[:4] == ["050", "055", "060", "020"]
+
+
 def test_the_comparison_is_over_the_seeds_that_both_have():
     line = [(float(i), float(i)) for i in range(30)]
     higher = [(score + 1, kl) for score, kl in line]

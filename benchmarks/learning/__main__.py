@@ -93,7 +93,7 @@ def main() -> int:
     if not args.no_judge:
         for seed, folder in folders.items():
             tell(f"judge: seed {seed}")
-            points[seed] = judged.judge(args.shared, folder)
+            points[seed] = judged.judge(args.shared, folder, ours[seed], tables.LIMIT)
     found = tables.compare(ours, trl)
     found |= {"settings": now, "best_of": best_of, "judged": tables.of_judge(points)}
     text = tables.markdown(found)

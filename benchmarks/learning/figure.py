@@ -38,16 +38,17 @@ def draw(
         left.axvline(kl, color="#cccccc", linewidth=0.8, zorder=0)
     for number, (seed, points) in enumerate(sorted(judged.items())):
         rows = [points[name] for name in sorted(points)]
-        style = ("o-", "s--", "^:", "d-.")[number % 4]
+        style = "os^d"[number % 4]
         kl = [row["kl"] for row in rows]
         wins = [row["win"] for row in rows]
-        right.plot(kl, wins, style, color=OURS, markersize=4, linewidth=1, label=f"rlhf, seed {seed}")
+        errors = [[row["win"] - row["low"] for row in rows], [row["high"] - row["win"] for row in rows]]
+        right.errorbar(kl, wins, errors, fmt=style, color=OURS, markersize=4, linewidth=1, label=f"rlhf, seed {seed}")
     right.axhline(0.92, color="#cccccc", linewidth=0.8, zorder=0)
     right.axvline(12, color="#cccccc", linewidth=0.8, zorder=0)
     left.set(xlabel="KL from SFT, nats a response", ylabel="score (reward model, less the EOS penalty)")
     left.set_title("Training: means over 5 updates, dot = end", fontsize=10)
-    right.set(xlabel="KL from SFT, nats a response", ylabel="win rate over SFT")
-    right.set_title("The judge, on saved policies (goal: 0.92 at 12 nats)", fontsize=10)
+    right.set(xlabel="KL from SFT, nats a response", ylabel="win rate over SFT", xlim=(0, None), ylim=(0.45, 1))
+    right.set_title("The judge, on policies it was asked about (goal: 0.92 at 12)", fontsize=10)
     for axis in (left, right):
         axis.legend(fontsize=8, frameon=False, loc="lower right")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
