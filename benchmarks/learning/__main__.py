@@ -3,7 +3,7 @@
     python -m benchmarks.learning --shared ../shared --out runs/bench-learning
 
 60 updates of 64 episodes on the 5.3 M-parameter models of the developers' shared folder, learning rate 1e-4 (constant),
-temperature 1, up to 64 tokens, 4 epochs; all else is our default, or what --set says. About 15 CPU minutes a seed; an
+temperature 1, up to 64 tokens, 4 epochs; all else is our default, or what --set says. About 11 CPU minutes a seed; an
 interrupted run goes on where it stopped. TRL's curves are read from a file; to record one more, in an environment of
 its own (the head of trl_ppo.py says how to make it):
 
