@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews test test-slow lint check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews bench-learning test test-slow lint check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -8,6 +8,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 VENV ?= .venv
 RLHF := $(VENV)/bin/rlhf
 CONFIG ?= configs/demo
+# The developers' shared folder: the benchmarks' models.
+SHARED ?= ../shared
 
 # CONFIG is a run's folder, or a config in one. A preset of configs/ runs in runs/NAME, which `rlhf init` makes.
 FOLDER := $(patsubst %/,%,$(if $(filter %.yaml,$(CONFIG)),$(dir $(CONFIG)),$(CONFIG)))
@@ -31,6 +33,9 @@ reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews
 	$(RLHF) run runs/reviews
 	$(VENV)/bin/python runs/reviews/judge.py
 	$(VENV)/bin/python scripts/frontier.py runs/reviews --judge critic --figure runs/reviews/frontier.svg
+
+bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, goes on where it stopped (docs/learning.md)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning
 
 test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
 	$(TESTING) $(VENV)/bin/python -m pytest $(PARALLEL)
@@ -66,7 +71,7 @@ pipeline: $(VENV)/.installed ## the stages of CONFIG=configs/demo that are not u
 
 clean: ## remove what tools left; runs/ and the installation stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
-	find rlhf_cli tests scripts -name __pycache__ -prune -exec rm -rf {} +
+	find rlhf_cli tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # One worker a core; the tests of a file share what they made.
 PARALLEL := -n auto --dist loadfile
