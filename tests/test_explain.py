@@ -36,6 +36,12 @@ DATACLASSES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _a_hundred_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever terminal the tests run in."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def said(*arguments: str) -> str:
     result = rlhf("explain", *arguments)
     assert (result.exit_code, result.stderr) == (0, ""), result.stderr
