@@ -35,7 +35,7 @@ reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews
 	$(VENV)/bin/python scripts/frontier.py runs/reviews --judge critic --figure runs/reviews/frontier.svg
 
 bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, goes on where it stopped (docs/learning.md)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning --set kl_coef=0.1
 
 test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
 	$(TESTING) $(VENV)/bin/python -m pytest $(PARALLEL)
