@@ -48,17 +48,21 @@ class SamplesLog:
         append_jsonl(self.path, row)
 
 
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log, none where there is no file. A process may be in the middle of the last one."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:  # texts hold other separators
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
 def _keep(path: Path, step: int) -> list[dict[str, Any]]:
     """Leave only the lines up to `step` in the file, and return them."""
-    rows = []
+    rows = [row for row in read_log(path) if row["step"] <= step]
     if path.exists():
-        for line in path.read_text(encoding="utf-8").split("\n"):  # model text may hold other line separators
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break  # the line that a killed process was writing, or the end
-            if row["step"] <= step:
-                rows.append(row)
         scratch = path.with_name(f".tmp-{path.name}")
         write_jsonl(scratch, rows)
         scratch.replace(path)

@@ -18,15 +18,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STEP = re.compile(r"(?:step_|checkpoint-)(\d+)")  # ours, and the Hugging Face Trainer's
 
 
-def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep: int) -> Path:
-    """Make folder/name out of what `write(path)` writes, in one step, then drop all but the newest `keep`.
+def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep: int | None) -> Path:
+    """Make folder/name out of what `write(path)` writes, in one step, then drop all but the newest `keep`, if any.
 
     The files are written into a folder beside it, hashed into its state.json, forced to the disk, and renamed.
     Whatever `write` raises comes through, and leaves the older states as they were.
     """
     if not _NAME.fullmatch(name):
         raise RLHFError("S03", f'"{name}" is not a name for a state folder')
-    assert keep >= 1, "a state that is dropped as it is written helps nobody"
+    assert keep is None or keep >= 1, "a state that is dropped as it is written helps nobody"
     folder.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
     scratch = folder / f".tmp-{name}-{os.getpid()}"
@@ -66,8 +66,7 @@ def latest_state(folder: Path) -> Path | None:
 
 def newest_step(folder: Path) -> int | None:
     """The step that the newest state's name tells, for a line on a terminal: nothing is verified."""
-    states = _states(folder)
-    return _step(states[-1]) if states else None
+    return max(state_steps(folder), default=None)
 
 
 def state_steps(folder: Path) -> list[int]:
@@ -113,8 +112,8 @@ def _problem(state: Path) -> str | None:
     return damage(state, manifest["files"], where=shown(state / MANIFEST), content=True)
 
 
-def _prune(folder: Path, keep: int) -> None:
+def _prune(folder: Path, keep: int | None) -> None:
     """A rename first: a state that is half deleted must not look like one."""
-    for path in _states(folder)[:-keep]:
+    for path in [] if keep is None else _states(folder)[:-keep]:
         path.rename(folder / f".trash-{path.name}-{os.getpid()}")
     clear_leftovers(folder)

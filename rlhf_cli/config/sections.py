@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.base import DataPath, ModelPath, Section
 from rlhf_cli.config.keys import PathKey
+from rlhf_cli.ppo.settings.base import Range
 from rlhf_cli.sources import Share, Source
 
 OWN_STAGES = "[`pytest tests/test_config.py::test_models_default_to_the_runs_own_stages`]"
@@ -264,17 +265,11 @@ class RewardData(_Data):
     )
 
 
-class WordRange(Section):
+class WordRange(Range):
     """A number of words drawn anew for each text, uniform over min..max, both included."""
 
     min: int = Field(ge=1, description="Fewest words.")
     max: int = Field(ge=1, description="Most words.")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min > self.max:
-            raise PydanticCustomError("C06", "min is above max", {"hint": "swap the two"})
-        return self
 
 
 class _PromptData(_Data):

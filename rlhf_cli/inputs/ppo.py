@@ -64,10 +64,9 @@ def check_rows(config: PPOConfig, prompts: data.Rows[Any], held_out: data.Rows[A
     if held_out is not None:
         data.warn_shared(prompts, held_out, where=config.where("data.eval_prompts"))
     limits.check_prompts(config, prompts)
-    updates, alone = config.ppo.num_updates(len(prompts)), config.ppo.value_only_updates
-    if alone >= updates:
-        text = f"value_only_updates {alone} leaves the policy none of {updates} updates"
-        hint = f"at most {updates - 1}" if updates > 1 else "raise num_train_epochs"
+    updates = config.ppo.num_updates(len(prompts))
+    if told := config.ppo.no_turn(updates):
+        text, hint = told
         raise RLHFError("C17", text, where=config.where("ppo.value_only_updates"), hint=hint)
     limits.warn_intervals(config, updates)
 

@@ -139,12 +139,6 @@ def scorer_around(causal: Any, head: torch.nn.Linear) -> Any:
     return model
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a folder that `save_model` wrote, by the names of the model's state_dict."""
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-    return model.state_dict()
-
-
 def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation: str | None = None) -> Any:
     """A causal model with fresh float32 weights: `fields` of its config, vocabulary and special ids of the tokenizer.
 

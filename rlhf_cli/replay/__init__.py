@@ -25,7 +25,7 @@ from rlhf_cli.replay.compare import TOLERANCE, Quantity, only_rounding, side_by_
 from rlhf_cli.replay.observe import Numbers
 from rlhf_cli.replay.recorded import Run, open_run
 from rlhf_cli.stages.ppo import parts as making
-from rlhf_cli.stages.ppo.samples import judged
+from rlhf_cli.stages.ppo import samples
 
 # What rounding may do to a draw, in nats, and to a quantity as a share of it before it is pointed out.
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -119,20 +119,16 @@ def _samples(parts: making.Parts, rows: list[dict[str, Any]]) -> dict[str, tuple
     """The run's sample table of the update, and what the trainer, just after it, makes of the same rows."""
     if not rows:
         return {}
-    experience = judged(parts)
-    mask, places = experience.mask, [row["index"] for row in rows]
-    kl = torch.where(mask, experience.logprobs - experience.ref_logprobs, 0)
-    texts = [experience.rollout.text(parts.tokenizer, place) for place in places]
-    found = {
-        "samples: other texts": (
-            [0.0] * len(rows),
-            [float(text != (row["prompt"], row["response"])) for text, row in zip(texts, rows, strict=True)],
-        ),
-        "samples: kl": ([row["kl"] for row in rows], [float(kl[place][mask[place]].sum()) for place in places]),
-        "samples: score": ([row["score"] for row in rows], [float(experience.scores[place]) for place in places]),
-    }
-    for name, raw in experience.scored.sources.items():
-        found[f"samples: score {name}"] = ([row["scores"][name] for row in rows], [float(raw[i]) for i in places])
+    experience = samples.judged(parts)
+    today = [samples.told(parts.tokenizer, experience, row["index"]) for row in rows]
+    pairs = list(zip(rows, today, strict=True))
+    other = [float(any(then[key] != now[key] for key in ("prompt", "response"))) for then, now in pairs]
+    found = {"samples: other texts": ([0.0] * len(rows), other)}
+    for name in ("kl", "score"):
+        found[f"samples: {name}"] = ([then[name] for then, _ in pairs], [now[name] for _, now in pairs])
+    for name in experience.scored.sources:
+        scores = [(then["scores"][name], now["scores"][name]) for then, now in pairs]
+        found[f"samples: score {name}"] = ([then for then, _ in scores], [now for _, now in scores])
     return found
 
 

@@ -1,6 +1,5 @@
 """What a PPO run has left of one of its updates. Reads only, while the run may still be going."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import PPOConfig, load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.stages.ppo.training import read_state
+from rlhf_cli.tracking import read_log
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,6 @@ def open_run(run: Path) -> Run:
     # otherwise.
     config._origin = replace(config._origin, file=folder.resolve().parent / "ppo.yaml")
     samples: dict[int, list[dict[str, Any]]] = {}
-    for row in _rows(folder / "samples.jsonl"):
+    for row in read_log(folder / "samples.jsonl"):
         samples.setdefault(row["step"], []).append(row)
-    return Run(folder, config, {line["step"]: line for line in _rows(folder / "metrics.jsonl")}, samples)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; a run that is going on may be in the middle of the last one."""
-    found = []
-    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
+    return Run(folder, config, {line["step"]: line for line in read_log(folder / "metrics.jsonl")}, samples)

@@ -70,11 +70,8 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
 
     @model_validator(mode="after")
     def _the_policy_gets_its_turn(self) -> Self:
-        if self.total_episodes is not None and 0 < self.num_updates() <= self.value_only_updates:
-            text = (
-                f"value_only_updates {self.value_only_updates} leaves the policy none of {self.num_updates()} updates"
-            )
-            hint = f"at most {self.num_updates() - 1}" if self.num_updates() > 1 else "raise total_episodes"
+        if self.total_episodes is not None and (told := self.no_turn(self.num_updates())):
+            text, hint = told
             raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": "value_only_updates"})
         return self
 
@@ -94,6 +91,14 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         if prompt_count is None or self.num_train_epochs is None:
             raise ValueError("num_train_epochs needs the number of prompts")
         return math.ceil(self.num_train_epochs * prompt_count / self.prompts_per_update)
+
+    def no_turn(self, updates: int) -> tuple[str, str] | None:
+        """What is wrong where value_only_updates leaves the policy none of `updates`, and how to mend it; else None."""
+        if self.value_only_updates < updates:
+            return None
+        text = f"value_only_updates {self.value_only_updates} leaves the policy none of {updates} updates"
+        longer = "total_episodes" if self.total_episodes is not None else "num_train_epochs"
+        return text, f"at most {updates - 1}" if updates > 1 else f"raise {longer}"
 
     def num_warmup(self, updates: int, *, value: bool = False) -> int:
         """Updates of warm-up out of `updates`, of the policy or of the value model."""

@@ -5,22 +5,16 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.ppo.settings.base import TLDR, TRL, TRL_STEP, Settings
+from rlhf_cli.ppo.settings.base import TLDR, TRL, TRL_STEP, Range, Settings
 
 BENCHMARK = "[`python benchmarks/ppo_update.py`]"
 
 
-class LengthRange(Settings):
+class LengthRange(Range):
     """A response length drawn anew for each update, uniform over min..max, both included."""
 
     min: int = Field(ge=1, description="Shortest length in tokens.")
     max: int = Field(ge=1, description="Longest length in tokens.")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min > self.max:
-            raise PydanticCustomError("C06", "min is above max", {"hint": "swap the two"})
-        return self
 
 
 class OverlongPenalty(Settings):

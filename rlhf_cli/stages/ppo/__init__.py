@@ -1,7 +1,5 @@
 """`rlhf ppo`: load four models and the prompts, loop, save."""
 
-from typing import Any
-
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.models import loading, reading, tokenizers
@@ -29,27 +27,28 @@ def run(config: PPOConfig, options: Options) -> None:
     parts = making.load(config, options, parents)
     training = Training(config, parts, resume=status == "resume")
     stopped: KLStop | None = None
-    model_is = {"model_is": "the last step", "step": parts.updates}
+    step, told = parts.updates, {"model_is": "the last step"}
     try:
         training.run()
     except KLStop as stop:
-        stopped = stop
-        step = training.snapshots.best.step
-        parts.trainer.policy.load_state_dict(loading.weights(training.snapshots.best_path()))
-        model_is = {"model_is": "the best step", "step": step, "stopped": stop.problems[0].text}
-    save_models(config, parts, int(str(model_is["step"])))
+        stopped, step = stop, training.snapshots.best_step
+        how = loading.how(config.models, options.trust_remote_code)
+        parts.trainer.policy.load_state_dict(loading.load_causal(training.snapshots.path(step), **how).state_dict())
+        told = {"model_is": "the best step", "stopped": stop.problems[0].text}
+    save_models(config, parts, step)
     fields = {
         **tokenizers.token_fields(parts.tokenizer, parts.stop_token_id),
         "metrics": headline(config, parts),
-        **model_is,
+        **told,
+        "step": step,
         **training.snapshots.fields(),
     }
     checkpoints.finish(config, identity, parents=parents, fields=fields)
     if stopped:
-        raise _kept(stopped, config, model_is["step"])
+        raise _kept(stopped, config, step)
 
 
-def _kept(stop: KLStop, config: PPOConfig, step: Any) -> KLStop:
+def _kept(stop: KLStop, config: PPOConfig, step: int) -> KLStop:
     """The error with what was kept in spite of it."""
     (problem,) = stop.problems
     kept = f"{checkpoints.shown(config.folder / 'model')} holds the best policy, of step {step}"

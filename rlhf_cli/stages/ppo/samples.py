@@ -1,6 +1,7 @@
 """Tables of prompts, responses and scores while PPO trains: on the terminal and in samples.jsonl."""
 
 from pathlib import Path
+from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.ppo.records import Experience, Prompts, Rollout
@@ -42,31 +43,33 @@ class SampleTables:
         cells = [[_cell(row[key]) for key in columns.values()] for row in rows[:ON_THE_TERMINAL]]
         terminal.table(list(columns), cells, title=f"samples at step {step}")
 
-    def _of_reference(self, rollout: Rollout) -> list[dict]:
+    def _of_reference(self, rollout: Rollout) -> list[dict[str, Any]]:
         """The reference's own responses to the same prompts, drawn with the same seeds as the table's."""
         trainer, count = self.parts.trainer, min(IN_THE_LOG, len(rollout))
         prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
-        judged = trainer.judge(self.parts.ref_engine.generate(trainer.keyed(prompts, "show")))
-        texts = [judged.rollout.text(self.parts.tokenizer, row)[1] for row in range(count)]
-        return [
-            {"ref_response": text, "ref_score": float(score)} for text, score in zip(texts, judged.scores, strict=True)
-        ]
+        experience = trainer.judge(self.parts.ref_engine.generate(trainer.keyed(prompts, "show")))
+        rows = [told(self.parts.tokenizer, experience, row) for row in range(count)]
+        return [{"ref_response": row["response"], "ref_score": row["score"]} for row in rows]
 
-    def _row(self, step: int, experience: Experience, row: int) -> dict:
-        rollout, mask = experience.rollout, experience.mask[row]
-        prompt, response = rollout.text(self.parts.tokenizer, row)
-        return {
-            "step": step,
-            "episode": step * self.episodes if self.parts.eval_prompts else (step - 1) * self.episodes + row,
-            "index": row,
-            "prompt": prompt,
-            "response": response,
-            "ended": bool(rollout.ended[row]),
-            "length": int(rollout.response_lengths[row]),
-            "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
-            "score": float(experience.scores[row]),
-            "scores": {name: float(raw[row]) for name, raw in experience.scored.sources.items()},
-        }
+    def _row(self, step: int, experience: Experience, row: int) -> dict[str, Any]:
+        episode = step * self.episodes if self.parts.eval_prompts else (step - 1) * self.episodes + row
+        return {"step": step, "episode": episode, **told(self.parts.tokenizer, experience, row)}
+
+
+def told(tokenizer: Any, experience: Experience, row: int) -> dict[str, Any]:
+    """A row of a table: the response, and what was made of it."""
+    rollout, mask = experience.rollout, experience.mask[row]
+    prompt, response = rollout.text(tokenizer, row)
+    return {
+        "index": row,
+        "prompt": prompt,
+        "response": response,
+        "ended": bool(rollout.ended[row]),
+        "length": int(rollout.response_lengths[row]),
+        "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
+        "score": float(experience.scores[row]),
+        "scores": {name: float(raw[row]) for name, raw in experience.scored.sources.items()},
+    }
 
 
 def judged(parts: Parts) -> Experience:

@@ -12,7 +12,6 @@ from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.stages.ppo.parts import Parts
 
 METRIC = "objective/scores - objective/kl_coef * objective/kl"  # what PPO maximises, wherever the KL penalty goes
-EVERYTHING = 10**6  # snapshots are dropped here one by one, never as the oldest
 
 
 @dataclass
@@ -49,15 +48,15 @@ class Snapshots:
             self._save(step)
         if better and self.push_to:
             publishing.push(
-                self._path(step), self.push_to, f"Policy after {step} PPO updates, {METRIC} {self.best.value:.4g}"
+                self.path(step), self.push_to, f"Policy after {step} PPO updates, {METRIC} {self.best.value:.4g}"
             )
         if better and before is not None and before not in self.even:
-            shutil.rmtree(self._path(before), ignore_errors=True)
+            shutil.rmtree(self.path(before), ignore_errors=True)
 
-    def best_path(self) -> Path:
-        """The best policy's folder."""
+    @property
+    def best_step(self) -> int:
         assert self.best.step is not None, "the first update is a point"
-        return self._path(self.best.step)
+        return self.best.step
 
     def fields(self) -> dict[str, Any]:
         """What the manifest says of it."""
@@ -74,12 +73,13 @@ class Snapshots:
         trainer, tokenizer = self.parts.trainer, self.parts.tokenizer
         checkpoints.commit_state(
             self.folder,
-            self._path(step).name,
+            self.path(step).name,
             lambda path: loading.save_model(trainer.policy, tokenizer, path, card),
-            keep=EVERYTHING,
+            keep=None,  # dropped one by one above, never as the oldest
         )
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """The folder of the policy after `step`."""
         return self.folder / f"step_{step:06d}"
 
 
