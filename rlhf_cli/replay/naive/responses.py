@@ -1,0 +1,90 @@
+"""The responses, and what the models say of them, one unpadded row at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.ppo.settings import LengthRange, PPOSettings
+from rlhf_cli.replay.naive.start import Numbers, Start
+
+# 1. The responses: drawn from softmax(logits / temperature), one generator a row
+
+
+def length_limit(settings: PPOSettings, seed: int, update: int) -> int:
+    """Most tokens of a response of this update; drawn anew for each update where a range is given."""
+    length = settings.response_length
+    if not isinstance(length, LengthRange):
+        return length
+    return length.min + derive(seed, "length", update) % (length.max - length.min + 1)
+
+
+@torch.no_grad()
+def draws(start: Start, tick: Callable[[], None]) -> Numbers:
+    """Each token once more, by the Gumbel trick: argmax_v (z_v / temperature + g_v), g_v = -log E_v, E_v ~ Exp(1).
+
+    Maddison, Tarlow and Minka 2014 (arXiv 1411.0030). E is the next row of V float32 numbers of the row's
+    own generator. z is of the tokens before: of a causal model one pass over the whole row gives it for all of them.
+    A token that is not the largest by more than `near_tie` cannot be put down to rounding, nor can a response that goes
+    on after a stop token, or breaks off before its limit: `unexplained`.
+    """
+    limit = length_limit(start.settings, start.seed, start.update)
+    best, unexplained = [], 0
+    for row in start.rows:
+        generator = torch.Generator(start.policy.device).manual_seed(derive(start.seed, "sample", start.update, row))
+        response = start.responses[row]
+        for token, z in zip(response, response_logits(start, start.policy, row), strict=True):
+            noise = torch.empty(len(z), dtype=torch.float, device=z.device).exponential_(generator=generator)
+            perturbed = z / start.settings.temperature - noise.double().log()
+            best.append(float(perturbed.argmax()))
+            unexplained += bool(perturbed.max() - perturbed[token] > start.near_tie)
+        goes_on = start.stop_token_id in response[:-1]
+        breaks_off = response[-1] != start.stop_token_id and len(response) != limit
+        unexplained += goes_on or breaks_off
+        tick()
+    return {"response tokens": best, "response tokens unexplained": [float(unexplained)]}
+
+
+# 2. What the models say, one unpadded row at a time
+
+
+def ids_of(start: Start, row: int) -> Tensor:
+    """The row as a batch of one, (1, T)."""
+    return torch.tensor([start.prompts[row] + start.responses[row]], device=start.policy.device)
+
+
+def before_each(start: Start, row: int) -> slice:
+    """The positions of a row that come before its response tokens: what stands there predicts the token after it."""
+    prompt, response = len(start.prompts[row]), len(start.responses[row])
+    return slice(prompt - 1, prompt + response - 1)
+
+
+def response_logits(start: Start, model: Any, row: int) -> Tensor:
+    """The logits that predict each response token, (response length, V)."""
+    return model(input_ids=ids_of(start, row), use_cache=False).logits[0, before_each(start, row)]
+
+
+def response_values(start: Start, row: int) -> Tensor:
+    """The value before each response token, (response length,).
+
+    A head on the policy reads its last hidden state, and teaches it too, where the policy learns.
+    """
+    body = (start.policy if start.value_is_head else start.value).base_model
+    learns = torch.is_grad_enabled() and (start.policy_learns or not start.value_is_head)
+    with torch.set_grad_enabled(learns):
+        hidden = body(input_ids=ids_of(start, row), use_cache=False).last_hidden_state[0, before_each(start, row)]
+    return hidden @ start.value.score.weight[0] if start.value_is_head else classified(start.value, hidden)
+
+
+def classified(model: Any, hidden: Tensor) -> Tensor:
+    """A classifier's number for each of some hidden states, on the scale that its config tells."""
+    raw = model.score(hidden)[..., 0]
+    return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
+
+
+def log_softmax(z: Tensor) -> Tensor:
+    """log p_v = z_v - log sum_u exp z_u, of one position, (V,)."""
+    largest = z.detach().max()
+    return z - (largest + torch.exp(z - largest).sum().log())
