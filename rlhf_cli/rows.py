@@ -57,10 +57,12 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(_line(row) for row in rows)
 
 
-def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds one row at the end, in one write."""
-    with Path(path).open("a", encoding="utf-8", newline="\n") as file:
-        file.write(_line(row))
+def append_jsonl(path: Path, row: Mapping[str, Any]) -> bytes:
+    """Adds one row at the end, in one write; returns what was written."""
+    line = _line(row).encode("utf-8")
+    with Path(path).open("ab") as file:
+        file.write(line)
+    return line
 
 
 def _missing(path: Path, where: str | None) -> RLHFError:

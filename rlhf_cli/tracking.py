@@ -1,51 +1,71 @@
 """Logs that outlive the process: metrics.jsonl and samples.jsonl, one JSON object a line."""
 
+import hashlib
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from rlhf_cli.errors import RLHFError
+from rlhf_cli import terminal
+from rlhf_cli.checkpoints.files import sync
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rows import append_jsonl, write_jsonl
 
 
-class MetricsLog:
-    """metrics.jsonl: `step`, the metrics, and `time_s`, seconds since the start of the run (interruptions not counted).
+class Mark(TypedDict):
+    """How far a log had come when a state was saved."""
 
-    Lines after `resume_at`, and a last line that was cut off, are taken away: those steps are going to be made again.
+    step: int
+    bytes: int
+    sha256: str
+
+
+class Log:
+    """A file of rows that have a `step`. With the mark of the state that a run goes on from, all after it is cut off.
+
+    Those steps are going to be made again: no line stands twice, and none is lost. A new run starts an empty file.
     """
 
-    def __init__(self, path: Path, *, resume_at: int = 0) -> None:
+    def __init__(self, path: Path, mark: Mark | None = None) -> None:
         self.path = path
-        kept = _keep(path, resume_at)
-        self._last = {name: value for name, value in kept[-1].items() if name not in ("step", "time_s")} if kept else {}
-        self._began = time.monotonic() - (kept[-1].get("time_s", 0.0) if kept else 0.0)
+        if mark is None:
+            path.unlink(missing_ok=True)
+        else:
+            _cut(path, mark)
+        kept = path.read_bytes() if path.exists() else b""
+        self._bytes, self._sha256 = len(kept), hashlib.sha256(kept)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row: from now on it is there whatever becomes of this process."""
+        line = append_jsonl(self.path, row)
+        self._bytes += len(line)
+        self._sha256.update(line)
+
+    def mark(self, step: int) -> Mark:
+        """For a state saved after `step`, when what is there so far has been forced to the disk."""
+        if self._bytes:
+            sync(self.path)
+            sync(self.path.parent)
+        return {"step": step, "bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+
+
+class MetricsLog(Log):
+    """metrics.jsonl: `step`, the metrics, and `time_s`, seconds since the run began, interruptions left out."""
+
+    def __init__(self, path: Path, mark: Mark | None = None) -> None:
+        super().__init__(path, mark)
+        kept = read_log(path)
+        self._began = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add a line. Raises RLHFError R01 for a metric that is not finite."""
+        """Add the line of a step. Raises RLHFError R01 for a metric that is not finite."""
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise RLHFError("R01", f"step {step}: {bad[0]} is {metrics[bad[0]]}")
-        self._last = dict(metrics)
-        append_jsonl(self.path, {"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)})
-
-    def last(self) -> dict[str, float]:
-        """The metrics of the newest line; {} before the first."""
-        return dict(self._last)
-
-
-class SamplesLog:
-    """samples.jsonl: rows with a `step`; those after `resume_at` are taken away."""
-
-    def __init__(self, path: Path, *, resume_at: int = 0) -> None:
-        self.path = path
-        _keep(path, resume_at)
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Add a row."""
-        append_jsonl(self.path, row)
+        self.append({"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)})
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -59,11 +79,18 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _keep(path: Path, step: int) -> list[dict[str, Any]]:
-    """Leave only the lines up to `step` in the file, and return them."""
-    rows = [row for row in read_log(path) if row["step"] <= step]
-    if path.exists():
-        scratch = path.with_name(f".tmp-{path.name}")
-        write_jsonl(scratch, rows)
-        scratch.replace(path)
-    return rows
+def _cut(path: Path, mark: Mark) -> None:
+    """Leave what was there at the mark. Where that is not what was written, say so, and leave the steps up to it."""
+    content = path.read_bytes()[: mark["bytes"]] if path.exists() else b""
+    if hashlib.sha256(content).hexdigest() == mark["sha256"]:
+        if path.exists():
+            os.truncate(path, mark["bytes"])
+        return
+    text = (
+        f"{shown(path)} was changed or cut after step {mark['step']} was saved: lines of earlier steps may be missing"
+    )
+    terminal.warn("M05", text)
+    rows = [row for row in read_log(path) if row["step"] <= mark["step"]]
+    scratch = path.with_name(f".tmp-{path.name}")
+    write_jsonl(scratch, rows)
+    scratch.replace(path)

@@ -55,7 +55,7 @@ def make_stage(run: Path, stage: str, weights: bytes = b"weights", **fields: Any
     run.mkdir(exist_ok=True)
     config = FakeConfig(run, stage)
     wanted = checkpoints.identity(config, {}, {})
-    assert checkpoints.begin(config, wanted, fresh=False) == "new"
+    assert checkpoints.begin(config, wanted, {}, fresh=False) == "new"
     write_model(config.folder / "model", weights)
     checkpoints.finish(config, wanted, parents={}, fields=fields)
     return config.folder

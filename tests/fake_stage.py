@@ -24,7 +24,7 @@ parser.add_argument("--trust-remote-code", action="store_true")
 def work(loaded: config.Config, fresh: bool) -> None:
     parents = checkpoints.open_parents(loaded)
     identity = checkpoints.identity(loaded, parents, loaded.sources())
-    print(f"{loaded.stage} {checkpoints.begin(loaded, identity, fresh=fresh)}", flush=True)
+    print(f"{loaded.stage} {checkpoints.begin(loaded, identity, {}, fresh=fresh)}", flush=True)
     if os.environ.get("FAKE_FAILS") == loaded.stage:
         (loaded.folder / "state/step_000120").mkdir(parents=True)
         sys.exit(7)

@@ -63,6 +63,28 @@ def test_a_damaged_parent_is_refused(tmp_path: Path, harm: str) -> None:
     assert "model/model.safetensors" in str(error)
 
 
+def test_a_stage_trusts_no_weights_that_their_stage_did_not_write(tmp_path: Path) -> None:
+    """Of the right size, so that the look at the chain takes them; what loads them does not."""
+    folders = [make_stage(tmp_path / name, "reward") for name in ("a", "b")]
+    parents = {
+        key: checkpoints.open_parent(str(folder), expect=("reward",), key=key, where="w")
+        for key, folder in zip(
+            ("models.reward", "models.value", "rewards.x.model"), [*folders, folders[1]], strict=True
+        )
+    }
+    config = FakeConfig(tmp_path / "run", "ppo")
+    wanted = checkpoints.identity(config, parents, {})
+    for folder in folders:
+        (folder / "model/model.safetensors").write_bytes(b"weigHts")
+    with pytest.raises(RLHFError) as caught:
+        checkpoints.begin(config, wanted, parents, fresh=False)
+    assert [problem.code for problem in caught.value.problems] == ["M10", "M10"]
+    assert "model/model.safetensors: its content is not what was written (sha256 differs)" in str(caught.value)
+    for folder in folders:
+        (folder / "model/model.safetensors").write_bytes(b"weights")
+    assert checkpoints.begin(config, wanted, parents, fresh=False) == "new"
+
+
 def test_files_beside_the_model_do_not_spoil_a_parent(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "reward")
     (folder / "config.yaml").unlink()

@@ -74,27 +74,27 @@ def test_missing_data_files_are_all_named(tmp_path: Path) -> None:
 def test_a_stage_begins_new_resumes_and_is_finished(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path)
     wanted = checkpoints.identity(config, {}, {})
-    assert checkpoints.begin(config, wanted, fresh=False) == "new"
+    assert checkpoints.begin(config, wanted, {}, fresh=False) == "new"
     assert yaml.safe_load((tmp_path / "sft/config.yaml").read_text()) == {"run": "..", **config.settings}
     (tmp_path / "sft/state/checkpoint-12").mkdir(parents=True)
     assert checkpoints.examine(config, wanted).step == 12
-    assert checkpoints.begin(config, wanted, fresh=False) == "resume"
+    assert checkpoints.begin(config, wanted, {}, fresh=False) == "resume"
     write_model(tmp_path / "sft/model")
     checkpoints.finish(config, wanted, parents={}, fields={})
-    assert checkpoints.begin(config, wanted, fresh=False) == "finished"
+    assert checkpoints.begin(config, wanted, {}, fresh=False) == "finished"
 
 
 def test_a_start_that_came_to_nothing_holds_no_place(tmp_path: Path) -> None:
     """Bad data end a stage before its first step; with mended data, another identity, the same command must do."""
     config = FakeConfig(tmp_path)
     before, after = ({**checkpoints.identity(config, {}, {}), "data": {"data.train": sha}} for sha in ("bad", "mended"))
-    assert checkpoints.begin(config, before, fresh=False) == "new"
+    assert checkpoints.begin(config, before, {}, fresh=False) == "new"
     checkpoints.release()
-    assert checkpoints.begin(config, after, fresh=False) == "new"
+    assert checkpoints.begin(config, after, {}, fresh=False) == "new"
     checkpoints.release()
     (config.folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(RLHFError, match="other content"):
-        checkpoints.begin(config, before, fresh=False)
+        checkpoints.begin(config, before, {}, fresh=False)
 
 
 def test_another_config_is_refused_until_fresh_moves_the_old_output_aside(tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_another_config_is_refused_until_fresh_moves_the_old_output_aside(tmp_pa
         wanted = checkpoints.identity(config, {}, {})
         if n:
             with pytest.raises(RLHFError) as caught:
-                checkpoints.begin(config, wanted, fresh=False)
+                checkpoints.begin(config, wanted, {}, fresh=False)
             assert caught.value.problems[0].code == "C15"
             assert f"sft.learning_rate {n}e-05 -> {n + 1}e-05" in str(caught.value)
             assert "--fresh" in str(caught.value)
-        assert checkpoints.begin(config, wanted, fresh=True) == "new"
+        assert checkpoints.begin(config, wanted, {}, fresh=True) == "new"
         (tmp_path / "sft/mark").write_text(str(rate))
     assert (tmp_path / ".old/sft-1/mark").read_text() == "1e-05"
     assert (tmp_path / ".old/sft-2/mark").read_text() == "2e-05"
@@ -120,7 +120,7 @@ def test_a_folder_of_unknown_origin_is_not_written_over(tmp_path: Path) -> None:
     assert checkpoints.examine(config, wanted).state == "new"  # an empty folder is no output
     (tmp_path / "sft/thesis.tex").write_text("years of work")
     with pytest.raises(RLHFError, match="C15"):
-        checkpoints.begin(config, wanted, fresh=False)
+        checkpoints.begin(config, wanted, {}, fresh=False)
 
 
 def test_a_finished_stage_whose_files_went_missing_says_so(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_finished_stage_whose_files_went_missing_says_so(tmp_path: Path) -> No
     wanted = checkpoints.identity(config, {}, {})
     (folder / "model/model.safetensors").unlink()
     with pytest.raises(RLHFError) as caught:
-        checkpoints.begin(config, wanted, fresh=False)
+        checkpoints.begin(config, wanted, {}, fresh=False)
     assert caught.value.problems[0].code == "M05"
     assert "model/model.safetensors is missing" in str(caught.value)
 
@@ -141,7 +141,7 @@ def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path / "run", seed=7)
     parents = {"model.path": checkpoints.open_parent(str(tmp_path / "base"), expect=(), key="model.path", where="w")}
     wanted = checkpoints.identity(config, parents, {"data.train": Source.of(data)})
-    checkpoints.begin(config, wanted, fresh=False)
+    checkpoints.begin(config, wanted, {}, fresh=False)
     write_model(config.folder / "model")
     for name in ("state/checkpoint-1/optimizer.pt", "snapshots/step_000001/w", "report.html", "metrics.jsonl"):
         (config.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
 def test_deleted_snapshots_and_edited_logs_leave_a_stage_finished(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path)
     wanted = checkpoints.identity(config, {}, {})
-    checkpoints.begin(config, wanted, fresh=False)
+    checkpoints.begin(config, wanted, {}, fresh=False)
     write_model(tmp_path / "sft/model")
     write_model(tmp_path / "sft/snapshots/step_000001")
     checkpoints.finish(config, wanted, parents={}, fields={})
@@ -185,7 +185,7 @@ def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = FakeConfig(tmp_path / "file/run")
     with pytest.raises(RLHFError) as caught:
-        checkpoints.begin(config, checkpoints.identity(config, {}, {}), fresh=False)
+        checkpoints.begin(config, checkpoints.identity(config, {}, {}), {}, fresh=False)
     assert str(caught.value) == f"error[E03]: sft.yaml:3: {tmp_path}/file/run cannot be written: Not a directory"
 
 
@@ -200,9 +200,9 @@ def test_a_second_process_may_not_write_the_same_folder(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout and other.stdout.readline() == b"held\n"
         with pytest.raises(RLHFError) as caught:
-            checkpoints.begin(config, wanted, fresh=False)
+            checkpoints.begin(config, wanted, {}, fresh=False)
         assert caught.value.problems[0].code == "C15"
         assert f"another process is writing {config.folder}" in str(caught.value)
         other.kill()  # however the other one ends, its lock is gone
-    assert checkpoints.begin(config, wanted, fresh=False) == "new"
+    assert checkpoints.begin(config, wanted, {}, fresh=False) == "new"
     checkpoints.release()

@@ -1,5 +1,6 @@
 """States to resume from: whole or not there, verified before they are believed."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,16 +34,35 @@ def harm(state: Path, how: str) -> None:
     weights = state / "weights"
     content = bytearray(weights.read_bytes())
     content[0] ^= 1
+    manifest = (state / "state.json").read_text()
+    checkpoints.commit_state(state.parent / "other", "step_000007", put("of step 7"), keep=2)
     {
         "flipped": lambda: weights.write_bytes(content),
         "shorter": lambda: weights.write_bytes(content[:-1]),
         "missing": weights.unlink,
         "no manifest": (state / "state.json").unlink,
+        "a word of the manifest": lambda: (state / "state.json").write_text(manifest.replace('"bytes"', '"Bytes"')),
+        "a number of the manifest": lambda: (state / "state.json").write_text(
+            manifest.replace('"schema": 2', '"schema": 3')
+        ),
+        "another step's": lambda: shutil.copytree(state.parent / "other/step_000007", state, dirs_exist_ok=True),
         "half a manifest": lambda: (state / "state.json").write_text('{"files": {'),
     }[how]()
 
 
-@pytest.mark.parametrize("how", ["flipped", "shorter", "missing", "no manifest", "half a manifest"])
+HARMS = (
+    "flipped",
+    "shorter",
+    "missing",
+    "no manifest",
+    "half a manifest",
+    "a word of the manifest",
+    "a number of the manifest",
+    "another step's",
+)
+
+
+@pytest.mark.parametrize("how", HARMS)
 def test_a_damaged_state_is_passed_over_with_a_warning(
     tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +89,30 @@ def test_a_state_that_cannot_be_written_leaves_the_older_ones_alone(tmp_path: Pa
     with pytest.raises(OSError, match="No space left"):
         checkpoints.commit_state(tmp_path, "step_000002", fail, keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_states_beyond_the_one_just_written_were_passed_over_and_go(tmp_path: Path) -> None:
+    for step in (1, 2, 8):
+        checkpoints.commit_state(tmp_path, f"step_{step:06}", put("x"), keep=3)
+    harm(tmp_path / "step_000008", "flipped")
+    checkpoints.commit_state(tmp_path, "step_000003", put("x"), keep=2)
+    assert checkpoints.state_steps(tmp_path) == [2, 3]
+
+
+def test_a_folder_that_another_program_writes_counts_from_its_seal_on(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        name = f"checkpoint-{step}"
+        checkpoints.make_room(tmp_path, name)
+        (tmp_path / name).mkdir()
+        put(str(step))(tmp_path / name)
+        assert checkpoints.latest_state(tmp_path) == (tmp_path / f"checkpoint-{step - 10}" if step > 10 else None)
+        checkpoints.seal_state(tmp_path / name, keep=2, spare={"checkpoint-10"} if step < 30 else ())
+        assert checkpoints.latest_state(tmp_path) == tmp_path / name
+    assert checkpoints.state_steps(tmp_path) == [20, 30]
+    checkpoints.seal_state(tmp_path / "checkpoint-30", keep=1, spare={"checkpoint-20"})
+    assert checkpoints.state_steps(tmp_path) == [20, 30]
+    checkpoints.make_room(tmp_path, "checkpoint-30")  # it is going to be written once more
+    assert checkpoints.latest_state(tmp_path) == tmp_path / "checkpoint-20"
 
 
 def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:

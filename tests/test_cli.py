@@ -218,7 +218,7 @@ def test_a_dry_run_tells_what_would_become_of_the_output(folder: Path) -> None:
     loaded = config.load("sft", folder / "sft.yaml")
     parents = checkpoints.open_parents(loaded)
     identity = checkpoints.identity(loaded, parents, loaded.sources())
-    checkpoints.begin(loaded, identity, fresh=False)
+    checkpoints.begin(loaded, identity, {}, fresh=False)
     checkpoints.commit_state(loaded.folder / "state", "checkpoint-7", lambda path: None, keep=2)
 
     def outcome(*more: str) -> str:
@@ -292,7 +292,7 @@ cli.app(["sft", "-c", "sft.yaml"])
 
 def test_a_lock_is_let_go_when_a_command_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(given: Any, _: Any) -> None:
-        checkpoints.begin(given, checkpoints.identity(given, {}, {}), fresh=False)
+        checkpoints.begin(given, checkpoints.identity(given, {}, {}), {}, fresh=False)
         raise ZeroDivisionError
 
     monkeypatch.setattr(cli, "_runner", lambda name: run)

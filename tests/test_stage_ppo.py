@@ -302,7 +302,7 @@ def as_reward_stage(folder: Path, probes: list[dict]) -> None:
     write(folder, "reward", {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}})
     config = load("reward", folder / "reward.yaml")
     identity = checkpoints.identity(config, {}, config.sources())
-    checkpoints.begin(config, identity, fresh=False)
+    checkpoints.begin(config, identity, {}, fresh=False)
     shutil.copytree(folder / "reward_model", folder / "reward/model")
     checkpoints.finish(config, identity, parents={}, fields={"probes": probes})
 

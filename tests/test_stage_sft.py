@@ -314,6 +314,34 @@ def test_killed_after_the_last_checkpoint_only_the_rest_is_made(world: World, tm
     assert metrics_of(config) == lines
 
 
+def test_from_any_checkpoint_the_run_ends_in_the_same_bytes(world: World, tmp_path: Path) -> None:
+    """Also from one that was written at the end of an epoch, whose evaluation belongs to the log before it."""
+    told: dict[str, Any] = {"output": {"save_steps": 1, "keep": 99}, "sft": {"num_train_epochs": 2}}
+    (tmp_path / "straight").mkdir()
+    straight = config_of(world, tmp_path / "straight", **told)
+    whole = train(straight)
+    assert [line["step"] for line in metrics_of(straight) if "eval_loss" in line] == [8, 16]
+    for step in (3, 8, 15, 16):
+        folder = shutil.copytree(tmp_path / "straight", tmp_path / f"from-{step}")
+        shutil.rmtree(folder / "sft/model")
+        (folder / "sft/manifest.json").unlink()
+        for later in range(step + 1, 17):
+            shutil.rmtree(folder / f"sft/state/checkpoint-{later}")
+        config = config_of(world, folder, **told)
+        assert train(config)["model_sha256"] == whole["model_sha256"]
+        assert untimed(metrics_of(config)) == untimed(metrics_of(straight))
+
+
+def test_the_newest_checkpoints_are_kept_and_sealed(world: World, tmp_path: Path) -> None:
+    config = config_of(world, tmp_path, output={"save_steps": 1, "keep": 3})
+    train(config)
+    states = config.folder / "state"
+    assert sorted(path.name for path in states.iterdir()) == ["checkpoint-6", "checkpoint-7", "checkpoint-8"]
+    for path in states.iterdir():
+        sealed = json.loads((path / "state.json").read_text())["files"]
+        assert set(sealed) == {file.name for file in path.iterdir()} - {"state.json"} and "optimizer.pt" in sealed
+
+
 def test_a_finished_stage_is_left_alone(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(world, tmp_path)
     train(config)
@@ -365,7 +393,7 @@ def test_other_fields_of_trl_reach_it(world: World, tmp_path: Path) -> None:
     args = trainer_of(config)[0].args
     assert (args.neftune_noise_alpha, args.optim, args.seed) == (5.0, "sgd", 7)
     assert not args.bf16 or torch.cuda.is_available()
-    assert (args.max_steps, args.warmup_steps, args.save_steps, args.save_total_limit) == (8, 0.03, 0.1, 2)
+    assert (args.max_steps, args.warmup_steps, args.save_steps) == (8, 0.03, 0.1)
     assert isinstance(args, trl.SFTConfig)
 
 

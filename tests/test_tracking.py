@@ -1,12 +1,14 @@
 """metrics.jsonl and samples.jsonl: one object a line, and nothing of steps that are going to be made again."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rlhf_cli import rows
+from rlhf_cli import rows, terminal
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.tracking import MetricsLog, SamplesLog
+from rlhf_cli.tracking import Log, MetricsLog, read_log
 
 
 def lines(path: Path) -> list[dict]:
@@ -15,21 +17,68 @@ def lines(path: Path) -> list[dict]:
 
 def test_metrics_are_there_at_once_with_step_and_time(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    assert log.last() == {}
     log.log(3, {"loss": 0.5, "lr": 1e-5})
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert list(line) == ["step", "loss", "lr", "time_s"] and (line["step"], line["lr"]) == (3, 1e-5)
-    assert line["time_s"] >= 0 and log.last() == {"loss": 0.5, "lr": 1e-5}
+    assert line["time_s"] >= 0
 
 
-def test_a_resumed_log_forgets_later_steps_and_a_line_that_was_cut_off(tmp_path: Path) -> None:
+def test_a_resumed_log_forgets_all_after_the_mark_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    rows.write_jsonl(path, [{"step": step, "loss": float(step), "time_s": 100.0 * step} for step in (1, 2, 2, 3, 4)])
-    path.write_text(path.read_text() + '{"step": 4, "lo')
-    log = MetricsLog(path, resume_at=2)
-    assert [line["step"] for line in lines(path)] == [1, 2, 2] and log.last() == {"loss": 2.0}
-    log.log(3, {"loss": 9.0})
+    log = MetricsLog(path)
+    log.log(1, {"loss": 1.0})
+    log.log(2, {"loss": 2.0})
+    log._began -= 200  # as if it had taken so long
+    log.log(2, {"eval_loss": 2.5})
+    mark, kept = log.mark(2), path.read_bytes()
+    log.log(3, {"loss": 3.0})
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')  # the process was killed here
+    again = MetricsLog(path, mark)
+    assert path.read_bytes() == kept
+    again.log(3, {"loss": 9.0})
+    assert [line["step"] for line in lines(path)] == [1, 2, 2, 3]
     assert 200 <= lines(path)[-1]["time_s"] < 210  # the clock goes on where it stopped
+    assert MetricsLog(path, again.mark(3)).mark(3) == again.mark(3)
+
+
+@pytest.mark.parametrize(
+    ("harm", "left"),
+    [
+        (lambda path: path.write_text("".join(path.read_text().splitlines(keepends=True)[1:])), [2]),
+        (lambda path: path.write_text(path.read_text().replace("1.0", "7.0")), [1, 2]),
+        (lambda path: os.truncate(path, path.stat().st_size // 4), []),
+        (lambda path: path.unlink(), []),
+    ],
+    ids=["a line less", "another number", "cut off", "deleted"],
+)
+def test_a_log_that_is_not_what_was_saved_is_told_and_keeps_what_it_has(
+    tmp_path: Path, harm: Callable[[Path], None], left: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal.forget_warnings()
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in (1, 2):
+        log.log(step, {"loss": float(step)})
+    mark = log.mark(2)
+    log.log(3, {"loss": 3.0})
+    harm(path)
+    again = MetricsLog(path, mark)
+    assert "warning[M05]: " in (said := capsys.readouterr().err)
+    assert "metrics.jsonl was changed or cut after step 2 was saved" in said
+    assert [line["step"] for line in read_log(path)] == left
+    again.log(3, {"loss": 4.0})
+    assert [line["step"] for line in read_log(path)] == [*left, 3]
+
+
+def test_a_mark_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log(tmp_path / "samples.jsonl")
+    assert log.mark(0)["bytes"] == 0  # no file yet, nothing to wait for
+    log.append({"step": 1})
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    log.mark(1)
+    assert synced == [(tmp_path / "samples.jsonl").stat().st_ino, tmp_path.stat().st_ino]
 
 
 def test_a_new_log_starts_empty(tmp_path: Path) -> None:
@@ -42,11 +91,3 @@ def test_a_new_log_starts_empty(tmp_path: Path) -> None:
 def test_what_is_no_finite_number_ends_the_run(tmp_path: Path, value: float) -> None:
     with pytest.raises(RLHFError, match="step 7"):
         MetricsLog(tmp_path / "metrics.jsonl").log(7, {"loss": value})
-
-
-def test_samples_are_kept_up_to_the_step(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    for step in (1, 1, 2):
-        SamplesLog(path, resume_at=9).log({"step": step, "prompt": "a"})
-    SamplesLog(path, resume_at=1).log({"step": 2, "prompt": "b"})
-    assert [(line["step"], line["prompt"]) for line in lines(path)] == [(1, "a"), (1, "a"), (2, "b")]

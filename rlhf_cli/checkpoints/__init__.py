@@ -1,5 +1,6 @@
 """What stages leave on disk for one another: manifests, parents, states to resume from. Torch-free."""
 
+from rlhf_cli.checkpoints.cost import Cost
 from rlhf_cli.checkpoints.files import file_sha256, write_json
 from rlhf_cli.checkpoints.locks import release
 from rlhf_cli.checkpoints.outputs import (
@@ -23,11 +24,20 @@ from rlhf_cli.checkpoints.parents import (
     open_reference,
     references,
 )
-from rlhf_cli.checkpoints.states import commit_state, latest_state, newest_step, state_at, state_steps
+from rlhf_cli.checkpoints.states import (
+    commit_state,
+    latest_state,
+    make_room,
+    newest_step,
+    seal_state,
+    state_at,
+    state_steps,
+)
 from rlhf_cli.errors import shown
 
 __all__ = [
     "FOREIGN",
+    "Cost",
     "Parent",
     "Reference",
     "Status",
@@ -41,12 +51,14 @@ __all__ = [
     "identity",
     "is_here",
     "latest_state",
+    "make_room",
     "newest_step",
     "open_parent",
     "open_parents",
     "open_reference",
     "references",
     "release",
+    "seal_state",
     "shown",
     "state_at",
     "state_steps",

@@ -29,7 +29,7 @@ from rlhf_cli.checkpoints.files import (
     write_text,
 )
 from rlhf_cli.checkpoints.locks import hold, release
-from rlhf_cli.checkpoints.parents import Parent, told
+from rlhf_cli.checkpoints.parents import Parent, told, verify
 from rlhf_cli.checkpoints.states import clear_leftovers, newest_step
 from rlhf_cli.config.keys import field_at
 from rlhf_cli.errors import RLHFError, shown
@@ -148,12 +148,15 @@ def examine(config: Any, wanted: Mapping[str, Any]) -> Status:
     return Status("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
 
 
-def begin(config: Any, wanted: dict[str, Any], *, fresh: bool) -> Literal["new", "resume", "finished"]:
+def begin(
+    config: Any, wanted: dict[str, Any], parents: Mapping[str, Parent], *, fresh: bool
+) -> Literal["new", "resume", "finished"]:
     """Take RUN/<stage> for this process and say how to go on: from the start, from its last state, or not at all.
 
     A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
     `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
-    another process is writing, M05 for a finished one whose files are damaged, E03 where nothing can be written.
+    another process is writing, M05 for a finished one whose files are damaged, M10 for parents whose weights are not
+    what their stages wrote (hash by hash), E03 where nothing can be written.
     """
     folder = config.folder
     try:
@@ -168,6 +171,7 @@ def begin(config: Any, wanted: dict[str, Any], *, fresh: bool) -> Literal["new",
     if status.state == "finished":
         release(folder)
         return "finished"
+    verify(parents)
     folder.mkdir(exist_ok=True)
     clear_leftovers(folder)
     write_json(folder / "identity.json", wanted)

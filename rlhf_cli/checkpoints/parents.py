@@ -150,12 +150,36 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str) -> Paren
     files = manifest.get("files") or {}
     for name in files:
         inside(folder, name, where=shown(folder / "manifest.json"))
-    models = {name: entry for name, entry in files.items() if name.startswith("model/")}
+    models = _model_files(manifest)
     problem = damage(folder, models, where=shown(folder / "manifest.json"), content=False)
     if problem or not models:
-        text = f"{key}: {shown(folder)} is damaged: {problem or 'its manifest names no model file'}"
-        raise RLHFError("M10", text, where=where, hint=f"make it again: {_command(stage, folder)} --fresh")
+        raise _damaged(key, folder, stage, problem or "its manifest names no model file", where)
     return Parent(key, folder, stage, folder / "model", model_sha256(models), manifest)
+
+
+def verify(parents: Mapping[str, Parent]) -> None:
+    """Before a stage loads its parents: hash by hash, the models that other stages finished are what they wrote.
+
+    `open_parents` looks at sizes alone, which is all that can be asked each time a chain is looked at. Raises M10 with
+    all that is wrong.
+    """
+    problems: list[Problem] = []
+    for path in {parent.path for parent in parents.values() if parent.stage != FOREIGN}:
+        parent = next(one for one in parents.values() if one.path == path)
+        where = shown(path / "manifest.json")
+        if problem := damage(path, _model_files(parent.manifest), where=where, content=True):
+            problems += _damaged(parent.key, path, parent.stage, problem, where).problems
+    if problems:
+        raise RLHFError.of(problems)
+
+
+def _model_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in (manifest.get("files") or {}).items() if name.startswith("model/")}
+
+
+def _damaged(key: str, folder: Path, stage: str, problem: str, where: str) -> RLHFError:
+    text = f"{key}: {shown(folder)} is damaged: {problem}"
+    return RLHFError("M10", text, where=where, hint=f"make it again: {_command(stage, folder)} --fresh")
 
 
 def _foreign(folder: Path, key: str, hub: str | None = None) -> Parent:

@@ -1,19 +1,30 @@
-"""States to resume from: a folder appears whole or not at all, and is believed only after its hashes were checked.
+"""States to resume from: a folder counts whole or not at all, and is believed only after its hashes were checked.
 
-There is no `latest` pointer to trust: the newest folder whose manifest verifies is the one.
+There is no `latest` pointer to trust: the newest folder whose manifest, state.json, verifies is the one. Our own states
+are written beside their place and renamed into it; what another program writes in place is sealed by its manifest.
 """
 
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from rlhf_cli import terminal
-from rlhf_cli.checkpoints.files import damage, describe, names_in, read_object, sync, sync_files, write_json
+from rlhf_cli.checkpoints.files import (
+    damage,
+    describe,
+    json_sha256,
+    names_in,
+    read_object,
+    sync,
+    sync_files,
+    write_json,
+)
 from rlhf_cli.errors import RLHFError, shown
 
 MANIFEST = "state.json"
+SCHEMA = 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STEP = re.compile(r"(?:step_|checkpoint-)(\d+)")  # ours, and the Hugging Face Trainer's
 
@@ -24,28 +35,50 @@ def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep
     The files are written into a folder beside it, hashed into its state.json, forced to the disk, and renamed.
     Whatever `write` raises comes through, and leaves the older states as they were.
     """
-    if not _NAME.fullmatch(name):
-        raise RLHFError("S03", f'"{name}" is not a name for a state folder')
     assert keep is None or keep >= 1, "a state that is dropped as it is written helps nobody"
-    folder.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(folder)
+    make_room(folder, name)
     scratch = folder / f".tmp-{name}-{os.getpid()}"
     scratch.mkdir()
     try:
         write(scratch)
-        names = names_in(scratch)
-        write_json(scratch / MANIFEST, {"schema": 1, "name": name, "files": describe(scratch, names)})
-        sync_files(scratch, names)
+        _write_manifest(scratch, name)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    final = folder / name
-    if final.exists():  # the same step once more, after a damaged state was passed over
-        final.rename(folder / f".trash-{name}-{os.getpid()}")
-    scratch.rename(final)
+    scratch.rename(folder / name)
     sync(folder)
-    _prune(folder, keep)
-    return final
+    _prune(folder, name, keep)
+    return folder / name
+
+
+def make_room(folder: Path, name: str) -> None:
+    """Before a state is written: the folder is there, and no leftovers of killed processes, nor a state of this name.
+
+    One of this name was damaged and passed over. Raises S03 for what is no name of a state.
+    """
+    if not _NAME.fullmatch(name):
+        raise RLHFError("S03", f'"{name}" is not a name for a state folder')
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(folder)
+    if (folder / name).exists():
+        _drop(folder / name)
+
+
+def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
+    """Make a state of a folder that another program wrote: its state.json, written last, is what makes it count.
+
+    Then drops all but the newest `keep`, and those named in `spare`.
+    """
+    _write_manifest(state, state.name)
+    sync(state.parent)
+    _prune(state.parent, state.name, keep, spare)
+
+
+def _write_manifest(state: Path, name: str) -> None:
+    names = names_in(state)
+    manifest = {"schema": SCHEMA, "name": name, "files": describe(state, names)}
+    sync_files(state, names)
+    write_json(state / MANIFEST, manifest | {"sha256": json_sha256(manifest)})
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -107,13 +140,29 @@ def _step(path: Path) -> int:
 
 def _problem(state: Path) -> str | None:
     manifest = read_object(state / MANIFEST)
-    if manifest is None or not isinstance(manifest.get("files"), dict):
+    if manifest is None:
         return f"{MANIFEST} is missing or not readable"
+    told = manifest.pop("sha256", None)
+    if told != json_sha256(manifest):
+        return f"{MANIFEST}: its content is not what was written (sha256 differs)"
+    if manifest["name"] != state.name:
+        return f"{MANIFEST} is of {manifest['name']}"
     return damage(state, manifest["files"], where=shown(state / MANIFEST), content=True)
 
 
-def _prune(folder: Path, keep: int | None) -> None:
+def _prune(folder: Path, written: str, keep: int | None, spare: Collection[str] = ()) -> None:
+    """Leave `keep` states up to the one just written. Later ones were passed over as damaged: the run is past them."""
+    if keep is None:
+        return
+    states, newest = _states(folder), _step(folder / written)
+    kept = [path for path in states if _step(path) <= newest][-keep:]
+    for path in states:
+        if path not in kept and path.name not in spare:
+            _drop(path)
+
+
+def _drop(state: Path) -> None:
     """A rename first: a state that is half deleted must not look like one."""
-    for path in [] if keep is None else _states(folder)[:-keep]:
-        path.rename(folder / f".trash-{path.name}-{os.getpid()}")
-    clear_leftovers(folder)
+    trash = state.with_name(f".trash-{state.name}-{os.getpid()}")
+    state.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)

@@ -2,9 +2,8 @@
 
 import json
 import math
-import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,22 @@ class PlainTrainer:
     """Mixed into TRL's trainers: no model card of TRL's, and batches of rows of like length that resume exactly."""
 
     lengths: Sequence[int] | None = None
+    keep = 2
+    cost: checkpoints.Cost
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Ours is written with the model."""
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Transformers' own files, written in place: from the seal on they are a state to resume from."""
+        trainer: Any = self
+        states, name = Path(trainer.args.output_dir), f"checkpoint-{trainer.state.global_step}"
+        with self.cost.one():
+            checkpoints.make_room(states, name)
+            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            (states / name / "training_args.bin").unlink(missing_ok=True)  # a pickle, with tokens in it
+            best = Path(trainer.state.best_model_checkpoint or "").name
+            checkpoints.seal_state(states / name, keep=self.keep, spare={best})
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if self.lengths is None:
@@ -51,7 +63,6 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "learning_rate num_train_epochs per_device_train_batch_size per_device_eval_batch_size weight_decay adam_beta1 "
         "gradient_accumulation_steps lr_scheduler_type max_grad_norm adam_beta2 adam_epsilon gradient_checkpointing"
     )
-    evaluation = "no" if "data.eval" not in config.sources() else "epoch" if ours.eval_steps is None else "steps"
     settings = {
         **{name: getattr(ours, name) for name in same.split()},
         "output_dir": str(config.folder / "state"),
@@ -64,8 +75,8 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "logging_steps": ours.logging_steps,
         "logging_nan_inf_filter": False,  # it would hide what R01 is about
         "save_steps": config.output.save_steps or 0.1,
-        "save_total_limit": config.output.keep,
-        "eval_strategy": evaluation,
+        # Without eval_steps the Follower asks for it, see there.
+        "eval_strategy": "steps" if "data.eval" in config.sources() and ours.eval_steps else "no",
         "eval_steps": ours.eval_steps,
         "prediction_loss_only": True,
         "report_to": "none",
@@ -80,7 +91,7 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
 def build(kind: Any, config: SFTConfig | RewardConfig, lengths: Sequence[int] | None, **parts: Any) -> Any:
     """TRL's trainer (`kind` with PlainTrainer mixed in) of its parts. Raises RLHFError C17 for what TRL refuses."""
     trainer = _trl(config, kind, **parts)
-    trainer.lengths = lengths
+    trainer.lengths, trainer.keep = lengths, config.output.keep
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -105,49 +116,31 @@ def train(trainer: Any, config: SFTConfig | RewardConfig, label: str) -> int:
     folder = config.folder
     settings = config.sft if isinstance(config, SFTConfig) else config.reward
     limits.warn_intervals(config, settings.steps(len(trainer.train_dataset)))
-    checkpoint = newest_checkpoint(folder / "state")
+    checkpoint = checkpoints.latest_state(folder / "state")
     state = json.loads((checkpoint / STATE).read_text(encoding="utf-8")) if checkpoint else {}
-    log = MetricsLog(folder / "metrics.jsonl", resume_at=state.get("global_step", 0))
+    sums = state["stateful_callbacks"]["Follower"]["attributes"] if checkpoint else {}
+    log = MetricsLog(folder / "metrics.jsonl", sums.get("log"))
     if checkpoint:
         terminal.say(f"{label:<8} resumes at step {state['global_step']} of {state['max_steps']}")
         if state["global_step"] >= state["max_steps"]:
             trainer._load_from_checkpoint(str(checkpoint))  # train() would take one step too many
             return int(state["max_steps"])
+    trainer.cost = checkpoints.Cost()
     with StopWish() as stop:
-        follower = Follower(trainer, log, label, stop, resumed=state.get("stateful_callbacks", {}).get("Follower"))
+        follower = Follower(trainer, log, label, stop, sums)
         trainer.add_callback(follower)
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             follower.close()
+    terminal.say(f"{label:<8} {trainer.cost}")
     return int(trainer.state.max_steps)
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole `checkpoint-N` of the folder. One that a killed process left half written is removed (M05)."""
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
-    for path in found:
-        if _is_whole(path):
-            return path
-        terminal.warn("M05", f"{shown(path)} is only half written; an older checkpoint is used where there is one")
-        shutil.rmtree(path)
-    return None
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return all((checkpoint / name).is_file() for name in ("optimizer.pt", "scheduler.pt"))
 
 
 class Follower(TrainerCallback, ExportableState):
     """Goes along with a training: progress, metrics.jsonl, and a checkpoint that a stop signal asks for."""
 
-    def __init__(
-        self, trainer: Any, log: MetricsLog, label: str, stop: StopWish, resumed: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, trainer: Any, log: MetricsLog, label: str, stop: StopWish, resumed: Mapping[str, Any]) -> None:
         self.trainer, self.log, self.label, self.stop, self.resumed = trainer, log, label, stop, resumed
         self.bar: terminal.Progress | None = None
 
@@ -157,8 +150,7 @@ class Follower(TrainerCallback, ExportableState):
         self.bar.__enter__()
         self.bar.advance(state.global_step)
         trainer = self.trainer
-        if self.resumed:
-            sums = self.resumed["attributes"]
+        if sums := self.resumed:
             trainer._tr_loss += sums["loss"]
             trainer._globalstep_last_logged = sums["logged_at"]
             trainer._total_train_tokens = sums["tokens"]
@@ -173,17 +165,23 @@ class Follower(TrainerCallback, ExportableState):
             "logged_at": getattr(trainer, "_globalstep_last_logged", 0),
             "tokens": trainer._total_train_tokens,
             "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
+            "log": self.log.mark(trainer.state.global_step),
         }
         return {"args": {}, "attributes": sums}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last step is always logged, a stop signal saves at once, and what is saved is never broken (R01)."""
+        """The last step is always logged, a stop signal saves at once, and what is saved is never broken (R01).
+
+        An epoch's evaluation comes with its last step: transformers would make it after that step's checkpoint, so
+        that a run which goes on from there lacks it.
+        """
         assert self.bar
         self.bar.advance()
-        if state.global_step >= state.max_steps:
-            control.should_log = True
-        elif self.stop.wished:
-            control.should_save = True
+        last = state.global_step >= state.max_steps
+        control.should_log |= last
+        control.should_save |= self.stop.wished is not None and not last
+        if self.trainer.eval_dataset is not None and args.eval_strategy == "no":
+            control.should_evaluate |= last or state.epoch == int(state.epoch)
         if control.should_save and not all(bool(w.isfinite().all()) for w in self.trainer.model.parameters()):
             raise _not_finite("a weight", math.nan, args, state)
 
@@ -199,8 +197,7 @@ class Follower(TrainerCallback, ExportableState):
             self.log.log(state.global_step, {NAMES.get(name, name): value for name, value in kept.items()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """No pickle of ours stays behind; then the stop signal is obeyed."""
-        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "training_args.bin").unlink(missing_ok=True)
+        """The stop signal is obeyed."""
         if self.stop.wished and state.global_step < state.max_steps:
             step = f"step {state.global_step} of {state.max_steps}"
             terminal.say(f"{self.label:<8} stopped at {step}, saved; the same command goes on from here")

@@ -7,7 +7,7 @@ from rlhf_cli import terminal
 from rlhf_cli.ppo.records import Experience, Prompts, Rollout
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.stages.ppo.parts import Parts
-from rlhf_cli.tracking import SamplesLog
+from rlhf_cli.tracking import Log, Mark
 
 IN_THE_LOG = 8
 ON_THE_TERMINAL = 3
@@ -20,8 +20,8 @@ class SampleTables:
     Of held-out prompts where `data.eval_prompts` is given, else of the rollout.
     """
 
-    def __init__(self, path: Path, parts: Parts, settings: PPOSettings, *, resume_at: int):
-        self.log, self.parts = SamplesLog(path, resume_at=resume_at), parts
+    def __init__(self, path: Path, parts: Parts, settings: PPOSettings, mark: Mark | None):
+        self.log, self.parts = Log(path, mark), parts
         self.every = (
             max(1, parts.updates // settings.num_sample_generations) if settings.num_sample_generations else None
         )
@@ -36,7 +36,7 @@ class SampleTables:
         if self.with_ref:
             rows = [row | extra for row, extra in zip(rows, self._of_reference(experience.rollout), strict=True)]
         for row in rows:
-            self.log.log(row)
+            self.log.append(row)
         columns = {"prompt": "prompt", "response": "response", "score": "score", "KL": "kl"}
         if self.with_ref:
             columns |= {"reference": "ref_response", "its score": "ref_score"}

@@ -34,8 +34,9 @@ class Best:
 class Snapshots:
     """RUN/ppo/snapshots: `count` of them spread over the updates, the last among them, and the best of some points."""
 
-    def __init__(self, folder: Path, parts: Parts, count: int, *, push_to: str | None = None):
+    def __init__(self, folder: Path, parts: Parts, count: int, cost: checkpoints.Cost, *, push_to: str | None = None):
         self.folder, self.parts, self.best, self.push_to = folder / "snapshots", parts, Best(), push_to
+        self.cost = cost
         self.even = spread(parts.updates, count)
         self.points = {1} | spread(parts.updates, 10)  # not output.save_steps: what is best must not depend on it
 
@@ -71,12 +72,13 @@ class Snapshots:
     def _save(self, step: int) -> None:
         card = f"Policy after {step} of {self.parts.updates} PPO updates."
         trainer, tokenizer = self.parts.trainer, self.parts.tokenizer
-        checkpoints.commit_state(
-            self.folder,
-            self.path(step).name,
-            lambda path: loading.save_model(trainer.policy, tokenizer, path, card),
-            keep=None,  # dropped one by one above, never as the oldest
-        )
+        with self.cost.one():
+            checkpoints.commit_state(
+                self.folder,
+                self.path(step).name,
+                lambda path: loading.save_model(trainer.policy, tokenizer, path, card),
+                keep=None,  # dropped one by one above, never as the oldest
+            )
 
     def path(self, step: int) -> Path:
         """The folder of the policy after `step`."""

@@ -28,21 +28,22 @@ class Training:
 
     def __init__(self, config: PPOConfig, parts: Parts, *, resume: bool):
         self.config, self.parts, self.trainer = config, parts, parts.trainer
-        self.states, self.alarms = config.folder / "state", Alarms()
+        self.states, self.alarms, self.cost = config.folder / "state", Alarms(), checkpoints.Cost()
         self.snapshots = Snapshots(
-            config.folder, parts, config.output.snapshots, push_to=config.ppo.push_to_hub_if_best
+            config.folder, parts, config.output.snapshots, self.cost, push_to=config.ppo.push_to_hub_if_best
         )
         state = checkpoints.latest_state(self.states) if resume else None
+        logs: dict[str, Any] = {}
         if state:
             tree = read_state(state)
             self.trainer.load_state_dict(tree["trainer"])
             self.alarms = Alarms(**tree["alarms"])
             self.snapshots.load_state_dict(tree["best"])
+            logs = tree["logs"]
             terminal.say(f"ppo      resumes at step {self.trainer.updates} of {parts.updates}")
-        done = self.trainer.updates
-        self.saved_at = done
-        self.metrics = MetricsLog(config.folder / "metrics.jsonl", resume_at=done)
-        self.samples = SampleTables(config.folder / "samples.jsonl", parts, config.ppo, resume_at=done)
+        self.saved_at = self.trainer.updates
+        self.metrics = MetricsLog(config.folder / "metrics.jsonl", logs.get("metrics"))
+        self.samples = SampleTables(config.folder / "samples.jsonl", parts, config.ppo, logs.get("samples"))
 
     def run(self) -> None:
         """All updates that are still to make. SIGTERM or SIGINT: saves after the step and exits 143 or 130.
@@ -65,6 +66,7 @@ class Training:
                     text = f"ppo      stopped at step {step} of {updates}, saved; the same command goes on from here"
                     terminal.say(text)
                     raise SystemExit(stop.exit_code)
+        terminal.say(f"ppo      {self.cost}")
 
     def _update(self) -> Stats:
         """One PPO step, logged and looked at."""
@@ -90,16 +92,18 @@ class Training:
 
     def _save(self) -> None:
         """A state to resume from."""
-        self.saved_at = self.trainer.updates
+        self.saved_at = step = self.trainer.updates
         tree = {
             "trainer": self.trainer.state_dict(),
             "alarms": self.alarms.state_dict(),
             "best": self.snapshots.state_dict(),
+            "logs": {"metrics": self.metrics.mark(step), "samples": self.samples.log.mark(step)},
         }
-        name = f"step_{self.trainer.updates:06d}"
-        checkpoints.commit_state(
-            self.states, name, lambda path: trees.save_tree(path, tree), keep=self.config.output.keep
-        )
+        name = f"step_{step:06d}"
+        with self.cost.one():
+            checkpoints.commit_state(
+                self.states, name, lambda path: trees.save_tree(path, tree), keep=self.config.output.keep
+            )
 
     @contextmanager
     def _explained(self, picked: Sequence[data.Prompt] = ()) -> Iterator[None]:
@@ -133,7 +137,7 @@ class Training:
 def read_state(folder: Path) -> dict[str, Any]:
     """What `_save` wrote. Raises RLHFError M05 for a state of an older version of this package."""
     tree = trees.load_tree(folder)
-    if "trainer" not in tree:
+    if "logs" not in tree:
         text = f"{shown(folder)} was written by an older version, which kept less of a run"
         raise RLHFError("M05", text, hint="--fresh starts over; the old folder is kept in .old/")
     return tree
