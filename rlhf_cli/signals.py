@@ -3,8 +3,12 @@
 the loop ends at its next safe place. A second signal ends the process at once.
 """
 
+import os
 import signal
 from types import FrameType, TracebackType
+
+
+HEARD = b"\nstopping after this step, with a checkpoint; a second signal ends it at once\n"
 
 
 class StopWish:
@@ -35,5 +39,6 @@ class StopWish:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.wished = signal.Signals(number)
+        os.write(2, HEARD)  # straight to the terminal: a print may be what was interrupted
         for again in self.SIGNALS:
             signal.signal(again, signal.SIG_DFL)
