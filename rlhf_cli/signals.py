@@ -7,7 +7,6 @@ import os
 import signal
 from types import FrameType, TracebackType
 
-
 HEARD = b"\nstopping after this step, with a checkpoint; a second signal ends it at once\n"
 
 
