@@ -329,6 +329,13 @@ MACHINE_AND_RUN = {
         "Another number of processes came up than was asked for.",
         "Start with --nproc N or torchrun.",
     ),
+    "E05": Code(
+        "resumed in another environment",
+        0,
+        "The run goes on with other versions of its libraries, or on another device, than it was started with. It is a "
+        "good run, but not byte for byte the one that it would have been.",
+        "Nothing, if you can live with that; else go on where it was started, or start over with --fresh.",
+    ),
     "R00": Code(
         "failed at run time",
         1,

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from fake_config import FakeConfig, make_stage, write_model
 
-from rlhf_cli import checkpoints
+from rlhf_cli import checkpoints, terminal
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.sources import Source
 
@@ -179,6 +179,25 @@ def test_deleted_snapshots_and_edited_logs_leave_a_stage_finished(tmp_path: Path
         path.unlink()
     (tmp_path / "sft/config.yaml").write_text("# a note of mine")
     assert checkpoints.examine(config, wanted).state == "finished"
+
+
+def test_e05_a_run_that_goes_on_elsewhere_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = FakeConfig(tmp_path / "run")
+    wanted = checkpoints.identity(config, {}, {})
+    checkpoints.begin(config, wanted, {}, fresh=False, device="A GPU")
+    (config.folder / "state/step_000004").mkdir(parents=True)
+    checkpoints.begin(config, wanted, {}, fresh=False, device="A GPU")
+    assert capsys.readouterr().err == ""
+    path = config.folder / "identity.json"
+    told = json.loads(path.read_text())
+    told["environment"]["versions"] |= {"torch": "1.0", "rlhf": "0.0"}
+    path.write_text(json.dumps(told))
+    for _ in range(2):
+        terminal.forget_warnings()
+        assert checkpoints.begin(config, wanted, {}, fresh=False, device="cpu") == "resume"
+    said = capsys.readouterr().err
+    assert said.count("warning[E05]") == 1
+    assert "device A GPU -> cpu" in said and "torch 1.0 -> " in said and "rlhf 0.0 -> " in said and "numpy" not in said
 
 
 def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic_core import to_jsonable_python
 
-from rlhf_cli import __version__, sources
+from rlhf_cli import __version__, sources, terminal
 from rlhf_cli.checkpoints.files import (
     damage,
     describe,
@@ -149,14 +149,15 @@ def examine(config: Any, wanted: Mapping[str, Any]) -> Status:
 
 
 def begin(
-    config: Any, wanted: dict[str, Any], parents: Mapping[str, Parent], *, fresh: bool
+    config: Any, wanted: dict[str, Any], parents: Mapping[str, Parent], *, fresh: bool, device: str | None = None
 ) -> Literal["new", "resume", "finished"]:
     """Take RUN/<stage> for this process and say how to go on: from the start, from its last state, or not at all.
 
     A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
     `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
     another process is writing, M05 for a finished one whose files are damaged, M10 for parents whose weights are not
-    what their stages wrote (hash by hash), E03 where nothing can be written.
+    what their stages wrote (hash by hash), E03 where nothing can be written. Warns (E05) of a run that another
+    `device` or other versions go on with than those that it was started with.
     """
     folder = config.folder
     try:
@@ -174,10 +175,26 @@ def begin(
     verify(parents)
     folder.mkdir(exist_ok=True)
     clear_leftovers(folder)
-    write_json(folder / "identity.json", wanted)
+    environment = {"versions": versions(), "device": device}
+    if status.state == "resume":
+        _warn_of_changes(folder, environment)
+    write_json(folder / "identity.json", wanted | {"environment": environment})
     resolved = config.dump(relative_to=folder)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     return "resume" if status.state == "resume" else "new"
+
+
+def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
+    before = _flat((read_object(folder / "identity.json") or {}).get("environment", {}))
+    after = _flat(now)
+    changed = [
+        f"{key.removeprefix('versions.')} {was} -> {after.get(key)}"
+        for key, was in before.items()
+        if was != after.get(key)
+    ]
+    if changed:
+        text = f"{shown(folder)} goes on elsewhere than it was started: {', '.join(changed)}"
+        terminal.warn("E05", text, hint="the result is no longer byte for byte that of a run without interruption")
 
 
 def usable(config: Any, wanted: Mapping[str, Any]) -> Status:

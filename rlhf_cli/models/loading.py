@@ -46,6 +46,11 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def device_name() -> str:
+    """What computes here: the name of the GPU, or cpu."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def context_of(config: Any) -> int | None:
     """Positions of a model with this config; None without a limit."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)

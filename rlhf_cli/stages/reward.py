@@ -36,7 +36,7 @@ def run(config: RewardConfig, options: Options) -> None:
     parents = checkpoints.open_parents(config)
     parent = parents["model.path"]
     identity = checkpoints.identity(config, parents, config.sources())
-    if checkpoints.begin(config, identity, parents, fresh=options.fresh) == "finished":
+    if checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name()) == "finished":
         terminal.say(f"reward   finished already: {shown(config.folder)}")
         return
     tokenizer, model = start(config, options, parent)

@@ -70,7 +70,7 @@ def run(config: SFTConfig, options: Options) -> None:
     """Train and leave RUN/sft. Goes on from the last checkpoint where there is one."""
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
-    if checkpoints.begin(config, identity, parents, fresh=options.fresh) == "finished":
+    if checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name()) == "finished":
         terminal.say(f"sft      finished already: {shown(config.folder)}")
         return
     tokenizer, model = start(config, options, parents)

@@ -14,7 +14,7 @@ def run(config: EvalConfig, options: Options) -> None:
     """Leave RUN/eval with report.json and samples.jsonl, print the verdict, hold it against `eval.require` (R06)."""
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
-    if checkpoints.begin(config, identity, parents, fresh=options.fresh) == "finished":
+    if checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name()) == "finished":
         terminal.say(f"eval     finished already: {checkpoints.shown(config.folder)}")
         found = verdict.read_report(config.folder)
     else:

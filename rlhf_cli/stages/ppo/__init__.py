@@ -20,7 +20,7 @@ def run(config: PPOConfig, options: Options) -> None:
     """
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
-    status = checkpoints.begin(config, identity, parents, fresh=options.fresh)
+    status = checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
     if status == "finished":
         terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")
         return
