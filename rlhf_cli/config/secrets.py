@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhf_cli.errors import Problem
+from rlhf_cli.redaction import TOKEN, redacted
 
-TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
+PASSWORD = re.compile(r"://[^/\s@:]*:[^/\s@]+@")  # https://name:PASSWORD@host
 SECRET_KEY = re.compile(
     r"(.*_)?(hub_token|hf_token|auth_token|access_token|api_token|api_?key|secret|password)", re.IGNORECASE
 )
@@ -20,7 +21,7 @@ def take_out(tree: dict[str, Any], where: Callable[[str], str]) -> list[Problem]
         problems.append(
             Problem(
                 "C16",
-                f"{key} holds a secret",
+                f"{redacted(key)} holds a secret",
                 where(key),
                 "take it out; put it in the environment, for example HF_TOKEN",
             )
@@ -33,5 +34,10 @@ def _secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
         key = f"{path}.{name}" if path else str(name)
         if isinstance(value, dict | list):
             yield from _secrets(value, key)
-        elif isinstance(value, str) and (TOKEN.search(value) or (value and SECRET_KEY.fullmatch(str(name)))):
+        elif TOKEN.search(str(name)) or (isinstance(value, str) and _is_secret(str(name), value)):
             yield node, name, key
+
+
+def _is_secret(name: str, value: str) -> bool:
+    named_so = value != "" and SECRET_KEY.fullmatch(name) is not None
+    return named_so or TOKEN.search(value) is not None or PASSWORD.search(value) is not None

@@ -4,8 +4,10 @@ import json
 import math
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -35,6 +37,11 @@ class PlainTrainer:
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Ours is written with the model."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """No pickle of the arguments, which hold the hub's token: gone before the checkpoint can count as whole."""
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        (Path(output_dir or self.args.output_dir) / "training_args.bin").unlink(missing_ok=True)  # type: ignore[attr-defined]
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if self.lengths is None:
@@ -111,16 +118,29 @@ def train(trainer: Any, config: SFTConfig | RewardConfig, label: str) -> int:
     if checkpoint:
         terminal.say(f"{label:<8} resumes at step {state['global_step']} of {state['max_steps']}")
         if state["global_step"] >= state["max_steps"]:
-            trainer._load_from_checkpoint(str(checkpoint))  # train() would take one step too many
+            with _numbers_alone(checkpoint):
+                trainer._load_from_checkpoint(str(checkpoint))  # train() would take one step too many
             return int(state["max_steps"])
     with StopWish() as stop:
         follower = Follower(trainer, log, label, stop, resumed=state.get("stateful_callbacks", {}).get("Follower"))
         trainer.add_callback(follower)
         try:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            with _numbers_alone(checkpoint):
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             follower.close()
     return int(trainer.state.max_steps)
+
+
+@contextmanager
+def _numbers_alone(checkpoint: Path | None) -> Iterator[None]:
+    """Within, a checkpoint whose pickles would run code is refused (M05): torch reads numbers out of them, no more."""
+    try:
+        yield
+    except UnpicklingError as error:
+        assert checkpoint
+        text = f"{shown(checkpoint)} holds something else than numbers, none of which was run"
+        raise RLHFError("M05", text, hint="remove that checkpoint; an older one is used where there is one") from error
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -199,8 +219,7 @@ class Follower(TrainerCallback, ExportableState):
             self.log.log(state.global_step, {NAMES.get(name, name): value for name, value in kept.items()})
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """No pickle of ours stays behind; then the stop signal is obeyed."""
-        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "training_args.bin").unlink(missing_ok=True)
+        """The stop signal is obeyed."""
         if self.stop.wished and state.global_step < state.max_steps:
             step = f"step {state.global_step} of {state.max_steps}"
             terminal.say(f"{self.label:<8} stopped at {step}, saved; the same command goes on from here")
