@@ -9,11 +9,12 @@
 2   weights are read from safetensors alone
      -> test_security.py::test_weights_in_a_pickle_are_refused_and_never_read
      -> test_models_loading.py::test_m07_pickled_weights
+     -> test_security.py::test_a_pickle_named_like_safetensors_is_no_model
     a checkpoint to resume from never runs code
      -> test_security_runs.py::test_a_pickle_that_would_run_code_is_refused_in_one_line
     nothing that a run writes is a pickle, but for the numbers that transformers resumes from
      -> test_security_runs.py::test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from
-     -> test_security_runs.py::test_the_cache_of_tokens_holds_no_pickle
+     -> test_data_cache.py::test_a_pickle_in_the_cache_is_never_read
 3   no token of the environment is in any file or line, however a run ends; no training_args.bin stays
      -> test_security_runs.py::test_no_token_is_in_any_file_or_line_of_a_chain
      -> test_security_runs.py::test_no_token_stays_however_a_training_ends
@@ -36,11 +37,12 @@
      -> test_security_runs.py::test_hostile_texts_and_names_go_through_a_training_and_do_nothing
 7   what is shown holds no token, no password of an address, no secret of the environment
      -> test_security.py::test_secrets_are_taken_out_of_whatever_is_shown
-     -> test_security.py::test_a_token_in_a_path_or_an_id_is_not_shown
+     -> test_security.py::test_a_token_in_a_path_is_not_shown
      -> test_security.py::test_env_shows_no_variable
 8   names from files lead nowhere else (S03)
      -> test_checkpoints.py::test_a_manifest_entry_that_leads_out_is_refused
      -> test_checkpoints.py::test_a_link_that_leads_out_is_refused
+     -> test_security.py::test_no_link_is_followed_into_a_manifest
      -> test_checkpoints_states.py::test_a_state_name_that_could_leave_the_folder_is_refused
      -> test_security.py::test_an_entry_of_a_state_that_leads_out_is_refused
      -> test_security.py::test_parts_of_weights_outside_of_their_folder_are_refused
@@ -228,12 +230,14 @@ def test_a_pickle_named_like_safetensors_is_no_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        f"model: {{path: owner/{TOKEN}}}",
         "data: {train: 'https://me:PASSWORD@host/rows.jsonl'}",
         "model: {path: 'https://me:PASSWORD@host/model'}",
         f"{TOKEN}: 1",
         f"trainer: {{{TOKEN}: {{weight: 1}}}}",
         "trainer: {hub_token: PASSWORD}",
         "wandb_api_key: PASSWORD",
+        f"x: [{TOKEN}, {TOKEN}, 1]",
     ],
 )
 def test_more_secrets_that_a_config_may_not_hold(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,11 +327,11 @@ def test_secrets_are_taken_out_of_whatever_is_shown(monkeypatch: pytest.MonkeyPa
     assert terminal.warnings_said() == [f"warning[T02]: {clean}: {clean}"]
 
 
-def test_a_token_in_a_path_or_an_id_is_not_shown(folder: Path) -> None:
+def test_a_token_in_a_path_is_not_shown(folder: Path) -> None:
     folder_of_token = folder / TOKEN
     shutil.copytree("model", folder_of_token)
     (folder_of_token / "model.safetensors").unlink()
-    for word in (".", "./nothing", f"owner/{TOKEN}"):
+    for word in (".", "./nothing"):
         config = {"model": {"path": word}, "data": {"train": "../rows.jsonl"}}
         (folder_of_token / "sft.yaml").write_text(yaml.safe_dump(config))
         result = rlhf("sft", "-c", f"{TOKEN}/sft.yaml")
@@ -416,8 +420,7 @@ def test_a_model_is_not_saved_through_a_link(folder: Path, tmp_path: Path, preci
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
 
-def test_a_finished_stage_with_a_link_out_is_no_parent(tmp_path: Path, precious: Path) -> None:
-    """Nor is the link followed while the manifest is written: what it points to is none of the run's files."""
+def test_no_link_is_followed_into_a_manifest(tmp_path: Path, precious: Path) -> None:
     config = FakeConfig(tmp_path / "run")
     make_stage(tmp_path / "run", "sft")
     (config.folder / "snapshots").symlink_to(precious)

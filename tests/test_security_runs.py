@@ -10,7 +10,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from bad_inputs import refused, replace, rlhf
@@ -72,7 +71,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_no_token_is_in_any_file_or_line_of_a_chain(chain: tuple[Path, str]) -> None:
     folder, printed = chain
-    assert len(list((folder / "run").rglob("*"))) > 80 and list((folder / "home").rglob("*.npz"))
+    assert len(list((folder / "run").rglob("*"))) > 80
     assert leaks(folder) == [] and not any(secret in printed for secret in SECRETS.values())
     assert not list(folder.rglob("training_args.bin"))
     manifests = [json.loads(path.read_text()) for path in folder.glob("run/*/manifest.json")]
@@ -87,15 +86,6 @@ def test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from(cha
             assert is_pickle(path.read_bytes()) == bool(PICKLES.fullmatch(name)), name
             assert path.suffix not in (".bin", ".pt", ".pth", ".pkl", ".ckpt") or PICKLES.fullmatch(name), name
     assert any(PICKLES.fullmatch(path.relative_to(folder / "run").as_posix()) for path in folder.rglob("*.pt"))
-
-
-def test_the_cache_of_tokens_holds_no_pickle(chain: tuple[Path, str]) -> None:
-    folder, _ = chain
-    for path in (path for path in (folder / "home").rglob("*") if path.is_file()):
-        assert not is_pickle(path.read_bytes()) or path.suffix == ".npz", path
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                assert all(file[name].dtype != object for name in file.files)
 
 
 def test_what_tells_pickles_apart_knows_them() -> None:

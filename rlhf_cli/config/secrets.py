@@ -15,27 +15,20 @@ SECRET_KEY = re.compile(
 
 def take_out(tree: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
     """C16 for each secret, which is removed from `tree`, so that no other message can repeat it."""
-    problems = []
-    for container, name, key in list(_secrets(tree, "")):
+    found = list(_secrets(tree, ""))
+    for container, name, _ in reversed(found):  # from the end of a list: the indices before it stay what they are
         container.pop(name)
-        problems.append(
-            Problem(
-                "C16",
-                f"{redacted(key)} holds a secret",
-                where(key),
-                "take it out; put it in the environment, for example HF_TOKEN",
-            )
-        )
-    return problems
+    hint = "take it out; put it in the environment, for example HF_TOKEN"
+    return [Problem("C16", f"{redacted(key)} holds a secret", where(key), hint) for _, _, key in found]
 
 
 def _secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
     for name, value in list(node.items()) if isinstance(node, dict) else list(enumerate(node)):
         key = f"{path}.{name}" if path else str(name)
-        if isinstance(value, dict | list):
-            yield from _secrets(value, key)
-        elif TOKEN.search(str(name)) or (isinstance(value, str) and _is_secret(str(name), value)):
+        if TOKEN.search(str(name)) or (isinstance(value, str) and _is_secret(str(name), value)):
             yield node, name, key
+        elif isinstance(value, dict | list):
+            yield from _secrets(value, key)
 
 
 def _is_secret(name: str, value: str) -> bool:
