@@ -237,7 +237,7 @@ def test_a_pickle_named_like_safetensors_is_no_model(folder: Path) -> None:
         f"trainer: {{{TOKEN}: {{weight: 1}}}}",
         "trainer: {hub_token: PASSWORD}",
         "wandb_api_key: PASSWORD",
-        f"x: [{TOKEN}, {TOKEN}, 1]",
+        f"x: [{TOKEN}, {TOKEN}]",
     ],
 )
 def test_more_secrets_that_a_config_may_not_hold(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
