@@ -53,7 +53,7 @@ class Commands(TyperGroup):
             code = 143
         except Exception as error:
             if "--debug" in arguments:
-                traceback.print_exc()
+                terminal.say(traceback.format_exc().rstrip())
             code = _explain(error)
         finally:
             _on_sigterm(before)

@@ -21,6 +21,8 @@ from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# -P: a file of the working directory named like a library (yaml.py) is never imported in its place.
+OURSELVES = (sys.executable, "-P", "-m", "rlhf_cli")
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str
 
 def child_command(config: Config, overrides: Sequence[str], options: Options, *, fresh: bool) -> list[str]:
     """The command line that runs one stage in a process of its own."""
-    command = [sys.executable, "-m", "rlhf_cli", config.stage, "--config", str(config.file)]
+    command = [*OURSELVES, config.stage, "--config", str(config.file)]
     for text in overrides:
         command += ["--set", text]
     flags = {"--fresh": fresh, "--trust-remote-code": options.trust_remote_code, "--debug": options.debug}
@@ -237,7 +239,7 @@ def check_command(folder: Path, overrides: Sequence[str], options: Options) -> l
     sets = [word for text in overrides for word in ("--set", text)]
     flags = {"--trust-remote-code": options.trust_remote_code, "--debug": options.debug}
     flagged = [flag for flag, is_set in flags.items() if is_set]
-    return [sys.executable, "-m", "rlhf_cli", "check", str(folder), "--quiet", *sets, *flagged]
+    return [*OURSELVES, "check", str(folder), "--quiet", *sets, *flagged]
 
 
 def _load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:

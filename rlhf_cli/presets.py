@@ -84,7 +84,8 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
         world.write(folder, seed, preset.sizes)
     if preset.sizes and preset.sizes.texts:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
-        done = subprocess.run([sys.executable, "-m", "rlhf_cli", "run", str(folder / BASE)], check=False)
+        command = [sys.executable, "-P", "-m", "rlhf_cli", "run", str(folder / BASE)]  # -P: see pipeline.OURSELVES
+        done = subprocess.run(command, check=False)
         if done.returncode:
             terminal.say(f"init     not finished; go on with: rlhf run {shown(folder / BASE)}")
             raise SystemExit(done.returncode)

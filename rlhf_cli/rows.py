@@ -12,6 +12,8 @@ from rlhf_cli.errors import RLHFError, nearest_file, shown
 
 BOM = b"\xef\xbb\xbf"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
+# A terminal may obey these as it does ESC; json escapes C0 alone.
+DEL_AND_C1 = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
 ONE_A_LINE = "JSON Lines hold one object a line; a list of objects is read from a file that ends in .json"
 
 
@@ -142,5 +144,10 @@ def _refuse_half_surrogates(value: Any, where: str) -> None:
         ) from error
 
 
+def to_json(value: object, **style: Any) -> str:
+    """The value as JSON that is harmless on a terminal; `style` is json's."""
+    return json.dumps(value, ensure_ascii=False, **style).translate(DEL_AND_C1)
+
+
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    return to_json(row, allow_nan=False) + "\n"

@@ -11,6 +11,7 @@ from typing import TextIO
 from unicodedata import combining, east_asian_width
 
 from rlhf_cli.errors import Problem
+from rlhf_cli.redaction import redacted
 
 # Everything that could move the cursor, recolour or retitle a terminal: C0 but tab and newline, DEL, C1.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -21,8 +22,8 @@ _muted = False
 
 
 def clean(text: str) -> str:
-    """The text without control characters (ESC, C0, C1) except newline and tab: model text is untrusted."""
-    return CONTROL.sub("", text)
+    """The text without secrets, and without control characters except newline and tab: model text is untrusted."""
+    return redacted(CONTROL.sub("", text))
 
 
 def say(text: str) -> None:
@@ -37,7 +38,8 @@ def out(text: str = "") -> None:
 
 def warn(code: str, text: str, *, where: str | None = None, hint: str | None = None) -> None:
     """`warning[CODE]: ...` on stderr. The same warning is said once in a process, and kept for `warnings_said`."""
-    problem = Problem(code, clean(text), where, hint)
+    where = where and clean(where)  # a file's name is no better than a model's text
+    problem = Problem(code, clean(text), where, hint and clean(hint))
     line = Problem(code, problem.text, where).line("warning")
     if line not in _said:
         _said[line] = problem

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are slower than one
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub but one that it started
 
 from ppo_folder import origin, run_folder  # noqa: F401  (fixtures of the stage tests)
 

@@ -1,9 +1,11 @@
 """The cache of tokens: never other tokens than without it, and never an obstacle."""
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import World
 
@@ -16,6 +18,16 @@ CONTENTS = [
     {"prompt": "Tell me about the sun.", "chosen": " Bright", "rejected": " Dull\n"},
     {"prompt": "é 😀", "chosen": " a", "rejected": " b"},
 ]
+
+
+class Planted:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
 
 
 @pytest.fixture
@@ -102,6 +114,22 @@ def test_a_damaged_file_is_made_again(
     assert file.read_bytes() != whole
     assert pairs(tokenizer, tmp_path) == made and encoded == [4, 4]
     assert pairs(tokenizer, tmp_path) == made and encoded == [4, 4]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_pickle_in_the_cache_is_never_read(tokenizer: Any, tmp_path: Path, folder: Path, plain: bool) -> None:
+    """Alone, or as one of the arrays."""
+    made = pairs(tokenizer, tmp_path)
+    [file] = folder.iterdir()
+    planted = Planted(tmp_path / "it ran")
+    if plain:
+        file.write_bytes(pickle.dumps(planted))
+    else:
+        with file.open("wb") as opened:
+            np.savez(opened, lengths=np.array([[planted]], dtype=object), tokens=np.array([1]))
+    assert pairs(tokenizer, tmp_path) == made and not (tmp_path / "it ran").exists()
+    with file.open("rb") as opened, np.load(opened, allow_pickle=False) as again:
+        assert again["tokens"].dtype == np.int32, "it was made again"
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "rlhf_cli"
 # From the ground up. `name.*` is a folder: one room, whose modules may import one another.
 FLOORS = [
-    {"__init__", "codes"},
+    {"__init__", "codes", "redaction"},
     {"errors"},
     {"rows", "terminal", "statistics", "signals", "ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.seeds"},
     {"ppo.records", "replay.naive.*"},

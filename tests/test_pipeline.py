@@ -28,11 +28,11 @@ CONFIGS = {
 
 def run_here(command: list[str]) -> int:
     """A stage in this process, which is quicker than a child."""
-    assert command[:3] == [sys.executable, "-m", "rlhf_cli"]
-    if command[3] == "check":
+    assert command[:4] == [sys.executable, "-P", "-m", "rlhf_cli"]
+    if command[4] == "check":
         return 0  # the fakes' data would not pass
     try:
-        return fake_stage.main(command[3:])
+        return fake_stage.main(command[4:])
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -95,8 +95,8 @@ def test_all_is_checked_once_before_the_first_of_several_stages(
     calls: list[str] = []
 
     def child(command: list[str]) -> int:
-        calls.append(command[3])
-        return 2 if command[3] == "check" and (folder / "wrong").exists() else run_here(command)
+        calls.append(command[4])
+        return 2 if command[4] == "check" and (folder / "wrong").exists() else run_here(command)
 
     monkeypatch.setattr(pipeline, "_run_child", child)
     (folder / "wrong").touch()
@@ -109,7 +109,7 @@ def test_all_is_checked_once_before_the_first_of_several_stages(
     run()  # the last stage alone: it looks for itself
     assert calls == ["check", "check", *CONFIGS, "eval"]
     command = pipeline.check_command(Path("a"), ["ppo.kl_coef=1"], Options(trust_remote_code=True))
-    assert command[3:] == ["check", "a", "--quiet", "--set", "ppo.kl_coef=1", "--trust-remote-code"]
+    assert command[4:] == ["check", "a", "--quiet", "--set", "ppo.kl_coef=1", "--trust-remote-code"]
 
 
 def test_skipping_everything_shows_the_verdict_and_needs_no_torch(
@@ -374,7 +374,7 @@ def test_signals_reach_the_child_and_its_exit_code_comes_back(folder: Path, numb
     script = f"""
 import sys; from pathlib import Path; from rlhf_cli import pipeline, cli
 real = pipeline.child_command
-pipeline.child_command = lambda *a, **k: [sys.executable, {str(FAKE)!r}, *real(*a, **k)[3:]]
+pipeline.child_command = lambda *a, **k: [sys.executable, {str(FAKE)!r}, *real(*a, **k)[4:]]
 pipeline.check_command = lambda *a: [sys.executable, "-c", ""]
 cli.app(["run", "."])
 """
@@ -400,8 +400,8 @@ def test_a_child_gets_what_the_command_line_said(folder: Path) -> None:
     loaded = config.load("sft", folder / "sft.yaml")
     options = Options(trust_remote_code=True, debug=True)
     command = pipeline.child_command(loaded, ["seed=3", "*.output.keep=4"], options, fresh=True)
-    assert command[3:] == [
+    assert command[4:] == [
         *("sft", "--config", str(folder / "sft.yaml"), "--set", "seed=3", "--set", "*.output.keep=4"),
         *("--fresh", "--trust-remote-code", "--debug"),
     ]
-    assert pipeline.child_command(loaded, [], Options(), fresh=False)[3:] == command[3:6]
+    assert pipeline.child_command(loaded, [], Options(), fresh=False)[4:] == command[4:7]

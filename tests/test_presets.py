@@ -62,7 +62,7 @@ def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path
 
 def test_the_demo_makes_its_base_model_in_a_child_and_fails_with_it(tmp_path: Path, child: Child) -> None:
     presets.init("demo", tmp_path / "run")
-    assert child.command == [sys.executable, "-m", "rlhf_cli", "run", str(tmp_path / "run/base")]
+    assert child.command == [sys.executable, "-P", "-m", "rlhf_cli", "run", str(tmp_path / "run/base")]
     sft = config.load("sft", tmp_path / "run/sft.yaml")
     assert sft.model.path == str(config.load("sft", tmp_path / "run/base/sft.yaml").folder)
     child.code = 143

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.rows import to_json
 
 # A model card says how a model came to be; it cannot change what the model does.
 NOT_THE_MODEL = ("README.md",)
@@ -87,7 +88,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """`write_text` of the value as indented JSON."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, to_json(value, indent=2) + "\n")
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -75,7 +75,7 @@ def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
 
 
 def _write_manifest(state: Path, name: str) -> None:
-    names = names_in(state)
+    names = [name for name in names_in(state) if name != MANIFEST]
     manifest = {"schema": SCHEMA, "name": name, "files": describe(state, names)}
     sync_files(state, names)
     write_json(state / MANIFEST, manifest | {"sha256": json_sha256(manifest)})

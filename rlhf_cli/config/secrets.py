@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhf_cli.errors import Problem
+from rlhf_cli.redaction import TOKEN, redacted
 
-TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
+PASSWORD = re.compile(r"://[^/\s@:]*:[^/\s@]+@")  # https://name:PASSWORD@host
 SECRET_KEY = re.compile(
     r"(.*_)?(hub_token|hf_token|auth_token|access_token|api_token|api_?key|secret|password)", re.IGNORECASE
 )
@@ -14,24 +15,22 @@ SECRET_KEY = re.compile(
 
 def take_out(tree: dict[str, Any], where: Callable[[str], str]) -> list[Problem]:
     """C16 for each secret, which is removed from `tree`, so that no other message can repeat it."""
-    problems = []
-    for container, name, key in list(_secrets(tree, "")):
+    found = list(_secrets(tree, ""))
+    for container, name, _ in reversed(found):  # from the end of a list: the indices before it stay what they are
         container.pop(name)
-        problems.append(
-            Problem(
-                "C16",
-                f"{key} holds a secret",
-                where(key),
-                "take it out; put it in the environment, for example HF_TOKEN",
-            )
-        )
-    return problems
+    hint = "take it out; put it in the environment, for example HF_TOKEN"
+    return [Problem("C16", f"{redacted(key)} holds a secret", where(key), hint) for _, _, key in found]
 
 
 def _secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
     for name, value in list(node.items()) if isinstance(node, dict) else list(enumerate(node)):
         key = f"{path}.{name}" if path else str(name)
-        if isinstance(value, dict | list):
-            yield from _secrets(value, key)
-        elif isinstance(value, str) and (TOKEN.search(value) or (value and SECRET_KEY.fullmatch(str(name)))):
+        if TOKEN.search(str(name)) or (isinstance(value, str) and _is_secret(str(name), value)):
             yield node, name, key
+        elif isinstance(value, dict | list):
+            yield from _secrets(value, key)
+
+
+def _is_secret(name: str, value: str) -> bool:
+    named_so = value != "" and SECRET_KEY.fullmatch(name) is not None
+    return named_so or TOKEN.search(value) is not None or PASSWORD.search(value) is not None

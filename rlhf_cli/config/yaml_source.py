@@ -17,7 +17,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 250_000  # what the reader takes in less than a second, whatever it holds
 MAX_NODES = 10_000
 MAX_DEPTH = 40
 SUFFIXES = (".yaml", ".yml")
@@ -199,7 +199,7 @@ def _text(path: Path, name: str) -> str:
     except OSError as error:
         raise RLHFError("C09", f"the config cannot be read: {error.strerror}", where=name) from error
     if len(raw) > MAX_BYTES:
-        raise RLHFError("S02", "the config is larger than 1 MB", where=name, hint="is this a data file?")
+        raise RLHFError("S02", "the config is larger than 250 kB", where=name, hint="is this a data file?")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

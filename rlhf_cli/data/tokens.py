@@ -79,7 +79,7 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
         )
     try:
         return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt)
-    except TemplateError as error:
+    except (TemplateError, OverflowError) as error:  # the sandbox bounds `range`
         raise RLHFError("D06", f"the chat template refuses the conversation: {error}") from error
 
 

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_cli import terminal
+from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import RLHFError, nearest, shown
-from rlhf_cli.models.tokenizers import needs_code
+from rlhf_cli.models.tokenizers import needs_code, refuse_code
 
 HEADS = ("ForSequenceClassification",)
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SMALL = 5_000_000  # parameters
 ALL_THREADS = torch.get_num_threads()
 transformers.utils.logging.disable_progress_bar()  # ours is the only one
@@ -217,7 +220,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
         shutil.rmtree(folder)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(card.rstrip() + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(terminal.clean(card).rstrip() + "\n", encoding="utf-8")
 
 
 def set_special_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
@@ -244,6 +247,7 @@ def _no_head(folder: Path | str, reason: str) -> RLHFError:
 
 def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
     """The config of a folder's model. Raises RLHFError M01, M08."""
+    refuse_code(folder, trust_remote_code)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -269,17 +273,24 @@ def _load(
             output_loading_info=True,
             **changes,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise RLHFError("M01", f"{shown(folder)} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     fit_threads(model)
     return model, sorted(report["missing_keys"])
 
 
 def _refuse_pickles(folder: Path) -> None:
-    if folder.is_dir() and not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
+    """Raises RLHFError M07 for weights that are only there as a pickle, S03 for parts outside of their folder."""
+    index = read_object(folder / "model.safetensors.index.json") or {}
+    parts = set(map(str, index.get("weight_map", {}).values()))
+    if outside := sorted(part for part in parts if part != Path(part).name):
+        where = shown(folder / "model.safetensors.index.json")
+        raise RLHFError("S03", f'the part "{outside[0]}" leads out of its folder', where=where)
+    pickles = {path.name for path in folder.glob("*") if path.suffix in PICKLES} - {"training_args.bin"}
+    if pickles & parts or (pickles and not any(folder.glob("*.safetensors"))):
         raise RLHFError(
             "M07",
-            f"{shown(folder)} holds its weights only as a pickle (.bin), which can run code when it is read",
+            f"{shown(folder)} holds its weights only as a pickle ({min(pickles)}), which can run code when it is read",
             hint="where you trust it: AutoModel.from_pretrained(FOLDER).save_pretrained(FOLDER) writes safetensors",
         )
 

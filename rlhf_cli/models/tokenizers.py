@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.checkpoints import Parent
+from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.sources import Source
 
@@ -28,6 +29,7 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
 
     Raises RLHFError M01 where the folder holds no tokenizer, M08 where it needs code of its own.
     """
+    refuse_code(folder, trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, padding_side="left", trust_remote_code=trust_remote_code, local_files_only=True
@@ -42,12 +44,22 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
     return tokenizer
 
 
+def refuse_code(folder: Path | str, trusted: bool) -> None:
+    """Raises RLHFError M08 for a folder with Python code that its config or its tokenizer names, unless `trusted`.
+
+    Even where transformers has a class of its own: that one may compute something else than the authors' code did.
+    """
+    settings = (read_object(Path(folder) / name) or {} for name in ("config.json", "tokenizer_config.json"))
+    if not trusted and any(Path(folder).glob("*.py")) and any("auto_map" in each for each in settings):
+        raise needs_code(folder)
+
+
 def needs_code(folder: Path | str) -> RLHFError:
     """The refusal of a model that brings Python code of its own."""
     return RLHFError(
         "M08",
-        f"{shown(folder)} needs Python code that comes with the model",
-        hint="read that code, then add --trust-remote-code",
+        f"{shown(folder)} wants to run Python code that comes with the model",
+        hint="read that code, then add --trust-remote-code; or remove it where transformers has a class of its own",
     )
 
 

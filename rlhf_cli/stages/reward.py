@@ -54,6 +54,7 @@ def run(config: RewardConfig, options: Options) -> None:
         "probes": probes(scorer, eval_rows or rows),
         **scale,
         "step": steps,
+        "trust_remote_code": options.trust_remote_code,
     }
     checkpoints.finish(config, identity, parents=parents, fields=fields)
 
@@ -63,7 +64,7 @@ def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, 
     given = models.tokenizer(config, options, parent)
     set_seed(config.seed)  # the fresh head is drawn here
     model = models.scorer_to_train(config, options, parent, given)
-    inputs.check_body(config, loading.read_config(parent.model))
+    inputs.check_body(config, loading.read_config(parent.model, options.trust_remote_code))
     tokenizer = inputs.tokenizer(config, given, parent.stage)
     loading.fit_embeddings(model, tokenizer)
     return tokenizer, model

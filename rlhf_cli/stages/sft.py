@@ -84,6 +84,7 @@ def run(config: SFTConfig, options: Options) -> None:
         **tokenizers.token_fields(tokenizer, stop),
         "metrics": headline(config, options, eval_rows, tokenizer.pad_token_id) if eval_rows else {},
         "step": steps,
+        "trust_remote_code": options.trust_remote_code,
     }
     checkpoints.finish(config, identity, parents=parents, fields=fields)
 

@@ -3,8 +3,10 @@
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -44,9 +46,13 @@ class PlainTrainer:
         with self.cost.one():
             checkpoints.make_room(states, name)
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-            (states / name / "training_args.bin").unlink(missing_ok=True)  # a pickle, with tokens in it
             best = Path(trainer.state.best_model_checkpoint or "").name
             checkpoints.seal_state(states / name, keep=self.keep, spare={best})
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """No pickle of the arguments, which hold the hub's token: gone before the checkpoint can count as whole."""
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        (Path(output_dir or self.args.output_dir) / "training_args.bin").unlink(missing_ok=True)  # type: ignore[attr-defined]
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if self.lengths is None:
@@ -123,18 +129,32 @@ def train(trainer: Any, config: SFTConfig | RewardConfig, label: str) -> int:
     if checkpoint:
         terminal.say(f"{label:<8} resumes at step {state['global_step']} of {state['max_steps']}")
         if state["global_step"] >= state["max_steps"]:
-            trainer._load_from_checkpoint(str(checkpoint))  # train() would take one step too many
+            with _numbers_alone(checkpoint):
+                trainer._load_from_checkpoint(str(checkpoint))  # train() would take one step too many
             return int(state["max_steps"])
     trainer.cost = checkpoints.Cost()
     with StopWish() as stop:
         follower = Follower(trainer, log, label, stop, sums)
         trainer.add_callback(follower)
         try:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            with _numbers_alone(checkpoint):
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             follower.close()
     terminal.say(f"{label:<8} {trainer.cost}")
     return int(trainer.state.max_steps)
+
+
+@contextmanager
+def _numbers_alone(checkpoint: Path | None) -> Iterator[None]:
+    """Within, a checkpoint whose pickles would run code is refused (M05): torch reads numbers out of them, no more."""
+    try:
+        yield
+    except UnpicklingError as error:
+        if checkpoint is None:
+            raise
+        text = f"{shown(checkpoint)} holds something else than numbers, none of which was run"
+        raise RLHFError("M05", text, hint="remove that checkpoint; an older one is used where there is one") from error
 
 
 class Follower(TrainerCallback, ExportableState):

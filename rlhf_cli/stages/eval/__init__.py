@@ -19,7 +19,8 @@ def run(config: EvalConfig, options: Options) -> None:
         found = verdict.read_report(config.folder)
     else:
         found = _evaluate(config, options, parents)
-        fields = {"metrics": {"win_rate": found["win_rate"], "models": found["models"]}}
+        metrics = {"win_rate": found["win_rate"], "models": found["models"]}
+        fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
         checkpoints.finish(config, identity, parents=parents, fields=fields)
     verdict.print_verdict(config.folder)
     verdict.check_requirements(found, config.eval.require, where=config.where("eval.require"))

@@ -42,6 +42,7 @@ def run(config: PPOConfig, options: Options) -> None:
         **told,
         "step": step,
         **training.snapshots.fields(),
+        "trust_remote_code": options.trust_remote_code,
     }
     checkpoints.finish(config, identity, parents=parents, fields=fields)
     if stopped:
