@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rlhf_cli import terminal
+from rlhf_cli import room
 from rlhf_cli.errors import RLHFError, nearest, shown
 from rlhf_cli.models.tokenizers import needs_code
 
@@ -44,6 +44,20 @@ def fit_threads(model: Any) -> None:
 def device() -> torch.device:
     """The first GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def can_use(name: str) -> bool:
+    """Whether `device` computes in the number format "float16", "bfloat16" or "float32"."""
+    if device().type == "cpu":
+        return name != "float16"
+    return name != "bfloat16" or torch.cuda.is_bf16_supported()
+
+
+def memory() -> tuple[str, int]:
+    """What `device` is called, and the bytes of its memory."""
+    if device().type == "cuda":
+        return torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]
+    return "the CPU", room.memory()
 
 
 def context_of(config: Any) -> int | None:
@@ -238,7 +252,8 @@ def _no_head(folder: Path | str, reason: str) -> RLHFError:
 
 
 def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """The config of a folder's model. Raises RLHFError M01, M08."""
+    """The config of a folder's model. Raises RLHFError M01, M07, M08."""
+    _refuse_pickles(Path(folder))
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -252,7 +267,6 @@ def _load(
 ) -> tuple[Any, list[str]]:
     """The model, and the weights that its files do not hold (drawn afresh)."""
     read_config(folder, trust_remote_code)
-    _refuse_pickles(Path(folder))
     try:
         model, report = kind.from_pretrained(
             folder,
@@ -280,8 +294,8 @@ def _refuse_pickles(folder: Path) -> None:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """float32 for `auto`: what is trained keeps full-precision weights, and bf16 enters as autocast."""
-    if name == "float16" and device().type == "cpu":
-        terminal.warn("E01", "float16 does not work on the CPU, float32 is used")
-        return torch.float32
-    return torch.float32 if name == "auto" else getattr(torch, name)
+    """float32 for `auto`: what is trained keeps full-precision weights, and bf16 enters as autocast.
+
+    float32 too in place of a format that this device lacks, which E01 tells.
+    """
+    return getattr(torch, name) if name != "auto" and can_use(name) else torch.float32
