@@ -159,7 +159,7 @@ _data_step = st.one_of(
         st.sampled_from(LINES),
     ),
     st.tuples(st.just("bytes"), _at, st.binary(min_size=1, max_size=3)),
-    st.tuples(st.just("cut"), _at, st.just(b"")),
+    st.tuples(st.sampled_from(["cut", "twice"]), _at, st.just(b"")),
     st.tuples(st.just("many"), _at, st.integers(0, 40)),
 )
 data_steps = st.one_of(st.lists(_data_step, min_size=1, max_size=1), st.lists(_data_step, min_size=1, max_size=4))
@@ -177,6 +177,8 @@ def broken(rows: Sequence[dict[str, Any]], steps: Sequence[tuple[str, int, Any]]
         at %= len(lines)
         if what in ("set", "drop", "rename"):
             lines[at] = _json(_changed(lines[at], what, piece))
+        elif what == "twice":  # the row's first key once more
+            lines[at] = lines[at].replace(b"{", b"{" + lines[at].partition(b":")[0].lstrip(b"{") + b": 1, ", 1)
         elif what == "many":
             lines += [lines[at]] * piece
         else:

@@ -35,7 +35,7 @@ TEXTS = {
         "output: {save_steps: 1, keep: 2, run_name: mine}\n",
     ],
     "reward": [
-        "model: {path: model}\ndata: {train: pairs.jsonl}\nreward: {max_steps: 1}\n",
+        "model: {path: model}\ndata: {train: pairs.jsonl}\nreward: {max_steps: 12, max_length: 100}\n",
         "model:\n  path: model\ndata:\n  train: pairs.jsonl\n  columns: {prompt: prompt}\n  eval_fraction: 0.5\n"
         "reward:\n  per_device_train_batch_size: 2\n  normalize: none\n  center_rewards_coefficient: 0.01\n",
     ],
@@ -117,7 +117,9 @@ def test_configs_with_faults(stage: str, here: Path) -> None:
         ends[code := outcome(check("x.yaml", "-q", *sets), ("x.yaml", "--set ", *DATA))] += 1
         if code == 0 and not override:
             resolved = load(stage_of(path), path).dump()
-            for key, written in fuzzing.said(path):
+            written_down = list(fuzzing.said(path))
+            assert len({key for key, _ in written_down}) == len(written_down), "a key stands twice"
+            for key, written in written_down:
                 assert fuzzing.is_kept(resolved, key, written, here), (key, written)
 
     case()
