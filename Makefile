@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench-learning test test-slow lint check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews bench-learning test test-slow fuzz lint check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -42,6 +42,11 @@ test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
 
 test-slow: $(VENV)/.installed-test ## the tests that take minutes
 	$(TESTING) $(VENV)/bin/python -m pytest -m slow
+
+# The suite's 2000 cases are the same each time; these are new ones.
+CASES ?= 20000
+fuzz: $(VENV)/.installed-test ## configs and data with faults put in, CASES=20000 of them: about 8 minutes on two cores
+	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto tests/test_fuzz.py
 
 lint: $(VENV)/.installed-test ## style and types
 	$(VENV)/bin/ruff check .

@@ -3,6 +3,7 @@
 Nothing heavy is imported at the top: `rlhf --help` answers at once, and each command imports what it needs.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rlhf_cli import __version__, terminal
+from rlhf_cli import __version__, processes, room, terminal
 from rlhf_cli.errors import RLHFError, nearest, shown
 
 STAGES = {
@@ -132,7 +133,7 @@ def _add_stage(stage: str, text: str) -> None:
     ) -> None:
         from rlhf_cli.config import Options, load
 
-        if config.is_dir():
+        if os.path.isdir(config):
             raise _folder_for_a_file(stage, config)
         loaded = load(stage, config, [*(set_ or []), *(assignments or [])])
         options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
@@ -141,7 +142,9 @@ def _add_stage(stage: str, text: str) -> None:
 
             pipeline.preview(loaded, fresh=fresh)
         else:
-            _runner(stage)(loaded, options)
+            processes.refuse_several()
+            with room.explained(loaded.folder):
+                _runner(stage)(loaded, options)
 
 
 for _stage, _text in STAGES.items():
@@ -186,6 +189,7 @@ def run(
     from rlhf_cli import pipeline
     from rlhf_cli.config import Options
 
+    processes.refuse_several()
     selection = pipeline.Selection(tuple(only or ()), start, tuple(force or ()))
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug)
     raise typer.Exit(pipeline.run(folder, [*(set_ or []), *(assignments or [])], selection, options))

@@ -326,8 +326,8 @@ MACHINE_AND_RUN = {
     "E04": Code(
         "wrong number of processes",
         2,
-        "Another number of processes came up than was asked for.",
-        "Start with --nproc N or torchrun.",
+        "A launcher was asked for several processes; this version trains in one.",
+        "Start the command without torchrun or accelerate launch.",
     ),
     "E05": Code(
         "resumed in another environment",

@@ -1,7 +1,7 @@
 """What a user is told when something is wrong: problems with a stable code, a place and a fix."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -60,6 +60,18 @@ class RLHFError(Exception):
         return "\n".join(str(problem) for problem in self.problems)
 
 
+def all_of(*checks: Callable[[], object]) -> None:
+    """Make each of the checks. Raises one RLHFError with the problems of all that failed."""
+    problems: list[Problem] = []
+    for check in checks:
+        try:
+            check()
+        except RLHFError as error:
+            problems += error.problems
+    if problems:
+        raise RLHFError.of(list(dict.fromkeys(problems)))
+
+
 @contextmanager
 def placed(where: str | None) -> Iterator[None]:
     """Within, an error that tells no place of its own gets this one: the key that named what is wrong."""
@@ -89,10 +101,10 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 def nearest_file(path: str | Path) -> str | None:
     """The file or folder beside the missing `path` whose name is most like it, as messages name it."""
     missing = Path(path)
-    if not missing.parent.is_dir():
+    if not os.path.isdir(missing.parent):  # Path.is_dir raises for a name that is too long
         folder = nearest_file(missing.parent) if missing.parent != missing else None
         candidate = Path(folder) / missing.name if folder else None
-        return shown(candidate) if candidate and candidate.exists() else None
+        return shown(candidate) if candidate and os.path.exists(candidate) else None
     names = sorted(os.listdir(missing.parent))
     # The ending, which all of them share, must not make every name look near.
     stems = {Path(name).stem: name for name in names if Path(name).suffix == missing.suffix}

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -17,7 +18,7 @@ import yaml
 from rlhf_cli import checkpoints, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load, takes
-from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_file, shown
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -160,11 +161,11 @@ def _outcome(config: Config, parents: Mapping[str, Parent], wanted: int, *, fres
 
 def find_configs(folder: Path) -> dict[str, Path]:
     """The configs of a run's folder by stage, in the order of the chain. Raises C09 where there are none."""
-    if folder.is_file():
+    if os.path.isfile(folder):
         stage = folder.stem if folder.stem in STAGES else STAGES[0]
         hint = f"for one stage: rlhf {stage} --config {shown(folder)}"
         raise RLHFError("C09", f"{shown(folder)} is a file; rlhf run takes a folder", hint=hint)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         near = nearest_file(folder)
         hint = f"did you mean {near}?" if near else f"rlhf init demo {shown(folder)} makes one"
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
@@ -257,17 +258,12 @@ def _load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) ->
 
 def _refuse_what_is_missing(configs: Mapping[str, Config]) -> None:
     """What no stage of this run will make must be there now, not found missing after hours."""
-    problems: list[Problem] = []
-    made: set[Path] = set()
+    checks: list[Callable[[], object]] = []
+    made: tuple[Path, ...] = ()
     for config in configs.values():
-        for check in (lambda c=config: sources.locate(c.sources()), lambda c=config: checkpoints.open_parents(c, made)):
-            try:
-                check()
-            except RLHFError as error:
-                problems += error.problems
-        made.add(config.folder)
-    if problems:
-        raise RLHFError.of(list(dict.fromkeys(problems)))
+        checks += [partial(sources.locate, config.sources()), partial(checkpoints.open_parents, config, made)]
+        made += (config.folder,)
+    all_of(*checks)
 
 
 def _run_child(command: Sequence[str]) -> int:

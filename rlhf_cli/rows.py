@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -14,6 +16,7 @@ BOM = b"\xef\xbb\xbf"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # A terminal may obey these as it does ESC; json escapes C0 alone.
 DEL_AND_C1 = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+KEY = re.compile(rb'"\s*:')  # behind each key of a JSON text; in a text of its own it may stand too
 ONE_A_LINE = "JSON Lines hold one object a line; a list of objects is read from a file that ends in .json"
 
 
@@ -38,6 +41,8 @@ def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, A
         except orjson.JSONDecodeError:
             row = None  # blank, wrong, or odd: the careful reader tells which
         if type(row) is dict:
+            if len(KEY.findall(raw)) > len(row):
+                _refuse_twice(row, raw, path, number)
             yield number, row
         elif decoded(raw, path, number).strip():
             yield number, _row(raw.rstrip(b"\r\n"), path, number)
@@ -45,7 +50,7 @@ def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, A
 
 def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
     """A data file open for its bytes, unpacked where its name ends in .gz. Raises D01 where that cannot be."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise _missing(path, where_key)
     try:
         return cast(BinaryIO, gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
@@ -68,9 +73,9 @@ def append_jsonl(path: Path, row: Mapping[str, Any]) -> bytes:
 
 
 def _missing(path: Path, where: str | None) -> RLHFError:
-    if path.is_dir():
+    if os.path.isdir(path):
         return RLHFError("D01", f"{shown(path)} is a folder, a data file is needed", where=where)
-    if path.exists():
+    if os.path.exists(path):
         return RLHFError("D01", f"{shown(path)} is a device or a pipe, a data file is needed", where=where)
     near = nearest_file(path)
     return RLHFError("D01", f"no such file: {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
@@ -95,10 +100,12 @@ def decoded(raw: bytes, path: Path, number: int) -> str:
 def parse(raw: bytes, path: Path, number: int = 1) -> Any:
     """The JSON value that begins in line `number` of a file. Raises RLHFError D03, D04 with line and column.
 
-    Integers beyond 64 bits come as floats; of a key that stands twice the last value counts.
+    Integers beyond 64 bits come as floats.
     """
     try:
-        return orjson.loads(raw)
+        value = orjson.loads(raw)
+        _refuse_twice(value, raw, path, number)
+        return value
     except orjson.JSONDecodeError as error:
         refusal = error  # it has the better place, json the better words, and some of it json takes
     text = decoded(raw, path, number)
@@ -115,7 +122,32 @@ def parse(raw: bytes, path: Path, number: int = 1) -> Any:
     # Only a \u escape can smuggle in half a surrogate pair, which no tokenizer and no file takes.
     if "\\u" in text:
         _refuse_half_surrogates(value, at)
+    _refuse_twice(value, raw, path, number)
     return value
+
+
+def _refuse_twice(value: Any, raw: bytes, path: Path, number: int) -> None:
+    """D03 where a key stands twice in one object of `raw`, whose `value` has lost the first of the two."""
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                text = f'not valid JSON: the key "{name}" stands twice in one object'
+                hint = "take one of the two out: the first would be lost"
+                raise RLHFError("D03", text, where=f"{shown(path)}:{number}", hint=hint)
+            seen.add(name)
+
+    try:
+        if len(KEY.findall(raw)) > _count_keys(value):
+            json.loads(raw, object_pairs_hook=look, parse_int=str, parse_float=str)
+    except RecursionError as error:  # orjson goes deeper
+        raise RLHFError("D03", "not valid JSON: nested too deeply", where=f"{shown(path)}:{number}") from error
+
+
+def _count_keys(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (len(value) if isinstance(value, dict) else 0) + sum(map(_count_keys, inner))
 
 
 def _row(raw: bytes, path: Path, number: int) -> dict[str, Any]:

@@ -53,6 +53,15 @@ def test_d03_malformed_json(folder: Path) -> None:
     assert refused(rlhf("sft"), "D03", "rows.jsonl:2:16: ")
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_d03_a_key_that_stands_twice(folder: Path, name: str) -> None:
+    """Of the two a reader would see one, and nothing would tell; a text that looks like keys is none."""
+    good, twice = r'{"prompt": "\":\":\" a", "completion": "b"}', '{"prompt": "a", "completion": "b", "prompt" : "c"}'
+    (folder / name).write_text(f"[{good}, {twice}]" if name.endswith(".json") else f"{good}\n{twice}\n")
+    place, says = f"{name}:{1 if name.endswith('.json') else 2}: ", 'the key "prompt" stands twice in one object'
+    assert refused(rlhf("sft", "-s", f"data.train={name}"), "D03", place, says, "hint: take one of the two out")
+
+
 def test_d04_not_utf8(folder: Path) -> None:
     (folder / "rows.jsonl").write_bytes(b'{"prompt": "a", "completion": "b"}\n{"prompt": "\xe9t\xe9"}\n')
     assert refused(rlhf("sft"), "D04", "rows.jsonl:2: ", "byte 0xE9 at position 13", "hint: convert", "iconv")

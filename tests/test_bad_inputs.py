@@ -83,6 +83,24 @@ def test_c09_config_missing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "place", "says"),
+    [
+        (b"", "sft.yaml: the config is empty", "hint: rlhf init writes ready ones"),
+        (b"- model\n", "sft.yaml: the config holds a list", "not keys and values"),
+        (b"seed: 1\nrun: caf\xe9\n", "sft.yaml:2: byte 0xE9 is not UTF-8", "hint: convert it: iconv -f latin1"),
+        (None, "sft.yaml is a folder", "hint: give the stage's YAML file"),
+    ],
+)
+def test_c09_what_is_no_config(folder: Path, content: bytes | None, place: str, says: str) -> None:
+    (folder / "sft.yaml").unlink()
+    if content is None:
+        (folder / "sft.yaml").mkdir()
+    else:
+        (folder / "sft.yaml").write_bytes(content)
+    assert refused(rlhf("sft"), "C09", place, says)
+
+
+@pytest.mark.parametrize(
     ("line", "says"),
     [
         ("packing: off", "hint: write true or false"),

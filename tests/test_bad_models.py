@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
@@ -137,3 +138,55 @@ def test_m06_token_ids_beyond_the_embedding(folder: Path, stage: str) -> None:
     size = len(tokenizer) - 1
     says = (f"the tokenizer has ids up to {size}, the model {size} embeddings", "hint: use the tokenizer that belongs")
     assert refused(rlhf(stage), "M06", f"{stage}.yaml:1: ", *says)
+
+
+@pytest.mark.training
+def test_m05_a_finished_stage_that_was_changed(folder: Path) -> None:
+    assert rlhf("sft").exit_code == 0
+    with open("sft/model/model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    says = ("model/model.safetensors has 1000 bytes", "hint: --fresh makes it again")
+    assert refused(rlhf("sft"), "M05", "sft is finished but damaged: ", *says, exit_code=1)
+
+
+@pytest.mark.training
+def test_m05_a_state_with_a_flipped_bit_is_passed_over(folder: Path) -> None:
+    """Which file, what is used instead; the run ends as it would have."""
+    foreign_scorer(folder)
+    sizes = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8"
+    replace(
+        "ppo.yaml", "ppo:\n  total_episodes: 64", f"output: {{save_steps: 1}}\nppo:\n  total_episodes: 12\n  {sizes}"
+    )
+    assert rlhf("ppo").exit_code == 0
+    before = (folder / "ppo/model/model.safetensors").read_bytes()
+    (folder / "ppo/manifest.json").unlink()
+    state = next((folder / "ppo/state/step_000003").glob("*.safetensors"))
+    raw = bytearray(state.read_bytes())
+    raw[-1] ^= 1
+    state.write_bytes(raw)
+    result = rlhf("ppo")
+    says = (state.name, "its content is not what was written", "resuming from step_000002")
+    assert warned(result, "M05", "ppo/state/step_000003 is damaged: ", *says)
+    assert (folder / "ppo/model/model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("command", [rlhf, lambda stage: check(f"{stage}.yaml")], ids=["the stage", "check"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_m07_weights_that_are_a_pickle(folder: Path, stage: str, command: Any) -> None:
+    foreign_scorer(folder)
+    (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin")
+    result = command(stage)
+    says = ("holds its weights only as a pickle (.bin)", "hint: where you trust it: ", "save_pretrained(FOLDER)")
+    assert f"error[M07]: {stage}.yaml:1: " in result.stderr and all(text in result.stderr for text in says)
+    assert result.exit_code == 2 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [rlhf, lambda stage: check(f"{stage}.yaml")], ids=["the stage", "check"])
+def test_m08_code_of_the_models_own(folder: Path, command: Any) -> None:
+    (folder / "model/own.py").write_text("open('pwned', 'w')\n")
+    config = json.loads((folder / "model/config.json").read_text())
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (folder / "model/config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": auto_map}))
+    result = command("sft")
+    assert "error[M08]: sft.yaml:1: " in result.stderr and "--trust-remote-code" in result.stderr, result.stderr
+    assert result.exit_code == 2 and "Traceback" not in result.stderr and not (folder / "pwned").exists()

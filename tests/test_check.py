@@ -1,6 +1,8 @@
 """`rlhf check`: all that is wrong at once, before any training, in the words of the stages."""
 
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -247,13 +249,42 @@ def test_the_steps_of_a_run_are_those_that_it_takes(folder: Path) -> None:
     assert json.loads((folder / "sft/manifest.json").read_text())["step"] == 8
 
 
-def test_static_faults_need_no_torch(folder: Path) -> None:
+def test_static_faults_are_found_in_half_a_second_without_torch(run_folder: Path) -> None:
+    """All four files have one: the least CPU time of five processes, Python's own start included."""
     replace("sft.yaml", "max_steps: 1", "max_stepps: 1")
-    code = "import sys; from rlhf_cli import check; from rlhf_cli.config import Options; from pathlib import Path\n"
-    code += "done = check.run(Path('sft.yaml'), [], Options(), deep=False, as_json=False)\n"
-    code += "assert done == 2 and not {'torch', 'transformers'} & sys.modules.keys()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "error[C01]" in done.stderr
+    replace("reward.yaml", "max_steps: 1", "max_steps: -1")
+    replace("ppo.yaml", "total_episodes: 64", "total_episodes: sixty")
+    replace("eval.yaml", "best_of: []", "best_of: 2")
+    code = "import sys; from rlhf_cli.cli import app\ntry: app(['check', '.'])\n"
+    code += "finally: print(sorted({'torch', 'transformers', 'datasets'} & sys.modules.keys()))"
+    seconds = []
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 2 and done.stdout.splitlines()[-1] == "[]", done.stdout
+    codes = [line[6:9] for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert codes == ["C01", "C06", "C05", "C05"] and min(seconds) < 0.5, (codes, seconds)
+
+
+def test_nine_faults_of_one_folder_at_once(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of configs, files, rows, batches, models, functions and the output, each with its place; two of one stage."""
+    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 999, per_device_train_batch_size: 99")
+    rows.write_jsonl(run_folder / "rows.jsonl", [{"prompt": "Tell me", "completion": " about the sun" * 60}] * 8)
+    replace("reward.yaml", "data:", "model: {path: ./modle}\ndata:")
+    rows.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "b"}])
+    replace("ppo.yaml", "prompts.jsonl", "promts.jsonl")
+    replace("ppo.yaml", "ppo:", "rewards: {mine: {function: 'no_such:module'}}\nppo:\n  num_shared_layers: 2")
+    replace("eval.yaml", "n: 9", "m: 9")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = check(".")
+    found = sorted(line[6:9] for line in result.stderr.splitlines() if line.startswith("error["))
+    assert found == ["C01", "C06", "C13", "C17", "D01", "D07", "D11", "E04", "M01"], result.stderr
+    for place in ("WORLD_SIZE: ", "sft.yaml:3: ", "pairs.jsonl:1: ", "reward.yaml:1: ", "ppo.yaml:1: ", "ppo.yaml:4: "):
+        assert f"]: {place}" in result.stderr, (place, result.stderr)
+    assert result.exit_code == 2 and result.stderr.count("hint: ") >= 9 and "Traceback" not in result.stderr
 
 
 def test_a_preset_is_all_right(tmp_path: Path) -> None:

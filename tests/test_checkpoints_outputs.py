@@ -205,7 +205,9 @@ def test_a_run_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path / "file/run")
     with pytest.raises(RLHFError) as caught:
         checkpoints.begin(config, checkpoints.identity(config, {}, {}), {}, fresh=False)
-    assert str(caught.value) == f"error[E03]: sft.yaml:3: {tmp_path}/file/run cannot be written: Not a directory"
+    first, hint = str(caught.value).splitlines()
+    assert first == f"error[E03]: sft.yaml:3: {tmp_path}/file/run cannot be written: Not a directory"
+    assert hint == "hint: set `run:` to another folder"
 
 
 def test_a_second_process_may_not_write_the_same_folder(tmp_path: Path) -> None:

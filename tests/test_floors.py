@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent / "rlhf_cli"
 FLOORS = [
     {"__init__", "codes", "redaction"},
     {"errors"},
-    {"rows", "terminal", "statistics", "signals", "ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.seeds"},
+    {"rows", "terminal", "statistics", "signals", "room", "processes"}
+    | {"ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.seeds"},
     {"ppo.records", "replay.naive.*"},
     {"sources.*"},
     {"config.*"},
@@ -42,8 +43,8 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config explain pipeline ppo.settings presets rows signals sources statistics terminal "
-    "verdict"
+    "check cli checkpoints config explain pipeline ppo.settings presets processes room rows signals sources "
+    "statistics terminal verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

@@ -80,6 +80,7 @@ from fake_config import FakeConfig, make_stage
 from typer.testing import CliRunner
 
 from rlhf_cli import checkpoints, redaction, rows, terminal
+from rlhf_cli.checkpoints.files import json_sha256
 from rlhf_cli.cli import app
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import loading, tokenizers
@@ -355,7 +356,8 @@ def test_an_entry_of_a_state_that_leads_out_is_refused(tmp_path: Path, name: str
     (state / "link").symlink_to(tmp_path / "secret")
     manifest = json.loads((state / "state.json").read_text())
     manifest["files"][name] = {"sha256": "0", "bytes": 4}
-    (state / "state.json").write_text(json.dumps(manifest))
+    del manifest["sha256"]  # whoever writes such an entry writes a hash that fits
+    (state / "state.json").write_text(json.dumps(manifest | {"sha256": json_sha256(manifest)}))
     with pytest.raises(RLHFError, match="S03") as error:
         checkpoints.latest_state(tmp_path / "state")
     assert error.value.exit_code == 2 and (tmp_path / "secret").read_text() == "mine"
@@ -405,8 +407,8 @@ def test_fresh_moves_a_link_and_not_what_it_points_to(tmp_path: Path, precious: 
     config = FakeConfig(run)
     wanted = checkpoints.identity(config, {}, {})
     with pytest.raises(RLHFError, match="C15"):
-        checkpoints.begin(config, wanted, fresh=False)
-    assert checkpoints.begin(config, wanted, fresh=True) == "new"
+        checkpoints.begin(config, wanted, {}, fresh=False)
+    assert checkpoints.begin(config, wanted, {}, fresh=True) == "new"
     assert not (run / "sft").is_symlink() and (run / ".old/sft-1").is_symlink()
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from rlhf_cli import pipeline, terminal
+from rlhf_cli import pipeline, processes, terminal
 from rlhf_cli.check import static
 from rlhf_cli.check.report import Report
 from rlhf_cli.config import Config, Options, load, stage_of
@@ -22,8 +22,10 @@ def run(
     `quiet` prints errors alone: what comes before a run, whose stages warn themselves.
     """
     report = Report()
+    with report.collecting():
+        processes.refuse_several()
     with report.collecting(), terminal.muted_warnings() if quiet else nullcontext():
-        whole_run = path.is_dir() or not (path.is_file() or path.suffix in (".yaml", ".yml"))
+        whole_run = os.path.isdir(path) or not (os.path.isfile(path) or path.suffix in (".yaml", ".yml"))
         if whole_run:
             configs, unread = _of_a_run(path, overrides, report)
         else:

@@ -1,6 +1,7 @@
 """What a check sees without torch: files, parents, and what the output holds."""
 
 import os
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,8 @@ from rlhf_cli.checkpoints import Parent, Reference
 from rlhf_cli.config import Config
 from rlhf_cli.errors import RLHFError, nearest_file, shown
 from rlhf_cli.sources import hub
+
+MODEL_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")  # what the hub takes for a model's name
 
 
 @dataclass
@@ -75,10 +78,10 @@ def _find_parents(stage: Stage, to_make: Collection[Path], report: Report) -> No
 def _is_on_the_hub_alone(config: Config, reference: Reference) -> bool:
     """Whether a name can only be a hub id that is not cached, and is not a misspelt folder beside the config."""
     name, beside = reference.path, config.file.parent
-    if os.path.isabs(name) or name.count("/") > 1 or checkpoints.is_here(name, reference.revision):
+    if not MODEL_ID.fullmatch(name) or checkpoints.is_here(name, reference.revision):
         return False
     owner, slash, _ = name.partition("/")
-    return not (beside / owner).is_dir() if slash else nearest_file(beside / name) is None
+    return not os.path.isdir(beside / owner) if slash else nearest_file(beside / name) is None
 
 
 def _state(stage: Stage, report: Report, *, whole_run: bool) -> str:

@@ -14,7 +14,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import placed, shown
 from rlhf_cli.inputs import eval as of_eval
-from rlhf_cli.inputs import limits, models
+from rlhf_cli.inputs import limits, machine, models
 from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.inputs import reward as of_reward
 from rlhf_cli.inputs import sft as of_sft
@@ -45,6 +45,8 @@ class Trial:
     def run(self, stage: Stage) -> None:
         """Look at one stage."""
         tries = {"sft": self._sft, "reward": self._reward, "ppo": self._ppo, "eval": self._eval}
+        with self.report.collecting():
+            machine.check(stage.config, stage.parents)
         tries[stage.config.stage](stage)
         if self.deep:
             self._load_models(stage)
@@ -114,6 +116,9 @@ class Trial:
             of_ppo.functions(config)
         with self.report.collecting():
             of_ppo.require_hub(config)
+        with self.report.collecting():
+            if body is not None:
+                of_ppo.check_layers(config, body)
         scorers = self._scorers(stage, tokenizer)
         with self.report.collecting():
             if tokenizer is not None and body is not None:

@@ -165,7 +165,8 @@ def begin(
         hold(folder)
     except OSError as error:
         text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
-        raise RLHFError("E03", text, where=config.where("run")) from error
+        hint = "set `run:` to another folder"
+        raise RLHFError("E03", text, where=config.where("run"), hint=hint) from error
     if fresh:
         _move_aside(folder)
     status = usable(config, wanted)

@@ -113,7 +113,7 @@ def open_parent(path: str, *, expect: tuple[str, ...], key: str, where: str, rev
     out.
     """
     folder = Path(path)
-    if not folder.exists():
+    if not os.path.exists(folder):  # Path.exists raises for a name that is too long
         if folder.is_absolute() or path.startswith((".", "~")):
             raise _nothing_there(folder, expect, key, where)
         found = _from_hub(path, revision, key, where)
@@ -210,8 +210,8 @@ def _refuse_adapter(folder: Path, key: str, where: str) -> None:
 
 def is_here(name: str, revision: str | None = None) -> bool:
     """Whether a model's name is a folder, or a hub id in the local cache."""
-    if Path(name).exists() or os.path.isabs(name):
-        return Path(name).exists()
+    if os.path.exists(name) or os.path.isabs(name):
+        return os.path.exists(name)
     try:
         _from_hub(name, revision, "", "")
     except RLHFError:

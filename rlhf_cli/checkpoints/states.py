@@ -121,10 +121,7 @@ def clear_leftovers(folder: Path) -> None:
     """Delete what a killed process left half written or half deleted. Only for the process that holds the output."""
     for pattern in (".tmp-*", ".trash-*"):
         for path in folder.glob(pattern):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            _remove(path)
 
 
 def _states(folder: Path) -> list[Path]:
@@ -165,4 +162,12 @@ def _drop(state: Path) -> None:
     """A rename first: a state that is half deleted must not look like one."""
     trash = state.with_name(f".trash-{state.name}-{os.getpid()}")
     state.rename(trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    _remove(trash)
+
+
+def _remove(path: Path) -> None:
+    """What a link points to is somebody else's."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -198,4 +198,4 @@ class Config(Section):
         """`code` of functions by key path; what is no `module:function` is passed over."""
         modules = {key: name.partition(":")[0] for key, name in functions.items() if name and FUNCTION.fullmatch(name)}
         files = {key: self.file.parent / f"{module.replace('.', '/')}.py" for key, module in modules.items()}
-        return {key: path for key, path in files.items() if path.is_file()}
+        return {key: path for key, path in files.items() if os.path.isfile(path)}

@@ -189,9 +189,9 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> RLHFErro
 
 
 def _text(path: Path, name: str) -> str:
-    if path.is_dir():
+    if os.path.isdir(path):
         raise RLHFError("C09", "this is a folder, a config file is needed", where=name, hint=_configs_in(path))
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RLHFError("C09", "there is no such config", where=name, hint=_configs_near(path))
     try:
         with path.open("rb") as file:
@@ -219,9 +219,9 @@ def _configs_in(folder: Path) -> str | None:
 
 def _configs_near(path: Path) -> str | None:
     near = nearest_file(path)
-    if near and near.endswith(SUFFIXES) and Path(near).is_file():
+    if near and near.endswith(SUFFIXES) and os.path.isfile(near):
         return f"did you mean {near}?"
-    return _configs_in(path.parent) if path.parent.is_dir() else None
+    return _configs_in(path.parent) if os.path.isdir(path.parent) else None
 
 
 def _short(tag: str) -> str:

@@ -42,12 +42,12 @@ def check_prompts(config: PPOConfig, prompts: Rows[Any]) -> None:
 
 
 def check_context(config: SFTConfig | RewardConfig, body: Any, longest: int, *, strict: bool = False) -> None:
-    """Raises RLHFError C13 where rows within max_length are longer than the model's context.
+    """Raises RLHFError C13 where rows within max_length are longer than the context of a model `body`; None: not known.
 
     `strict`: max_length itself must fit, as where sequences are filled up to it, or the model is made for it.
     """
     settings, stage = config.sft if isinstance(config, SFTConfig) else config.reward, config.stage
-    context, limit = loading.context_of(body), settings.max_length
+    context, limit = None if body is None else loading.context_of(body), settings.max_length
     reaches = limit if strict else longest
     if context is None or reaches <= context:
         return

@@ -1,12 +1,10 @@
 """What `rlhf ppo` starts from."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config import PPOConfig
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.inputs import limits
 from rlhf_cli.models import loading, publishing
 from rlhf_cli.ppo.rewards import TextReward, load_function
@@ -42,15 +40,13 @@ def read_ptx(config: PPOConfig, tokenizer: Any, body: Any) -> data.Rows[dict[str
     return data.sft_rows(config.sources()["data.ptx_data"], tokenizer, max_length=room, on_long=config.data.on_long)
 
 
-@contextmanager
-def layers_explained(config: PPOConfig) -> Iterator[None]:
-    """Within, the ValueError of a model that has too few layers to share becomes C06."""
-    try:
-        yield
-    except ValueError as error:
-        if "num_shared_layers" not in str(error):
-            raise
-        raise RLHFError("C06", f"ppo.{error}", where=config.where("ppo.num_shared_layers")) from error
+def check_layers(config: PPOConfig, body: Any) -> None:
+    """Raises RLHFError C06 where ppo.num_shared_layers leaves no layer of a model `body` to train."""
+    count, layers = config.ppo.num_shared_layers or 0, body.get_text_config().num_hidden_layers
+    if count >= layers:
+        text = f"ppo.num_shared_layers {count} of {layers} layers leaves none to train"
+        hint = f"set it to {layers - 1} at most" if layers > 1 else "leave it out"
+        raise RLHFError("C06", text, where=config.where("ppo.num_shared_layers"), hint=hint)
 
 
 def require_hub(config: PPOConfig) -> None:
@@ -63,12 +59,15 @@ def check_rows(config: PPOConfig, prompts: data.Rows[Any], held_out: data.Rows[A
     """Warns D13, C14. Raises RLHFError D11, and C17 where the prompts make no more updates than value_only_updates."""
     if held_out is not None:
         data.warn_shared(prompts, held_out, where=config.where("data.eval_prompts"))
-    limits.check_prompts(config, prompts)
     updates = config.ppo.num_updates(len(prompts))
+    all_of(lambda: limits.check_prompts(config, prompts), lambda: _check_turn(config, updates))
+    limits.warn_intervals(config, updates)
+
+
+def _check_turn(config: PPOConfig, updates: int) -> None:
     if told := config.ppo.no_turn(updates):
         text, hint = told
         raise RLHFError("C17", text, where=config.where("ppo.value_only_updates"), hint=hint)
-    limits.warn_intervals(config, updates)
 
 
 def functions(config: PPOConfig) -> dict[str, TextReward]:

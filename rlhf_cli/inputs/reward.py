@@ -4,7 +4,7 @@ from typing import Any
 
 from rlhf_cli import data
 from rlhf_cli.config import RewardConfig
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.inputs import limits
 from rlhf_cli.models import loading, tokenizers
 
@@ -44,6 +44,8 @@ def check_rows(config: RewardConfig, rows: data.Rows[Any], held_out: data.Rows[A
     """Warns D13. Raises RLHFError C13 (`body` None: the context is not known), D11."""
     if held_out is not None:
         data.warn_shared(rows, held_out, where=config.where("data.eval"))
-    if body is not None:
-        limits.check_context(config, body, max(rows.longest, held_out.longest if held_out else 0))
-    limits.check_batch(config, rows, len(rows))
+    longest = max(rows.longest, held_out.longest if held_out else 0)
+    all_of(
+        lambda: limits.check_context(config, body, longest),
+        lambda: limits.check_batch(config, rows, len(rows)),
+    )

@@ -4,7 +4,7 @@ from typing import Any
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config import SFTConfig
-from rlhf_cli.errors import placed
+from rlhf_cli.errors import all_of, placed
 from rlhf_cli.inputs import limits
 from rlhf_cli.models import loading, tokenizers
 
@@ -70,15 +70,19 @@ def check_rows(
     """Warns D13. Raises RLHFError C13 (`body` None: the context is not known), D11."""
     if held_out is not None:
         data.warn_shared(rows, held_out, where=config.where("data.eval"))
-    if body is not None:
-        longest = max(rows.longest, held_out.longest if held_out else 0)
-        limits.check_context(config, body, longest, strict=strategy in CUT or config.model.new is not None)
-    sequences = len(rows)
-    if strategy in CUT and rows.longest:
+    longest, strict = max(rows.longest, held_out.longest if held_out else 0), config.model.new is not None
+    all_of(
+        lambda: limits.check_context(config, body, longest, strict=strict or strategy in CUT),
+        lambda: _check_batch(config, rows, strategy),
+    )
+
+
+def _check_batch(config: SFTConfig, rows: data.Rows[Any], strategy: str | None) -> None:
+    if strategy not in CUT:
+        limits.check_batch(config, rows, len(rows))
+    elif rows.longest:
         tokens = sum(len(row["input_ids"]) for row in rows)
         limits.check_batch(config, rows, -(-tokens // config.sft.max_length), "packed sequences")
-    elif strategy not in CUT:
-        limits.check_batch(config, rows, sequences)
 
 
 def labelled(config: SFTConfig, rows: data.Rows[Any]) -> Tokens:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rlhf_cli import terminal
+from rlhf_cli import room, terminal
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import RLHFError, nearest, shown
 from rlhf_cli.models.tokenizers import needs_code, refuse_code
@@ -50,8 +50,20 @@ def device() -> torch.device:
 
 
 def device_name() -> str:
-    """What computes here: the name of the GPU, or cpu."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    """What `device` is called: the GPU's name, or the CPU."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
+
+
+def can_use(name: str) -> bool:
+    """Whether `device` computes in the number format "float16", "bfloat16" or "float32"."""
+    if device().type == "cpu":
+        return name != "float16"
+    return name != "bfloat16" or torch.cuda.is_bf16_supported()
+
+
+def memory() -> int:
+    """The bytes of the memory of `device`."""
+    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else room.memory()
 
 
 def context_of(config: Any) -> int | None:
@@ -246,8 +258,9 @@ def _no_head(folder: Path | str, reason: str) -> RLHFError:
 
 
 def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """The config of a folder's model. Raises RLHFError M01, M08."""
+    """The config of a folder's model. Raises RLHFError M01, M07, M08, S03."""
     refuse_code(folder, trust_remote_code)
+    _refuse_pickles(Path(folder))
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -261,7 +274,6 @@ def _load(
 ) -> tuple[Any, list[str]]:
     """The model, and the weights that its files do not hold (drawn afresh)."""
     read_config(folder, trust_remote_code)
-    _refuse_pickles(Path(folder))
     try:
         model, report = kind.from_pretrained(
             folder,
@@ -296,8 +308,8 @@ def _refuse_pickles(folder: Path) -> None:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """float32 for `auto`: what is trained keeps full-precision weights, and bf16 enters as autocast."""
-    if name == "float16" and device().type == "cpu":
-        terminal.warn("E01", "float16 does not work on the CPU, float32 is used")
-        return torch.float32
-    return torch.float32 if name == "auto" else getattr(torch, name)
+    """float32 for `auto`: what is trained keeps full-precision weights, and bf16 enters as autocast.
+
+    float32 too in place of a format that this device lacks, which E01 tells.
+    """
+    return getattr(torch, name) if name != "auto" and can_use(name) else torch.float32

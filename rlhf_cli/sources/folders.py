@@ -20,7 +20,7 @@ def splits(folder: Path, subset: str | None, where: str | None) -> dict[str, lis
 
     Raises RLHFError D01 where there are none, or no such subset.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise RLHFError("D01", f"no such folder {shown(folder)}", where=where)
     real = folder.resolve()
     with TemporaryDirectory() as scratch:

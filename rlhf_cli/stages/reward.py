@@ -13,7 +13,7 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, RewardConfig
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.inputs import models
+from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import reward as inputs
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.records import Prompts, right_pad
@@ -39,6 +39,7 @@ def run(config: RewardConfig, options: Options) -> None:
     if checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name()) == "finished":
         terminal.say(f"reward   finished already: {shown(config.folder)}")
         return
+    machine.check(config, parents)
     tokenizer, model = start(config, options, parent)
     stop = data.stop_token_id(tokenizer)
     rows, eval_rows = read(config, tokenizer, model.config)

@@ -17,7 +17,7 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, SFTConfig
 from rlhf_cli.errors import RLHFError, placed, shown
-from rlhf_cli.inputs import models
+from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import sft as inputs
 from rlhf_cli.inputs.sft import IGNORED
 from rlhf_cli.models import loading, tokenizers
@@ -73,6 +73,7 @@ def run(config: SFTConfig, options: Options) -> None:
     if checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name()) == "finished":
         terminal.say(f"sft      finished already: {shown(config.folder)}")
         return
+    machine.check(config, parents)
     tokenizer, model = start(config, options, parents)
     stop = data.stop_token_id(tokenizer)
     strategy = inputs.packing_strategy(config)

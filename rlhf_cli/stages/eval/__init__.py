@@ -5,7 +5,7 @@ from typing import Any
 from rlhf_cli import checkpoints, data, rows, terminal, verdict
 from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import eval as inputs
-from rlhf_cli.inputs import models
+from rlhf_cli.inputs import machine, models
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.stages.eval import answers, report
 
@@ -28,6 +28,7 @@ def run(config: EvalConfig, options: Options) -> None:
 
 def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoints.Parent]) -> dict[str, Any]:
     """Write samples.jsonl and report.json; returns the report."""
+    machine.check(config, parents)
     tokenizers.check_alike(parents, config.where, trust_remote_code=options.trust_remote_code)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
     tokenizer = models.tokenizer(config, options, sft)

@@ -33,10 +33,13 @@ class Parts:
 def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> Parts:
     """Load all that the run needs, checks first. Raises RLHFError: C06, C13, D01-D14, T04, T05, M01-M09."""
     settings, sft = config.ppo, parents["models.sft"]
+    if settings.bf16 and not loading.can_use("bfloat16"):
+        settings = settings.model_copy(update={"bf16": False})
     inputs.require_hub(config)
     tokenizers.check_alike(parents, config.where, trust_remote_code=options.trust_remote_code)
     tokenizer = models.tokenizer(config, options, sft)
     policy = models.causal(config, options, sft, tokenizer).to(loading.device())
+    inputs.check_layers(config, policy.config)
     stop_token_id = inputs.stop_token(config, tokenizer, policy.get_input_embeddings().weight.shape[0])
     prompts = inputs.read(config, "prompts", tokenizer, policy.config)
     held_out = "data.eval_prompts" in config.sources()
@@ -51,20 +54,19 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     engine = HFEngine(policy, stop_token_id, pad, settings.temperature, batch, bf16=settings.bf16)
     updates = settings.num_updates(len(prompts))
     ref = copy.deepcopy(policy)
-    with inputs.layers_explained(config):
-        trainer = PPOTrainer(
-            policy,
-            ref,
-            scorers.value(policy),
-            _sources(config, tokenizer, scorers),
-            engine,
-            settings,
-            weights={name: source.weight for name, source in config.rewards.items()},
-            clips={name: source.clip for name, source in config.rewards.items() if source.clip is not None},
-            ptx=_ptx(config, tokenizer, policy.config),
-            num_updates=updates,
-            seed=config.seed,
-        )
+    trainer = PPOTrainer(
+        policy,
+        ref,
+        scorers.value(policy),
+        _sources(config, tokenizer, scorers),
+        engine,
+        settings,
+        weights={name: source.weight for name, source in config.rewards.items()},
+        clips={name: source.clip for name, source in config.rewards.items() if source.clip is not None},
+        ptx=_ptx(config, tokenizer, policy.config),
+        num_updates=updates,
+        seed=config.seed,
+    )
     ref_engine = replace(engine, model=ref)
     return Parts(tokenizer, stop_token_id, prompts, eval_prompts or [], trainer, ref_engine, updates)
 

@@ -1,0 +1,104 @@
+"""What a config asks of this machine, before anything is trained: number formats, a writable disk, room, memory."""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import checkpoints, room, terminal
+from rlhf_cli.checkpoints import Parent
+from rlhf_cli.config import Config, EvalConfig, PPOConfig
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.models import loading
+
+# Bytes for each number that is trained, in float32: the weight and AdamW's two averages in a state, and the gradient.
+STATE, MEMORY, WEIGHT = 12, 16, 4
+NOT_COUNTED = ("__metadata__", "lm_head.", "score.")  # a reward model has no lm_head
+
+
+def check(config: Config, parents: Mapping[str, Parent]) -> None:
+    """Warns E01. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run.
+
+    A lower bound: what does not fit cannot work. Parents that are not there yet, and model.new, are not counted.
+    """
+    _warn_of_formats(config)
+    above = room.existing(config.folder)
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        reason = "is read-only" if above.is_dir() else "is a file"
+        text = f"{shown(config.folder)} cannot be written: {shown(above)} {reason}"
+        raise RLHFError("E03", text, where=config.where("run"), hint="set `run:` to another folder")
+    trained, frozen = _counts(config, parents)
+    if "optim" not in getattr(config, "trainer", {}):  # TRL's other optimizers may take less
+        _check_disk(config, trained)
+        _check_memory(config, trained, frozen)
+
+
+def _warn_of_formats(config: Any) -> None:
+    section = "model" if config.stage in ("sft", "reward") else "models"
+    wishes = {f"{section}.dtype": getattr(config, section).dtype}
+    if config.stage != "eval" and getattr(config, config.stage).bf16:
+        wishes[f"{config.stage}.bf16"] = "bfloat16"
+    for key, name in wishes.items():
+        if name != "auto" and not loading.can_use(name):
+            text = f"{name} does not work on {loading.device_name()}, float32 is used"
+            terminal.warn("E01", text, where=config.where(key), hint=f"leave {key} out")
+
+
+def _check_disk(config: Config, trained: int) -> None:
+    """The states that are kept and the one that is being written, less those that are there."""
+    there = len(checkpoints.state_steps(config.folder / "state"))
+    states, one = max(1, config.output.keep + 1 - there), _scaled(config, STATE * trained)
+    free = room.free(config.folder)
+    if states * one > free:
+        needed = room.size(states * one)
+        text = f"{states} states of {room.size(one)} need {needed} at least, {room.size(free)} are free"
+        hint = "make room there, or set `run:` to a folder on another disk; output.keep says how many states are kept"
+        raise RLHFError("E03", text, where=shown(config.folder), hint=hint)
+
+
+def _check_memory(config: Config, trained: int, frozen: int) -> None:
+    device, there = loading.device_name(), loading.memory()
+    needed = _scaled(config, MEMORY * trained + WEIGHT * frozen)
+    if needed > there:
+        what = f"{trained:,} numbers that are trained" + (f" and {frozen:,} that are not" if frozen else "")
+        text = f"{what} need {room.size(needed)} of memory at least, {device} has {room.size(there)}"
+        key = "model.path" if config.stage in ("sft", "reward") else "models.sft"
+        raise RLHFError("E03", text, where=config.where(key), hint="use a smaller model, or a larger machine")
+
+
+def _scaled(config: Any, count: int) -> int:
+    """Bytes in the format of the weights, of those that float32 would take."""
+    dtype = (config.model if config.stage in ("sft", "reward") else config.models).dtype
+    return count if dtype in ("auto", "float32") or not loading.can_use(dtype) else count // 2
+
+
+def _counts(config: Config, parents: Mapping[str, Parent]) -> tuple[int, int]:
+    """(trained, frozen) numbers of the models, their heads left out."""
+    sizes = {key: _numbers(parent.model) for key, parent in parents.items()}
+    if isinstance(config, EvalConfig):
+        return 0, max(sizes.values(), default=0)  # one after the other
+    if not isinstance(config, PPOConfig):
+        return sum(sizes.values()), 0
+    policy = sizes.pop("models.sft", 0)
+    value = sizes.get("models.reward" if config.models.value == "reward" else config.models.value, 0)
+    value = sizes.pop("models.value", value)
+    trained = value if config.ppo.num_shared_layers else policy + value
+    return trained, policy + sum(sizes.values())
+
+
+def _numbers(folder: Path) -> int:
+    """Numbers in the safetensors files of a folder, by their headers."""
+    return sum(_in_file(path) for path in folder.glob("*.safetensors"))
+
+
+def _in_file(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, 100_000_000)))
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if not name.startswith(NOT_COUNTED))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return 0  # damaged, which loading it tells

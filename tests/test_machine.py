@@ -1,0 +1,210 @@
+"""E01, E03, E04 through the real CLI: what this machine cannot do is said before a training, or ends it in one line."""
+
+import errno
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
+from typer.testing import CliRunner
+
+from rlhf_cli import checkpoints, room
+from rlhf_cli.cli import app
+from rlhf_cli.models import loading
+
+SMALL = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8\n  num_ppo_epochs: 1"
+STAGES = ("sft", "reward", "ppo")
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
+
+
+@pytest.fixture
+def three(folder: Path) -> Path:
+    """Four steps of each stage, with a state after each."""
+    foreign_scorer(folder)
+    for stage in ("sft", "reward"):
+        replace(f"{stage}.yaml", "max_steps: 1", "max_steps: 4")
+    replace("ppo.yaml", "total_episodes: 64", f"total_episodes: 16\n  {SMALL}")
+    for stage in STAGES:
+        replace(f"{stage}.yaml", f"{stage}:", f"output: {{save_steps: 1}}\n{stage}:")
+    return folder
+
+
+# E01: number formats.
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("stage", "place"), [("sft", "sft.yaml:1: "), ("reward", "reward.yaml:1: ")])
+def test_e01_float16_on_the_cpu(folder: Path, stage: str, place: str) -> None:
+    replace(f"{stage}.yaml", "path: model", "path: model, dtype: float16")
+    says = ("float16 does not work on the CPU, float32 is used", "hint: leave model.dtype out")
+    assert warned(check(f"{stage}.yaml"), "E01", place, *says)
+
+
+@on_a_cpu
+@pytest.mark.training
+def test_e01_the_stages_say_it_too_and_train_in_float32(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 where there is none: as a GPU without it answers."""
+    monkeypatch.setattr(loading, "can_use", lambda name: name == "float32")
+    replace("ppo.yaml", "ppo:", "ppo:\n  bf16: true")
+    result = rlhf("ppo", "-s", "models.dtype=bfloat16")
+    assert warned(result, "E01", "--set models.dtype: ", "bfloat16 does not work on the CPU, float32 is used")
+    assert warned(result, "E01", "ppo.yaml:5: ", "hint: leave ppo.bf16 out")
+    assert loading.load_causal(three / "ppo/model").dtype == torch.float32
+    result = rlhf("sft", "-s", "sft.bf16=true")
+    assert warned(result, "E01", "--set sft.bf16: ", "float32 is used")
+
+
+# E03 before a training.
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_e03_a_disk_too_small_for_the_states(three: Path, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(keep + 1) states of what is trained, weight and two averages: needed, free, where; the same from check."""
+    model, scorer = (_numbers(three / name) for name in ("model", "scorer"))
+    needed = 12 * 3 * (model + scorer if stage == "ppo" else model)
+    usage = shutil.disk_usage(three)._replace(free=needed - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    says = (
+        f"3 states of {room.size(needed / 3)} need {room.size(needed)} at least",
+        "are free",
+        "hint: make room there",
+    )
+    assert refused(rlhf(stage), "E03", f"{stage}: ", *says)
+    assert "error[E03]" in check(f"{stage}.yaml").stderr
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    assert "E03" not in check(f"{stage}.yaml").stderr
+
+
+def _numbers(folder: Path) -> int:
+    """By transformers' own count, heads left out."""
+    model = loading.load_scorer(folder) if folder.name == "scorer" else loading.load_causal(folder)
+    return sum(weight.numel() for weight in model.base_model.parameters())
+
+
+@on_a_cpu
+def test_e03_a_memory_too_small(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = _numbers(three / "model")
+    monkeypatch.setattr(room, "memory", lambda: 16 * numbers - 1)
+    says = (f"{numbers:,} numbers that are trained need", "the CPU has", "hint: use a smaller model")
+    assert refused(rlhf("sft"), "E03", "sft.yaml:1: ", *says)
+    assert "error[E03]: ppo.yaml:1: " in check("ppo.yaml").stderr
+    monkeypatch.setattr(room, "memory", lambda: 16 * numbers)
+    assert check("sft.yaml").exit_code == 0
+
+
+def test_e03_an_output_that_cannot_be_written(folder: Path) -> None:
+    (folder / "file").write_text("")
+    for result in (check("sft.yaml", "run=file"), rlhf("sft", "-s", "run=file")):
+        assert "error[E03]: --set run: " in result.stderr and "hint:" in result.stderr, result.stderr
+        assert "cannot be written" in result.stderr and "Traceback" not in result.stderr and result.exit_code == 2
+
+
+# E03 on the way.
+
+
+# The limit comes with the second line of the log: one state is written by then.
+CHILD = """
+import resource, signal
+from rlhf_cli import tracking
+from rlhf_cli.cli import app
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+plain = tracking.MetricsLog.log
+
+def log(self, step, *rest):
+    plain(self, step, *rest)
+    if step == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+
+tracking.MetricsLog.log = log
+app({command})
+"""
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("limit", [40_000, 150_000])
+def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int) -> None:
+    """After the first state no file may grow beyond the limit, whoever writes it: the state before it is still good."""
+    sets = "ppo.num_sample_generations=0" if stage == "ppo" else f"{stage}.logging_steps=1"
+    code = CHILD.format(limit=limit, command=[stage, "-c", f"{stage}.yaml", "-s", sets])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=three)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert len(errors) == 1 and errors[0].startswith(f"error[E03]: {stage}: the disk cannot take"), done.stderr
+    assert " are free there" in errors[0] and "hint: make room there; the same command then goes on" in done.stderr
+    resumed = rlhf(stage, "-s", sets)
+    assert resumed.exit_code == 0 and "resumes at step 1 of 4" in resumed.stderr, resumed.stderr
+
+
+WORDS = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    OSError(errno.EROFS, "Read-only file system"),
+    RuntimeError("[enforce fail at inline_container.cc:678] . unexpected pos 64 vs 0"),
+    RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed"),
+    ValueError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", WORDS, ids=[type(error).__name__ + str(n) for n, error in enumerate(WORDS)])
+def test_e03_in_the_words_of_each_library(folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("while saving") from error
+
+    monkeypatch.setattr(checkpoints, "finish", full)
+    monkeypatch.setattr(loading, "save_model", full)
+    assert "error[E03]: sft: the disk cannot take what is to be written: " in (result := rlhf("sft")).stderr
+    assert result.exit_code == 1 and result.stderr.count("error[") == 1 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB."),
+              RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes.")]
+)  # fmt: skip
+def test_e03_memory_that_runs_out_on_the_way(folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(loading, "load_causal", full)
+    assert refused(rlhf("sft"), "E03", "sft: the memory is full", "hint: lower the batch size", exit_code=1)
+
+
+def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(loading, "load_causal", fail)
+    assert refused(rlhf("sft"), "R00", "FileNotFoundError", exit_code=1)
+
+
+# E04: processes.
+
+
+@pytest.mark.parametrize("command", [["sft", "-c", "sft.yaml"], ["run", "."], ["check", "."]])
+@pytest.mark.parametrize(
+    ("variables", "place", "says"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE: ", "2 processes were asked for, 1 is all"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR: ", "a launcher was asked for several processes, and 1 came up"),
+    ],
+)
+def test_e04_several_processes(
+    folder: Path, command: list[str], variables: dict[str, str], place: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, command)
+    assert f"error[E04]: {place}" in result.stderr and says in result.stderr
+    assert result.exit_code == 2 and "hint: start it without a launcher" in result.stderr
+    assert not (folder / "sft").exists()
+
+
+def test_e04_one_process_that_a_launcher_started_is_fine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert check("sft.yaml").exit_code == 0
