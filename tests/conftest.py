@@ -12,6 +12,8 @@ import yaml
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are slower than one
 
+from damage_chain import chain, make_chain  # noqa: F401  (fixtures of the tests of damages)
+from damages import summary
 from ppo_folder import origin, run_folder  # noqa: F401  (fixtures of the stage tests)
 
 from rlhf_cli import checkpoints, rows, terminal
@@ -124,3 +126,10 @@ def _make_base(world: World) -> None:
     model = loading.new_causal(SIZES, tokenizer)
     loading.set_special_ids(model, tokenizer, tokenizer.eos_token_id)
     loading.save_model(model, tokenizer, world.base, "A tiny base model.")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The matrices of `pytest -m damage`, also where workers made them; as markdown where the environment names a file."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    for line in summary([getattr(report, "user_properties", ()) for report in reports]):
+        terminalreporter.write_line(line)
