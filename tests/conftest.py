@@ -131,5 +131,6 @@ def _make_base(world: World) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The matrices of `pytest -m damage`, also where workers made them; as markdown where the environment names a file."""
     reports = [report for found in terminalreporter.stats.values() for report in found]
-    for line in summary([getattr(report, "user_properties", ()) for report in reports]):
+    calls = [report for report in reports if getattr(report, "when", None) == "call"]  # no set-up, no warning
+    for line in summary(report.user_properties for report in calls):
         terminalreporter.write_line(line)
