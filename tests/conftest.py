@@ -12,7 +12,7 @@ import yaml
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are slower than one
 
-from damage_chain import chain, make_chain  # noqa: F401  (fixtures of the tests of damages)
+from damage_chain import chain, make_chain, other_chain  # noqa: F401  (fixtures of the tests of damages)
 from damages import summary
 from ppo_folder import origin, run_folder  # noqa: F401  (fixtures of the stage tests)
 

@@ -20,11 +20,21 @@ from rlhf_cli.cli import app
 OUTPUT = {"save_steps": 2, "keep": 3}
 TRAINING = {"max_length": 64, "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
 FINISHED = ("manifest.json", "model", "value")  # what a stage writes after its last step
+FOUND = "found"
 STATE_FILES = {  # of a checkpoint, by stage
     **dict.fromkeys(
         ("sft", "reward"),
-        "config.json model.safetensors optimizer.pt rng_state.pth scheduler.pt state.json tokenizer.json "
-        "tokenizer_config.json trainer_state.json".split(),
+        [
+            "config.json",
+            "model.safetensors",
+            "optimizer.pt",
+            "rng_state.pth",
+            "scheduler.pt",
+            "state.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "trainer_state.json",
+        ],
     ),
     "ppo": ["state.json", "structure.json", "tensors.safetensors"],
 }
@@ -59,22 +69,22 @@ class Chain:
         """Whether a run left what the straight run did: models, snapshots, metrics and samples, times left out."""
         return _end(self.folder / stage, logs) == _end(run / stage, logs)
 
-    def verdict(self, stage: str, run: Path, harmed: Path, names: tuple[str, ...], *, start: str) -> str:
-        """Run the stage again and say what it made of the damage done to `harmed`.
+    def verdict(self, stage: str, run: Path, harmed: Path, name: str, *, before: Path | None) -> str:
+        """Run the stage again and say what it made of the damage done to the file `name` of the checkpoint `harmed`.
 
-        "found": a warning M05 that has all of `names`, the training went on from `start`, and ended as ever.
+        FOUND: a warning M05 names both, the training went on from the checkpoint `before`, and ended as ever.
         """
         result = rlhf(stage, run)
         if result.exit_code:
             return refusal(result)
-        told = [line for line in result.stderr.splitlines() if line.startswith("warning[M05]")]
-        found = any(all(name in line for name in (harmed.name, *names, start)) for line in told)
         right = "right" if self.ends_alike(stage, run) else "WRONG END"
-        step = re.search(r"resumes at step (\d+) ", result.stderr)
-        went_on = f"from step {step[1]}" if step else "from the beginning"
-        if not found:
+        start = f"resuming from {before.name}" if before else "starting from the beginning"
+        if not any(harmed.name in line and name in line and start in line for line in damage_told(result)):
             return f"{SILENT}, {right}"
-        return f"found, {went_on}" if right == "right" else f"found, {went_on}, {right}"
+        step = re.search(r"resumes at step (\d+) ", result.stderr)
+        if (step and int(step[1])) != (before and int(re.findall(r"\d+", before.name)[0])):
+            return "found, WRONG START"
+        return FOUND if right == "right" else f"found, {right}"
 
 
 def rlhf(stage: str, run: Path, *more: str) -> Any:
@@ -92,6 +102,11 @@ def refusal(result: Any) -> str:
     return f"refused, {' '.join(codes)}" if codes else f"CRASH: {result.exception!r}"
 
 
+def damage_told(result: Any) -> list[str]:
+    """The warnings of damage that a command gave."""
+    return [line for line in result.stderr.splitlines() if line.startswith("warning[M05]")]
+
+
 def untimed(path: Path) -> list[dict[str, Any]]:
     """The rows of a log without what differs from run to run."""
     return [
@@ -102,7 +117,9 @@ def untimed(path: Path) -> list[dict[str, Any]]:
 
 def _end(folder: Path, logs: bool) -> dict[str, Any]:
     files = [path for name in ("model", "value", "snapshots") for path in (folder / name).rglob("*") if path.is_file()]
-    end: dict[str, Any] = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    end: dict[str, Any] = {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
+    }
     end["headline"] = json.loads((folder / "manifest.json").read_text())["metrics"]
     if logs:
         end |= {path.name: untimed(path) for path in folder.glob("*.jsonl")}
@@ -125,14 +142,22 @@ def write_configs(folder: Path, world: Any, **changes: Any) -> None:
         "learning_rate": 1e-3,
     }
     configs: dict[str, dict[str, Any]] = {
-        "sft": {"model": {"path": str(base)}, "data": {"train": str(world.sft)}, "sft": TRAINING | {"logging_steps": 1}},
+        "sft": {
+            "model": {"path": str(base)},
+            "data": {"train": str(world.sft)},
+            "sft": TRAINING | {"logging_steps": 1},
+        },
         "reward": {
             "model": {"path": parents["sft"]},
             "data": {"train": str(world.pairs), "eval": str(world.pairs)},
             "reward": TRAINING | {"logging_steps": 1, "normalize_samples": 8},
         },
         "ppo": {"models": parents, "data": {"prompts": str(world.sft)}, "ppo": ppo},
-        "eval": {"models": parents | {"ppo": str(folder / "ppo")}, "data": {"prompts": str(world.sft)}, "eval": {"n": 4}},
+        "eval": {
+            "models": parents | {"ppo": str(folder / "ppo")},
+            "data": {"prompts": str(world.sft)},
+            "eval": {"n": 4},
+        },
     }
     for stage, config in configs.items():
         output = {} if stage == "eval" else {"output": OUTPUT | ({"snapshots": 3} if stage == "ppo" else {})}
@@ -157,3 +182,9 @@ def make_chain(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable
 @pytest.fixture(scope="module")
 def chain(make_chain: Callable[..., Chain]) -> Chain:
     return make_chain()
+
+
+@pytest.fixture(scope="module")
+def other_chain(make_chain: Callable[..., Chain]) -> Chain:
+    """The same from another seed: files of the same names, and mostly of the same sizes."""
+    return make_chain(seed=1)

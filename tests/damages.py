@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-SAME = "same bytes"  # as the other step's file: no damage
+SAME = "same bytes"  # as the file of the other step or run: no damage
 SILENT = "SILENT"
 PROPERTY = "damage"  # of a test's report: a matrix, for the summary at the end
 
@@ -31,13 +31,13 @@ ALONE: dict[str, Callable[[Path], Any]] = {
     "half": _half,
     "4 bytes flipped": _flip,
 }
-OTHER = "another step's"
+OTHER, OTHER_RUN = "another step's", "another run's"
 DAMAGES = (*ALONE, OTHER)
 
 
 def harm(path: Path, how: str, other: Path) -> bool:
-    """Damage a file; `other` is the same file of another step. False: that has the same bytes, nothing was damaged."""
-    if how != OTHER:
+    """Damage a file; `other` is that of another step or run. False: it has the same bytes, nothing was damaged."""
+    if how in ALONE:
         ALONE[how](path)
         return True
     before, after = path.read_bytes(), other.read_bytes()
@@ -47,7 +47,7 @@ def harm(path: Path, how: str, other: Path) -> bool:
 
 @dataclass
 class Matrix:
-    """What became of each damage, a row for what was damaged. A cell that says SILENT is a damage nobody was told of."""
+    """What became of each damage, a row for what was damaged. SILENT in a cell: nobody was told of it."""
 
     title: str
     legend: str = ""

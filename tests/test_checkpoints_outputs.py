@@ -152,7 +152,7 @@ def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
     sha256 = parents["model.path"].sha256
     assert manifest["parents"] == {"model.path": {"path": "../../base", "stage": "foreign", "sha256": sha256}}
     assert manifest["data"] == {"data.train": checkpoints.file_sha256(data)}
-    assert (manifest["schema"], manifest["stage"], manifest["seed"]) == (1, "sft", 7)
+    assert (manifest["schema"], manifest["stage"], manifest["seed"]) == (2, "sft", 7)
     assert (manifest["metrics"], manifest["git"]) == ({"loss": 1.0}, "abc")
     assert manifest["template_sha256"] is None  # no template, which is something else than not knowing
     assert manifest["versions"].keys() >= {"rlhf", "python", "torch", "transformers", "trl"}
