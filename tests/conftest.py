@@ -129,7 +129,7 @@ def _make_base(world: World) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The matrices of `pytest -m damage`, also where workers made them; as markdown where the environment names a file."""
+    """The matrices of `pytest -m damage`, also where workers made them."""
     reports = [report for found in terminalreporter.stats.values() for report in found]
     calls = [report for report in reports if getattr(report, "when", None) == "call"]  # no set-up, no warning
     for line in summary(report.user_properties for report in calls):

@@ -21,21 +21,13 @@ OUTPUT = {"save_steps": 2, "keep": 3}
 TRAINING = {"max_length": 64, "max_steps": 6, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
 FINISHED = ("manifest.json", "model", "value")  # what a stage writes after its last step
 FOUND = "found"
-STATE_FILES = {  # of a checkpoint, by stage
-    **dict.fromkeys(
-        ("sft", "reward"),
-        [
-            "config.json",
-            "model.safetensors",
-            "optimizer.pt",
-            "rng_state.pth",
-            "scheduler.pt",
-            "state.json",
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "trainer_state.json",
-        ],
-    ),
+TRL_FILES = (
+    "config.json model.safetensors optimizer.pt rng_state.pth scheduler.pt state.json tokenizer.json "
+    "tokenizer_config.json trainer_state.json"
+)
+STATE_FILES = {  # of a checkpoint, by stage; SFT's has more
+    "sft": TRL_FILES.split(),
+    "reward": TRL_FILES.split(),
     "ppo": ["state.json", "structure.json", "tensors.safetensors"],
 }
 

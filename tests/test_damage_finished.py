@@ -11,7 +11,7 @@ from damages import ALONE, OTHER_RUN, PROPERTY, SAME, SILENT, Matrix, harm
 pytestmark = pytest.mark.training
 
 READER = {"sft": "reward", "reward": "ppo", "ppo": "eval"}
-AGAIN = "made again"
+AGAIN, FINISHED = "made again", "finished already"
 
 
 def cell(chain: Chain, other: Chain, stage: str, run: Path, name: str, how: str) -> str:
@@ -30,21 +30,16 @@ def cell(chain: Chain, other: Chain, stage: str, run: Path, name: str, how: str)
     return f"{unseen}{read} / {itself}"
 
 
-FINISHED = "finished already"
-
-
 def _said(result: Any) -> str:
     if result.exit_code:
         return refusal(result).removeprefix("refused, ")
     return FINISHED if FINISHED in result.stderr else AGAIN
 
 
-@pytest.mark.parametrize(
-    ("stage", "name"), [("sft", "model/"), ("reward", "model/"), ("ppo", "model/"), ("ppo", "value/")]
-)
-def test_a_bit_of_the_weights_is_missed(chain: Chain, tmp_path: Path, stage: str, name: str) -> None:
-    what = cell(chain, chain, stage, tmp_path / "weights", f"{name}model.safetensors", "4 bytes flipped")
-    assert what == ("not read / M05" if name == "value/" else "M10 / M05")
+@pytest.mark.parametrize(("stage", "part"), [*((stage, "model") for stage in READER), ("ppo", "value")])
+def test_a_bit_of_the_weights_is_missed(chain: Chain, tmp_path: Path, stage: str, part: str) -> None:
+    what = cell(chain, chain, stage, tmp_path / "weights", f"{part}/model.safetensors", "4 bytes flipped")
+    assert what == ("not read / M05" if part == "value" else "M10 / M05")
     assert cell(chain, chain, stage, tmp_path / "manifest", "manifest.json", "4 bytes flipped") == "M10 / M05"
 
 
