@@ -16,7 +16,7 @@ def _half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def _flip(path: Path) -> None:
+def flip(path: Path) -> None:
     """The lowest bit of four bytes: most JSON stays JSON, and of four bytes of a float32 one is its exponent's."""
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
@@ -29,7 +29,7 @@ ALONE: dict[str, Callable[[Path], Any]] = {
     "missing": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
     "half": _half,
-    "4 bytes flipped": _flip,
+    "4 bytes flipped": flip,
 }
 OTHER, OTHER_RUN = "another step's", "another run's"
 DAMAGES = (*ALONE, OTHER)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from damages import flip
 from ppo_folder import PPO, lines, ppo, untimed, write
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -127,6 +128,11 @@ def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder):
     assert (kept / "model.safetensors").read_bytes() == (run_folder / "ppo/model/model.safetensors").read_bytes()
     again = ppo(run_folder, *settings)
     assert again.exit_code == 0 and "finished already" in again.stderr
+    (run_folder / "ppo/manifest.json").unlink()
+    flip(kept / "model.safetensors")
+    again = ppo(run_folder, *settings)
+    assert again.exit_code == 1 and f"error[M05]: {kept} is damaged: model.safetensors" in again.stderr
+    assert not (run_folder / "ppo/manifest.json").exists()
 
 
 def test_r04_warns_of_a_kl_below_zero_beyond_noise(run_folder, monkeypatch):
