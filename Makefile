@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench-learning test test-slow fuzz lint check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews bench-learning test test-slow damage fuzz lint check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -48,13 +48,16 @@ CASES ?= 20000
 fuzz: $(VENV)/.installed-test ## configs and data with faults put in, CASES=20000 of them: about 8 minutes on two cores
 	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto tests/test_fuzz.py
 
+damage: $(VENV)/.installed-test ## what becomes of every damage to a checkpoint, beside plain HF Trainer: a matrix, minutes
+	$(TESTING) $(VENV)/bin/python -m pytest -m damage $(PARALLEL)
+
 lint: $(VENV)/.installed-test ## style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 check: lint ## style, types and the fast tests
-	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not training" $(PARALLEL)
+	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not training" $(PARALLEL)
 
 smoke: $(VENV)/.installed ## the tiny chain from init to report in a temporary folder
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \

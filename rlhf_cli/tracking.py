@@ -58,7 +58,7 @@ class MetricsLog(Log):
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
         super().__init__(path, mark)
         kept = read_log(path)
-        self._began = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
+        self._began = time.monotonic() - (kept[-1].get("time_s", 0.0) if kept else 0.0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the line of a step. Raises RLHFError R01 for a metric that is not finite."""
@@ -69,13 +69,15 @@ class MetricsLog(Log):
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log, none where there is no file. A process may be in the middle of the last one."""
+    """The whole rows of a log, none where there is no file. A process may be in the middle of the last one."""
     rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:  # texts hold other separators
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:  # texts hold other separators
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
-            break
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 
@@ -86,9 +88,8 @@ def _cut(path: Path, mark: Mark) -> None:
         if path.exists():
             os.truncate(path, mark["bytes"])
         return
-    text = (
-        f"{shown(path)} was changed or cut after step {mark['step']} was saved: lines of earlier steps may be missing"
-    )
+    saved = f"{shown(path)} was changed or cut after step {mark['step']} was saved"
+    text = f"{saved}: lines of earlier steps may be missing or wrong"
     terminal.warn("M05", text)
     rows = [row for row in read_log(path) if row["step"] <= mark["step"]]
     scratch = path.with_name(f".tmp-{path.name}")

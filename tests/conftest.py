@@ -13,6 +13,8 @@ import yaml
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are slower than one
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub but one that it started
 
+from damage_chain import chain, make_chain, other_chain  # noqa: F401  (fixtures of the tests of damages)
+from damages import summary
 from ppo_folder import origin, run_folder  # noqa: F401  (fixtures of the stage tests)
 
 from rlhf_cli import checkpoints, rows, terminal
@@ -125,3 +127,11 @@ def _make_base(world: World) -> None:
     model = loading.new_causal(SIZES, tokenizer)
     loading.set_special_ids(model, tokenizer, tokenizer.eos_token_id)
     loading.save_model(model, tokenizer, world.base, "A tiny base model.")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The matrices of `pytest -m damage`, also where workers made them."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    calls = [report for report in reports if getattr(report, "when", None) == "call"]  # no set-up, no warning
+    for line in summary(report.user_properties for report in calls):
+        terminalreporter.write_line(line)

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_stage_leaves_what_it_promises(folder: Path) -> None:
     for stage in STAGES:
         manifest = json.loads((folder / "run" / stage / "manifest.json").read_text())
-        assert (manifest["schema"], manifest["stage"]) == (1, stage)
+        assert (manifest["schema"], manifest["stage"]) == (2, stage)
         assert (folder / "run" / stage / "config.yaml").is_file()
         if stage != "eval":
             assert {"tokenizer_sha256", "template_sha256", "special_tokens", "metrics"} <= manifest.keys()

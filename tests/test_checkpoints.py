@@ -100,6 +100,7 @@ def test_the_inside_of_a_stage_is_refused_and_the_stage_named(tmp_path: Path) ->
 def test_a_manifest_entry_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
     folder = make_stage(tmp_path / "run", "reward")
     manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["schema"] = 1  # which has no hash of itself: anybody can write one
     manifest["files"][name] = {"sha256": "", "bytes": 0}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     error = refusal(folder, "reward")

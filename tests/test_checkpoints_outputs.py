@@ -152,7 +152,7 @@ def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
     sha256 = parents["model.path"].sha256
     assert manifest["parents"] == {"model.path": {"path": "../../base", "stage": "foreign", "sha256": sha256}}
     assert manifest["data"] == {"data.train": checkpoints.file_sha256(data)}
-    assert (manifest["schema"], manifest["stage"], manifest["seed"]) == (1, "sft", 7)
+    assert (manifest["schema"], manifest["stage"], manifest["seed"]) == (2, "sft", 7)
     assert (manifest["metrics"], manifest["git"]) == ({"loss": 1.0}, "abc")
     assert manifest["template_sha256"] is None  # no template, which is something else than not knowing
     assert manifest["versions"].keys() >= {"rlhf", "python", "torch", "transformers", "trl"}
@@ -166,6 +166,27 @@ def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
         "snapshots/step_000001/w",
     ]
     assert manifest["files"]["model/model.safetensors"]["bytes"] == len(b"weights")
+
+
+def test_a_bit_of_any_byte_of_a_manifest_is_missed(tmp_path: Path) -> None:
+    manifest, config = make_stage(tmp_path, "sft") / "manifest.json", FakeConfig(tmp_path)
+    wanted, whole = checkpoints.identity(config, {}, {}), manifest.read_bytes()
+    assert checkpoints.examine(config, wanted).state == "finished"
+    for place in range(len(whole)):
+        manifest.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert checkpoints.examine(config, wanted).state == "damaged"
+        with pytest.raises(RLHFError, match=r"M10.*models\.sft: .* is damaged: manifest\.json"):
+            checkpoints.open_parent(str(manifest.parent), expect=("sft",), key="models.sft", where="ppo.yaml:4")
+
+
+def test_the_same_size_is_not_enough_when_a_stage_begins(tmp_path: Path) -> None:
+    """Where many stages are looked at, it is: `rlhf run` would read every model on every start."""
+    folder, config = make_stage(tmp_path, "sft"), FakeConfig(tmp_path)
+    wanted, weights = checkpoints.identity(config, {}, {}), folder / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[::-1])
+    assert checkpoints.examine(config, wanted).state == "finished"
+    with pytest.raises(RLHFError, match=r"M05.*model\.safetensors: its content is not what was written"):
+        checkpoints.begin(config, wanted, {}, fresh=False)
 
 
 def test_deleted_snapshots_and_edited_logs_leave_a_stage_finished(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_other_data_is_content_and_not_dates(run: Callable, folder: Path) -> Non
 def test_another_package_version_runs_nothing(run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run()
     manifest = json.loads((folder / "sft/manifest.json").read_text())
-    manifest["versions"] = {"rlhf": "9.9", "torch": "9.9"}
+    manifest |= {"schema": 1, "versions": {"rlhf": "9.9", "torch": "9.9"}}  # schema 1 has no hash of itself
     (folder / "sft/manifest.json").write_text(json.dumps(manifest))
     monkeypatch.setattr("rlhf_cli.checkpoints.outputs.__version__", "10.0")
     assert ran(run()) == []

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from damages import flip
 from ppo_folder import PPO, lines, ppo, untimed, write
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_cli.checkpoints.files import describe, names_in, write_json
+from rlhf_cli import checkpoints
 from rlhf_cli.stages.ppo.snapshots import Best, spread
 
 pytestmark = pytest.mark.training
@@ -127,6 +128,11 @@ def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder):
     assert (kept / "model.safetensors").read_bytes() == (run_folder / "ppo/model/model.safetensors").read_bytes()
     again = ppo(run_folder, *settings)
     assert again.exit_code == 0 and "finished already" in again.stderr
+    (run_folder / "ppo/manifest.json").unlink()
+    flip(kept / "model.safetensors")
+    again = ppo(run_folder, *settings)
+    assert again.exit_code == 1 and f"error[M05]: {kept} is damaged: model.safetensors" in again.stderr
+    assert not (run_folder / "ppo/manifest.json").exists()
 
 
 def test_r04_warns_of_a_kl_below_zero_beyond_noise(run_folder, monkeypatch):
@@ -248,7 +254,6 @@ def test_m05_a_state_of_an_older_version(run_folder):
     (run_folder / "ppo/manifest.json").unlink()
     for state in (run_folder / "ppo/state").glob("step_*"):
         save_tree(state, load_tree(state)["trainer"])
-        files = describe(state, [name for name in names_in(state) if name != "state.json"])
-        write_json(state / "state.json", {"schema": 1, "name": state.name, "files": files})
+        checkpoints.seal_state(state, keep=9)
     refused = ppo(run_folder)
     assert refused.exit_code == 1 and "error[M05]" in refused.stderr and "by an older version" in refused.stderr

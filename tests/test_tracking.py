@@ -71,6 +71,26 @@ def test_a_log_that_is_not_what_was_saved_is_told_and_keeps_what_it_has(
     assert [line["step"] for line in read_log(path)] == [*left, 3]
 
 
+@pytest.mark.parametrize("bits", [1, 128], ids=["other text", "no text"])
+def test_whatever_byte_of_a_log_is_damaged_the_run_goes_on(
+    tmp_path: Path, bits: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key that is lost, a row that is none, bytes that are no text: told, and the other rows stay."""
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in (1, 2, 3):
+        log.log(step, {"loss": float(step)})
+    mark, whole = log.mark(3), path.read_bytes()
+    for place in range(len(whole)):
+        terminal.forget_warnings()
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :])
+        again = MetricsLog(path, mark)
+        assert "warning[M05]: " in capsys.readouterr().err
+        again.log(4, {"loss": 4.0})
+        left = [line["step"] for line in read_log(path)]
+        assert left[-1] == 4 and len(left) >= 2  # the end of a line joins two
+
+
 def test_a_mark_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log(tmp_path / "samples.jsonl")
     assert log.mark(0)["bytes"] == 0  # no file yet, nothing to wait for

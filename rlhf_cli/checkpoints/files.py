@@ -12,6 +12,7 @@ from rlhf_cli.rows import to_json
 
 # A model card says how a model came to be; it cannot change what the model does.
 NOT_THE_MODEL = ("README.md",)
+CHANGED = "its content is not what was written (sha256 differs)"
 
 
 def file_sha256(path: Path) -> str:
@@ -100,6 +101,20 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
+    """`write_json` of an object with the hash of its content in it."""
+    write_json(path, {**value, "sha256": json_sha256(value)})
+
+
+def read_sealed(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The object that `write_sealed` wrote, without its hash, and what is wrong with the file, or None."""
+    value = read_object(path)
+    if value is None:
+        return {}, f"{path.name} is missing or not readable"
+    told = value.pop("sha256", None)
+    return value, None if told == json_sha256(value) else f"{path.name}: {CHANGED}"
+
+
 def inside(folder: Path, name: str, *, where: str) -> Path:
     """folder / name, for a name that came out of a file.
 
@@ -126,5 +141,5 @@ def damage(folder: Path, files: Mapping[str, Any], *, where: str, content: bool)
         if (size := path.stat().st_size) != entry["bytes"]:
             return f"{name} has {size} bytes, {entry['bytes']} were written"
         if content and file_sha256(path) != entry["sha256"]:
-            return f"{name}: its content is not what was written (sha256 differs)"
+            return f"{name}: {CHANGED}"
     return None

@@ -26,10 +26,11 @@ from rlhf_cli.checkpoints.files import (
     read_object,
     sync_files,
     write_json,
+    write_sealed,
     write_text,
 )
 from rlhf_cli.checkpoints.locks import hold, release
-from rlhf_cli.checkpoints.parents import Parent, told, verify
+from rlhf_cli.checkpoints.parents import Parent, read_manifest, told, verify
 from rlhf_cli.checkpoints.states import clear_leftovers, newest_step
 from rlhf_cli.config.keys import field_at
 from rlhf_cli.errors import RLHFError, shown
@@ -124,8 +125,11 @@ def _value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def examine(config: Any, wanted: Mapping[str, Any]) -> Status:
-    """How RUN/<stage> stands to the identity that is asked for. Reads only."""
+def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> Status:
+    """How RUN/<stage> stands to the identity that is asked for. Reads only.
+
+    Of a finished stage's files the sizes are looked at, which costs nothing; their hashes too where `content` is set.
+    """
     folder = config.folder
     names = {path.name for path in folder.glob("*") if not path.name.startswith(".tmp-")}
     if not names:
@@ -138,11 +142,11 @@ def examine(config: Any, wanted: Mapping[str, Any]) -> Status:
         return Status("stale", tuple(reasons)) if names - _OF_A_START else Status("new")
     if not (folder / "manifest.json").exists():
         return Status("resume", step=newest_step(folder / "state"))
-    manifest = read_object(folder / "manifest.json")
-    if manifest is None or not isinstance(manifest.get("files"), dict):
-        return Status("damaged", ("manifest.json is not readable",))
+    manifest, problem = read_manifest(folder)
+    if problem or not isinstance(manifest.get("files"), dict):
+        return Status("damaged", (problem or "manifest.json names no files",))
     result = {name: entry for name, entry in manifest["files"].items() if name.startswith(_RESULT)}
-    problem = damage(folder, result, where=shown(folder / "manifest.json"), content=False)
+    problem = damage(folder, result, where=shown(folder / "manifest.json"), content=content)
     if problem:
         return Status("damaged", (problem,))
     return Status("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
@@ -169,7 +173,7 @@ def begin(
         raise RLHFError("E03", text, where=config.where("run"), hint=hint) from error
     if fresh:
         _move_aside(folder)
-    status = usable(config, wanted)
+    status = usable(config, wanted, content=True)
     if status.state == "finished":
         release(folder)
         return "finished"
@@ -198,9 +202,9 @@ def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
         terminal.warn("E05", text, hint="the result is no longer byte for byte that of a run without interruption")
 
 
-def usable(config: Any, wanted: Mapping[str, Any]) -> Status:
+def usable(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> Status:
     """`examine`. Raises C15 for a folder that another config made, M05 for a finished one whose files are damaged."""
-    status = examine(config, wanted)
+    status = examine(config, wanted, content=content)
     if status.state == "stale":
         raise _of_another_config(config, status.reasons)
     if status.state == "damaged":
@@ -235,7 +239,7 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
     names = [name for name in names_in(folder) if not name.startswith("state/") and name not in _OUTSIDE_THE_MANIFEST]
     files = describe(folder, names)
     manifest = {
-        "schema": 1,
+        "schema": 2,
         "stage": config.stage,
         "parents": {key: told(parent, folder) for key, parent in parents.items()},
         "config_sha256": wanted["config_sha256"],
@@ -249,7 +253,7 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
     }
     known = {key: value for key, value in manifest.items() if value is not None}
     sync_files(folder, names)
-    write_json(folder / "manifest.json", {**known, **fields})
+    write_sealed(folder / "manifest.json", {**known, **fields})
     release(folder)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.checkpoints.files import damage, describe, inside, model_sha256, read_object
+from rlhf_cli.checkpoints.files import damage, describe, inside, model_sha256, read_object, read_sealed
 from rlhf_cli.config.stages import VALUE_WORDS
 from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
 
@@ -135,21 +135,28 @@ def open_parent(path: str, *, expect: tuple[str, ...], key: str, where: str, rev
     )
 
 
+def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """A stage's manifest.json, and what is wrong with it, or None. Those of schema 1 had no hash of themselves."""
+    manifest, problem = read_sealed(folder / "manifest.json")
+    return manifest, None if manifest.get("schema") == 1 else problem
+
+
 def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str) -> Parent:
-    manifest = read_object(folder / "manifest.json")
+    manifest, broken = read_manifest(folder)
     identity = read_object(folder / "identity.json") or {}
-    stage = (manifest or identity).get("stage") or folder.name
+    stage = (identity if broken else manifest).get("stage") or folder.name
     if stage not in expect:
         beside = folder.parent / expect[0]
         better = shown(beside) if beside.is_dir() and beside != folder else _named(expect)
         text = f"{key}: {shown(folder)} was written by the {stage} stage, not by {' or '.join(expect)}"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {better}")
-    if manifest is None:
+    if not (folder / "manifest.json").exists():
         text = f"{key}: {shown(folder)} is not finished (its manifest.json is missing)"
         raise RLHFError("M10", text, where=where, hint=f"finish it: {_command(stage, folder)}; or change {key}")
-    files = manifest.get("files") or {}
-    for name in files:
+    for name in manifest.get("files") or {}:
         inside(folder, name, where=shown(folder / "manifest.json"))
+    if broken:
+        raise _damaged(key, folder, stage, broken, where)
     models = _model_files(manifest)
     problem = damage(folder, models, where=shown(folder / "manifest.json"), content=False)
     if problem or not models:

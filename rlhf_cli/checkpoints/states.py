@@ -14,12 +14,11 @@ from rlhf_cli import terminal
 from rlhf_cli.checkpoints.files import (
     damage,
     describe,
-    json_sha256,
     names_in,
-    read_object,
+    read_sealed,
     sync,
     sync_files,
-    write_json,
+    write_sealed,
 )
 from rlhf_cli.errors import RLHFError, shown
 
@@ -78,7 +77,7 @@ def _write_manifest(state: Path, name: str) -> None:
     names = [name for name in names_in(state) if name != MANIFEST]
     manifest = {"schema": SCHEMA, "name": name, "files": describe(state, names)}
     sync_files(state, names)
-    write_json(state / MANIFEST, manifest | {"sha256": json_sha256(manifest)})
+    write_sealed(state / MANIFEST, manifest)
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -136,12 +135,9 @@ def _step(path: Path) -> int:
 
 
 def _problem(state: Path) -> str | None:
-    manifest = read_object(state / MANIFEST)
-    if manifest is None:
-        return f"{MANIFEST} is missing or not readable"
-    told = manifest.pop("sha256", None)
-    if told != json_sha256(manifest):
-        return f"{MANIFEST}: its content is not what was written (sha256 differs)"
+    manifest, problem = read_sealed(state / MANIFEST)
+    if problem:
+        return problem
     if manifest["name"] != state.name:
         return f"{MANIFEST} is of {manifest['name']}"
     return damage(state, manifest["files"], where=shown(state / MANIFEST), content=True)

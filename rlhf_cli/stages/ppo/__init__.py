@@ -17,7 +17,7 @@ def run(config: PPOConfig, options: Options) -> None:
     """Train a policy by PPO and leave RUN/ppo. Goes on from the last state where there is one.
 
     Where ppo.kl_stop ends the run, RUN/ppo is finished with the best policy so far, and the error is raised all the
-    same: R04.
+    same: R04. Raises M05 where that policy's snapshot came to harm.
     """
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
@@ -35,7 +35,8 @@ def run(config: PPOConfig, options: Options) -> None:
     except KLStop as stop:
         stopped, step = stop, training.snapshots.best_step
         how = loading.how(config.models, options.trust_remote_code)
-        parts.trainer.policy.load_state_dict(loading.load_causal(training.snapshots.path(step), **how).state_dict())
+        best = checkpoints.state_at(training.snapshots.folder, step)
+        parts.trainer.policy.load_state_dict(loading.load_causal(best, **how).state_dict())
         told = {"model_is": "the best step", "stopped": stop.problems[0].text}
     save_models(config, parts, step)
     fields = {
