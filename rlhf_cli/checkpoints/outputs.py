@@ -173,7 +173,8 @@ def begin(
         return "finished"
     verify(parents)
     folder.mkdir(exist_ok=True)
-    clear_leftovers(folder)
+    for place in (folder, folder / "state", folder / "snapshots"):
+        clear_leftovers(place)
     write_json(folder / "identity.json", wanted)
     resolved = config.dump(relative_to=folder)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
