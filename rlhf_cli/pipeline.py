@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +19,7 @@ from rlhf_cli import checkpoints, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load, takes
 from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
+from rlhf_cli.signals import end_with
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -272,6 +274,7 @@ def _run_child(command: Sequence[str]) -> int:
     """Run a child to its end, handing on the signals that reach us; returns its exit code, 128 + n after signal n.
 
     The child has a process group of its own: Ctrl-C then reaches it once, through us, and it can save and end well.
+    Should we be killed outright, it saves and ends too: nobody's child must not train on.
     """
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
@@ -292,7 +295,7 @@ def _run_child(command: Sequence[str]) -> int:
     handlers = {**dict.fromkeys(FORWARDED, forward), signal.SIGTSTP: pause}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        child = subprocess.Popen(command, process_group=0)
+        child = subprocess.Popen(command, process_group=0, preexec_fn=partial(end_with, os.getpid()))
         for number in early:
             child.send_signal(number)
         code = child.wait()
