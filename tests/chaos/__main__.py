@@ -79,7 +79,8 @@ def everything(args: argparse.Namespace, world: World, pool: ProcessPoolExecutor
         parts = [picked[i : i + points.A_CHAIN] for i in range(0, len(picked), points.A_CHAIN)]
         jobs = [partial(points.tried, world, stage, str(i), part) for i, part in enumerate(parts)]
         found.tried[stage] = list(_all(pool, jobs, f"{stage}: fail points"))
-    every = [partial(kind, world, stage, args.seed) for kind in troubles.kinds() for stage in STAGES]
+    kinds = [(kind, STAGES[(i + j) % 3]) for i, kind in enumerate(troubles.kinds()) for j in range(3)]
+    every = [partial(kind, world, stage, args.seed) for kind, stage in kinds]  # few of them are of all stages, too
     share = len(every) / min(args.troubles or len(every), len(every))
     chosen = [every[int(i * share)] for i in range(int(len(every) / share + 1e-9))]
     found.troubles = list(_all(pool, chosen, "troubles"))
