@@ -1,12 +1,13 @@
 """Kill runs of every stage, hit every fail point, fill the disk, and see that all end in the same bytes.
 
 Exits with 1 where a run differs, a process ends in another way than it must, fewer than 10 % of the kills landed inside
-a write, or the kills cover less than 80 % of the steps. What differs is kept in --out.
+a write, or the kills cover less than 80 % of the steps. What differs is kept, and so is --out.
 """
 
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -64,6 +65,10 @@ def main() -> int:
         args.json.write_text(json.dumps(asdict(found) | {"faults": faults}, indent=1), encoding="utf-8")
     for fault in faults:
         print(f"chaos: {fault}", file=sys.stderr)
+    if not faults and not args.out:
+        shutil.rmtree(folder)
+    elif faults:
+        print(f"chaos: what differs is in {folder}", file=sys.stderr)
     return 1 if faults else 0
 
 
@@ -79,8 +84,9 @@ def everything(args: argparse.Namespace, world: World, pool: ProcessPoolExecutor
         parts = [picked[i : i + points.A_CHAIN] for i in range(0, len(picked), points.A_CHAIN)]
         jobs = [partial(points.tried, world, stage, str(i), part) for i, part in enumerate(parts)]
         found.tried[stage] = list(_all(pool, jobs, f"{stage}: fail points"))
+    # The stages take turns, so that a few of them are of all stages too.
     kinds = [(kind, STAGES[(i + j) % 3]) for i, kind in enumerate(troubles.kinds()) for j in range(3)]
-    every = [partial(kind, world, stage, args.seed) for kind, stage in kinds]  # few of them are of all stages, too
+    every = [partial(kind, world, stage, 100 * args.seed + n) for n, (kind, stage) in enumerate(kinds)]
     share = len(every) / min(args.troubles or len(every), len(every))
     chosen = [every[int(i * share)] for i in range(int(len(every) / share + 1e-9))]
     found.troubles = list(_all(pool, chosen, "troubles"))

@@ -164,6 +164,11 @@ def _wrap_saving(calls: Calls) -> None:
         plain(content, path, *args, **kwargs)
         os.truncate(path, os.path.getsize(path) // 2)
 
+    def half_a_tokenizer(plain: Callable[..., Any], tokenizer: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
+        plain(tokenizer, folder, *args, **kwargs)
+        path = Path(folder) / "tokenizer.json"
+        os.truncate(path, path.stat().st_size // 2)
+
     _wrap(calls, safetensors.torch, "serialize_file", "save", place=1, half=half)
     _wrap(calls, torch, "save", "save", place=1, half=half)
-    _wrap(calls, PreTrainedTokenizerBase, "save_pretrained", "save", place=1)
+    _wrap(calls, PreTrainedTokenizerBase, "save_pretrained", "save", place=1, half=half_a_tokenizer)

@@ -37,11 +37,11 @@ def killed(world: World, stage: str, seed: int, wanted: int = A_RUN) -> Outcome:
     draw = random.Random(f"{stage}/{seed}")
     folder = world.trial(stage, f"kills-{seed}")
     outcome = Outcome(f"{stage} {seed}")
-    for target in sorted(draw.choices(range(1, STEPS + 1), k=wanted)):
+    for number, target in enumerate(sorted(draw.choices(range(1, STEPS + 1), k=wanted))):
         if draw.random() < 0.1:
             outcome.early += _kill_early(Run(stage, folder), draw)
         run = Run(stage, folder)
-        if kill := _kill(run, target, draw):
+        if kill := _kill(run, target, draw, aimed=number % 2 == 0):
             outcome.kills.append(kill)
         if run.wait() != -signal.SIGKILL:
             break
@@ -66,9 +66,9 @@ def _kill_early(run: Run, draw: random.Random) -> bool:
     return run.wait() == -signal.SIGKILL
 
 
-def _kill(run: Run, target: int, draw: random.Random) -> Kill | None:
+def _kill(run: Run, target: int, draw: random.Random, *, aimed: bool) -> Kill | None:
     """Kill a run once it has made a step, and come to `target`; None where it ended before."""
-    traces, aimed = writing(run.folder), draw.random() < 0.5
+    traces = writing(run.folder)
     while run.alive() and not run.made(target):
         time.sleep(0.002)
     pace = (time.monotonic() - run.began) / STEPS
