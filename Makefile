@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench-learning test test-slow damage fuzz lint check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews bench-learning test test-slow chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -50,6 +50,10 @@ fuzz: $(VENV)/.installed-test ## configs and data with faults put in, CASES=2000
 
 damage: $(VENV)/.installed-test ## what becomes of every damage to a checkpoint, beside plain HF Trainer: a matrix, minutes
 	$(TESTING) $(VENV)/bin/python -m pytest -m damage $(PARALLEL)
+
+N ?= 200
+chaos: $(VENV)/.installed-test ## N=200 kills a stage, every fail point, full disks: all must end in the same bytes
+	$(TESTING) PYTHONPATH=tests:. $(VENV)/bin/python -W ignore -m chaos --kills $(N)
 
 lint: $(VENV)/.installed-test ## style and types
 	$(VENV)/bin/ruff check .

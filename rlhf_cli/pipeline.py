@@ -19,6 +19,7 @@ from rlhf_cli import checkpoints, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load, takes
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_file, shown
+from rlhf_cli.signals import end_with
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -270,6 +271,7 @@ def _run_child(command: Sequence[str]) -> int:
     """Run a child to its end, handing on the signals that reach us; returns its exit code, 128 + n after signal n.
 
     The child has a process group of its own: Ctrl-C then reaches it once, through us, and it can save and end well.
+    Should we be killed outright, it saves and ends too: nobody's child must not train on.
     """
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
@@ -290,7 +292,7 @@ def _run_child(command: Sequence[str]) -> int:
     handlers = {**dict.fromkeys(FORWARDED, forward), signal.SIGTSTP: pause}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        child = subprocess.Popen(command, process_group=0)
+        child = subprocess.Popen(command, process_group=0, preexec_fn=partial(end_with, os.getpid()))
         for number in early:
             child.send_signal(number)
         code = child.wait()

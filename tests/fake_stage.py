@@ -32,7 +32,10 @@ def work(loaded: config.Config, fresh: bool) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
         (loaded.folder / "waiting").touch()
-        time.sleep(60)
+        try:
+            time.sleep(60)
+        finally:
+            (loaded.folder / "stopped").touch()
     if loaded.stage == "eval":
         (loaded.folder / "report.json").write_text(json.dumps(REPORT))
     else:

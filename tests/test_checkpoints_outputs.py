@@ -84,6 +84,23 @@ def test_a_stage_begins_new_resumes_and_is_finished(tmp_path: Path) -> None:
     assert checkpoints.begin(config, wanted, {}, fresh=False) == "finished"
 
 
+def test_a_start_clears_what_a_killed_process_left_anywhere(tmp_path: Path) -> None:
+    """Also where no state is written any more, after the last step: else it lies there for good."""
+    config = FakeConfig(tmp_path)
+    wanted = checkpoints.identity(config, {}, {})
+    checkpoints.begin(config, wanted, {}, fresh=False)
+    kept = [config.folder / name for name in ("state/checkpoint-2/model", "snapshots/step_000002/model")]
+    litter = [
+        config.folder / f"{place}/.{kind}-x-7/half" for place in ("state", "snapshots") for kind in ("tmp", "trash")
+    ]
+    for path in [*kept, *litter]:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    assert checkpoints.begin(config, wanted, {}, fresh=False) == "resume"
+    assert [path.exists() for path in kept] == [True, True]
+    assert not any(path.parent.exists() for path in litter)
+
+
 def test_a_start_that_came_to_nothing_holds_no_place(tmp_path: Path) -> None:
     """Bad data end a stage before its first step; with mended data, another identity, the same command must do."""
     config = FakeConfig(tmp_path)

@@ -369,8 +369,8 @@ def test_an_evaluation_that_is_up_to_date_is_still_held_against_its_requirements
 # Children
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_reach_the_child_and_its_exit_code_comes_back(folder: Path, number: int, code: int) -> None:
+def start_and_wait(folder: Path) -> subprocess.Popen[str]:
+    """`rlhf run .` in a process of its own, with a stage that waits for a signal."""
     script = f"""
 import sys; from pathlib import Path; from rlhf_cli import pipeline, cli
 real = pipeline.child_command
@@ -380,15 +380,34 @@ cli.app(["run", "."])
 """
     environment = {**os.environ, "FAKE_WAITS": "sft"}
     parent = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True)
+    until((folder / "sft/waiting").exists, "the child never came up")
+    assert parent.poll() is None
+    return parent
+
+
+def until(there: Callable[[], bool], else_: str) -> None:
     deadline = time.monotonic() + 30
-    while not (folder / "sft/waiting").exists():
-        assert time.monotonic() < deadline and parent.poll() is None, "the child never came up"
+    while not there():
+        assert time.monotonic() < deadline, else_
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_reach_the_child_and_its_exit_code_comes_back(folder: Path, number: int, code: int) -> None:
+    parent = start_and_wait(folder)
     parent.send_signal(number)
     _, said = parent.communicate(timeout=30)
     assert parent.returncode == code
     assert f"sft      ended with exit code {code}" in said and "Traceback" not in said
     assert not (folder / "reward").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child is not told that its parent was killed")
+def test_a_child_whose_parent_is_killed_is_asked_to_stop(folder: Path) -> None:
+    parent = start_and_wait(folder)
+    parent.kill()
+    parent.communicate(timeout=30)
+    until((folder / "sft/stopped").exists, "the child goes on by itself")
 
 
 def test_a_child_killed_by_a_signal_counts_as_the_shell_counts() -> None:

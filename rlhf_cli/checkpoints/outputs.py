@@ -179,7 +179,8 @@ def begin(
         return "finished"
     verify(parents)
     folder.mkdir(exist_ok=True)
-    clear_leftovers(folder)
+    for place in (folder, folder / "state", folder / "snapshots"):
+        clear_leftovers(place)
     environment = {"versions": versions(), "device": device}
     if status.state == "resume":
         _warn_of_changes(folder, environment)

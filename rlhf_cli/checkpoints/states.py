@@ -92,7 +92,8 @@ def latest_state(folder: Path) -> Path | None:
         passed_over.append((path, problem))
     instead = f"resuming from {found.name}" if found else "starting from the beginning"
     for path, problem in passed_over:
-        terminal.warn("M05", f"{shown(path)} is damaged: {problem}; {instead}")
+        what = f"is damaged: {problem}" if (path / MANIFEST).exists() else f"was not finished: it has no {MANIFEST}"
+        terminal.warn("M05", f"{shown(path)} {what}; {instead}")
     return found
 
 

@@ -1,0 +1,161 @@
+"""Nothing is ever lost: the short form of `make chaos`, and faults planted to see that it would tell."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chaos import planted, report
+from chaos.faults import Point
+from chaos.fingerprint import differences, fingerprint
+from chaos.kills import Kill, Outcome, writing
+from chaos.points import Tried
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", "HF_HUB_OFFLINE": "1"}
+
+
+def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-W", "ignore", *map(str, arguments)]
+    return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=1200, check=False)
+
+
+@pytest.mark.training
+def test_killed_starved_and_stopped_runs_end_in_the_same_bytes(tmp_path: Path) -> None:
+    """5 kills a stage, one fail point in 48, some troubles, and `rlhf run` killed once."""
+    told = tmp_path / "told.json"
+    short = ("--kills", 5, "--every", 48, "--troubles", 4, "--chain-stages", "sft", "reward", "--chain-kills", 1)
+    done = python("-m", "chaos", *short, "--jobs", 2, "--out", tmp_path / "runs", "--json", told)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(told.read_text())
+    assert found["faults"] == [] and "Traceback" not in done.stderr
+    for stage in ("sft", "reward", "ppo"):
+        assert sum(len(one["kills"]) for one in found["killed"][stage]) >= 5
+        assert sum(part["hit"] for part in found["tried"][stage]) == -(-found["names"][stage] // 48)
+        assert found["names"][stage] > 150  # as many as there are writes, or nothing was wrapped
+    assert len(found["troubles"]) == 4 and len(found["chains"]) == 1
+
+
+@pytest.mark.training
+def test_a_fault_in_the_product_is_seen(tmp_path: Path) -> None:
+    """Each planted fault is a difference, and without one there is none."""
+    done = python("-m", "chaos.planted", tmp_path / "runs")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("none") == []
+    assert {name for name, wrong in found.items() if wrong} == set(planted.FAULTS)
+    assert {"model/model.safetensors", "metrics.jsonl"} <= set(found["random numbers forgotten"])
+    assert any("optimizer" in name or "structure" in name for name in found["scheduler forgotten"])
+    assert found["log not cut"] == ["metrics.jsonl"]
+
+
+# The harness by itself
+
+
+def outcome(kills: int, *, inside: int, steps: int) -> Outcome:
+    return Outcome("run", [Kill(1 + i % steps, i < inside) for i in range(kills)])
+
+
+@pytest.mark.parametrize(
+    ("kills", "inside", "steps", "words"),
+    [
+        (200, 20, 20, None),
+        (200, 19, 20, "19 of 200 kills landed inside a write: vacuous"),
+        (200, 20, 19, "200 kills hit 19 of 24 steps: vacuous"),
+        (199, 30, 24, "199 kills hit, 200 were asked for"),
+    ],
+)
+def test_kills_that_show_nothing_are_told(
+    kills: int, inside: int, steps: int, words: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = report.Found({"sft": [outcome(kills, inside=inside, steps=steps)]})
+    assert report.tell(found, 200) == ([f"sft: {words}"] if words else [])
+    assert f"{steps} of 24" in capsys.readouterr().out
+
+
+def test_what_differs_anywhere_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report.Found(
+        {"sft": [Outcome("sft 3", wrong=["metrics.jsonl"])]},
+        {"ppo": 300},
+        {"ppo": [Tried(hit=1, runs=1, wrong=["ppo: after x"], different=1)]},
+        [Outcome("a full disk", wrong=["a traceback"])],
+        [Outcome("rlhf run 0", wrong=["ppo/model"])],
+    )
+    assert report.tell(found, 0) == [
+        "sft 3: metrics.jsonl",
+        "rlhf run 0: ppo/model",
+        "ppo: after x",
+        "a full disk: a traceback",
+    ]
+    assert "1     0" in capsys.readouterr().out  # one run, none identical
+
+
+def test_a_fingerprint_knows_times_from_numbers(tmp_path: Path) -> None:
+    def log(text: str) -> dict[str, str]:
+        (tmp_path / "metrics.jsonl").write_text(text)
+        return fingerprint(tmp_path)
+
+    plain = log('{"step": 1, "loss": 2.0, "time_s": 1.5, "time/update_s": 3}\n')
+    assert differences(plain, log('{"step": 1, "loss": 2.0, "time_s": 9.5, "time/update_s": 4}\n')) == []
+    for changed in (
+        '{"step": 1, "loss": 2.1, "time_s": 1.5}\n',
+        '{"step": 1, "loss": 2.0',
+        '{"step": 1, "loss": 2.0}\n' * 2,
+    ):
+        assert differences(plain, log(changed)) == ["metrics.jsonl"]
+    log('{"step": 1, "loss": 2.0}\n')
+    (tmp_path / ".tmp-x").touch()
+    assert differences(plain, fingerprint(tmp_path)) == [".tmp-x", "files"]
+
+
+def test_what_is_being_written_is_known_by_its_traces(tmp_path: Path) -> None:
+    assert writing(tmp_path) == set()
+    half = tmp_path / "state/checkpoint-3"
+    half.mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "state/.trash-checkpoint-1-77").mkdir()
+    assert {name for name, _ in writing(tmp_path)} == {
+        "checkpoint-3",
+        "metrics.jsonl",
+        "model",
+        ".trash-checkpoint-1-77",
+    }
+    (half / "state.json").touch()
+    (tmp_path / "manifest.json").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert {name for name, _ in writing(tmp_path)} == {".trash-checkpoint-1-77"}
+
+
+WRITE = """
+import os, sys
+from pathlib import Path
+from chaos import faults
+folder = Path(sys.argv[1])
+calls = faults.install(folder, faults.Point(*sys.argv[2].split("|")))
+try:
+    (folder / "a1.txt").write_text("whole")
+    os.rename(folder / "a1.txt", folder / "b")
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("point", "left"),
+    [
+        (Point("write a#.txt", "before"), {"a1.txt": ""}),
+        (Point("write a#.txt", "half"), {"a1.txt": "wh"}),
+        (Point("write a#.txt", "after"), {"a1.txt": "whole"}),
+        (Point("rename b", "after"), {"b": "whole"}),
+        (Point("write a#.txt", "full"), {"a1.txt": ""}),
+    ],
+)
+def test_a_point_is_hit_where_it_says(tmp_path: Path, point: Point, left: dict[str, str]) -> None:
+    done = python("-c", WRITE, tmp_path, f"{point.name}|{point.moment}")
+    full = point.moment == "full"
+    assert done.returncode == (0 if full else -9), done.stderr
+    assert ("No space left on device" in done.stdout) is full
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == left
