@@ -18,7 +18,7 @@ class FakeConfig:
     run: Path
     stage: str = "sft"
     seed: int = 0
-    output: Any = field(default_factory=lambda: SimpleNamespace(run_name=None))
+    output: Any = field(default_factory=lambda: SimpleNamespace(run_name=None, keep=2))
     settings: dict[str, Any] = field(default_factory=lambda: {"sft": {"learning_rate": 1e-05}})
     model: Any = field(default_factory=lambda: SimpleNamespace(path=None, revision=None))
 

@@ -140,6 +140,18 @@ def test_a_folder_of_unknown_origin_is_not_written_over(tmp_path: Path) -> None:
         checkpoints.begin(config, wanted, {}, fresh=False)
 
 
+def test_a_finished_stage_keeps_no_more_states_than_it_was_told(tmp_path: Path) -> None:
+    """One more is there where a process was killed between its last save and dropping the oldest."""
+    config = FakeConfig(tmp_path / "run")
+    wanted = checkpoints.identity(config, {}, {})
+    checkpoints.begin(config, wanted, {}, fresh=False)
+    for step in (10, 20, 30):
+        checkpoints.commit_state(config.folder / "state", f"step_{step:06}", lambda path: (path / "w").touch(), keep=3)
+    write_model(config.folder / "model")
+    checkpoints.finish(config, wanted, parents={}, fields={})
+    assert checkpoints.state_steps(config.folder / "state") == [20, 30]
+
+
 def test_a_finished_stage_whose_files_went_missing_says_so(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
     config = FakeConfig(tmp_path)

@@ -31,7 +31,7 @@ from rlhf_cli.checkpoints.files import (
 )
 from rlhf_cli.checkpoints.locks import hold, release
 from rlhf_cli.checkpoints.parents import Parent, read_manifest, told, verify
-from rlhf_cli.checkpoints.states import clear_leftovers, newest_step
+from rlhf_cli.checkpoints.states import clear_leftovers, keep_newest, newest_step
 from rlhf_cli.config.keys import field_at
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.sources import Source
@@ -237,6 +237,7 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
     `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top.
     """
     folder = config.folder
+    keep_newest(folder / "state", config.output.keep)
     names = [name for name in names_in(folder) if not name.startswith("state/") and name not in _OUTSIDE_THE_MANIFEST]
     files = describe(folder, names)
     manifest = {

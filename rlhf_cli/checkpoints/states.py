@@ -144,6 +144,12 @@ def _problem(state: Path) -> str | None:
     return damage(state, manifest["files"], where=shown(state / MANIFEST), content=True)
 
 
+def keep_newest(folder: Path, keep: int) -> None:
+    """Drop all states but the newest `keep`: a process that was killed may not have come to it."""
+    if states := _states(folder):
+        _prune(folder, states[-1].name, keep)
+
+
 def _prune(folder: Path, written: str, keep: int | None, spare: Collection[str] = ()) -> None:
     """Leave `keep` states up to the one just written. Later ones were passed over as damaged: the run is past them."""
     if keep is None:

@@ -67,7 +67,7 @@ class Calls:
             _die()
         try:
             result = call()
-        except FileNotFoundError:  # nothing was done
+        except (FileNotFoundError, FileExistsError):  # nothing was done
             self.seen[name] -= 1
             raise
         if moment == "after":

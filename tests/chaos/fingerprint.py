@@ -56,9 +56,10 @@ def _timeless(value: Any) -> Any:
 
 
 def _unhashed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest without the hashes of files that hold times: those files are compared themselves."""
+    """A manifest without its own hash, and those of files that hold times: those files are compared themselves."""
     told = manifest["files"].items()
-    return {**manifest, "files": {name: None if name.endswith(TIMED) else entry for name, entry in told}}
+    files = {name: None if name.endswith(TIMED) else entry for name, entry in told}
+    return {key: value for key, value in manifest.items() if key != "sha256"} | {"files": files}
 
 
 def _of_state(state: Path) -> dict[str, str]:
