@@ -60,7 +60,7 @@ class Commands(TyperGroup):
             _on_sigterm(before)
             if checkpoints := sys.modules.get("rlhf_cli.checkpoints"):
                 checkpoints.release()
-        if code in (130, 143):
+        if code in (129, 130, 143):
             terminal.say("stopped by a signal")
         sys.exit(code)
 

@@ -19,7 +19,7 @@ from rlhf_cli import checkpoints, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load, takes
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_file, shown
-from rlhf_cli.signals import end_with
+from rlhf_cli.signals import end_with, is_nohup
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -270,16 +270,17 @@ def _refuse_what_is_missing(configs: Mapping[str, Config]) -> None:
 def _run_child(command: Sequence[str]) -> int:
     """Run a child to its end, handing on the signals that reach us; returns its exit code, 128 + n after signal n.
 
+    So too where the child was at its end already, and finished: what comes after it must not begin.
+
     The child has a process group of its own: Ctrl-C then reaches it once, through us, and it can save and end well.
     Should we be killed outright, it saves and ends too: nobody's child must not train on.
     """
     child: subprocess.Popen[bytes] | None = None
-    early: list[int] = []
+    heard: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if child is None:
-            early.append(number)
-        else:
+        heard.append(number)
+        if child is not None:
             child.send_signal(number)
 
     def pause(number: int, frame: FrameType | None) -> None:
@@ -289,14 +290,17 @@ def _run_child(command: Sequence[str]) -> int:
         if child is not None:
             child.send_signal(signal.SIGCONT)
 
-    handlers = {**dict.fromkeys(FORWARDED, forward), signal.SIGTSTP: pause}
+    forwarded = [number for number in FORWARDED if not is_nohup(number)]
+    handlers = {**dict.fromkeys(forwarded, forward), signal.SIGTSTP: pause}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         child = subprocess.Popen(command, process_group=0, preexec_fn=partial(end_with, os.getpid()))
-        for number in early:
+        for number in list(heard):
             child.send_signal(number)
         code = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if code == 0 and heard:
+        return 128 + heard[0]
     return code if code >= 0 else 128 - code

@@ -7,9 +7,12 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 HEARD = b"\nstopping after this step, with a checkpoint; a second signal ends it at once\n"
+ONE_BLOW = 0.2  # seconds: what stops a whole group of processes reaches a child twice, itself and through its parent
 
 
 class StopWish:
@@ -18,20 +21,22 @@ class StopWish:
     `if stop.wished: save; raise SystemExit(stop.exit_code)`. Only in the main thread.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.wished: signal.Signals | None = None
+        self._heard_at = 0.0
         self._before: dict[signal.Signals, object] = {}
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number: 130 after SIGINT, 143 after SIGTERM."""
+        """128 + the signal's number: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP."""
         assert self.wished
         return 128 + self.wished
 
     def __enter__(self) -> "StopWish":
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        numbers = [number for number in self.SIGNALS if not is_nohup(number)]
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -39,10 +44,18 @@ class StopWish:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.wished = signal.Signals(number)
-        os.write(2, HEARD)  # straight to the terminal: a print may be what was interrupted
-        for again in self.SIGNALS:
-            signal.signal(again, signal.SIG_DFL)
+        if self.wished is None:
+            self.wished, self._heard_at = signal.Signals(number), time.monotonic()
+            with suppress(OSError):  # whoever read it may be gone
+                os.write(2, HEARD)  # straight to the terminal: a print may be what was interrupted
+        elif time.monotonic() - self._heard_at > ONE_BLOW:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def is_nohup(number: signal.Signals) -> bool:
+    """Whether this is the hang-up of a terminal, and somebody asked to outlive it."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

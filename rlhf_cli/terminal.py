@@ -1,11 +1,12 @@
 """The only place that prints: results and tables on stdout, log lines and progress on stderr."""
 
+import errno
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TextIO
 from unicodedata import combining, east_asian_width
@@ -19,6 +20,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 _said: dict[str, Problem] = {}  # by the line as printed, without its hint
 _muted = False
+NOBODY_THERE = (errno.EPIPE, errno.EIO)
 
 
 def clean(text: str) -> str:
@@ -111,14 +113,16 @@ class Progress:
         self.done += n
         self.note = clean(note).replace("\n", " ") or self.note
         if self._bar:
-            self._bar.update(self.done, f"{self._rate()}  {self.note}")
+            with suppress(OSError):  # a terminal that is gone
+                self._bar.update(self.done, f"{self._rate()}  {self.note}")
         elif not self.quiet and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES and self.done < self.total:
             self._last_line = time.monotonic()
             say(self._line())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._bar:
-            self._bar.stop()
+            with suppress(OSError):
+                self._bar.stop()
         elif not self.quiet:
             say(self._line())
 
@@ -192,5 +196,11 @@ def _clock(seconds: float) -> str:
 def _write(stream: TextIO, text: str) -> None:
     """One line; what the stream's encoding cannot show is written as an escape instead of failing."""
     encoding = stream.encoding or "utf-8"
-    stream.write(clean(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
-    stream.flush()
+    try:
+        stream.write(clean(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+    except OSError as error:
+        if error.errno not in NOBODY_THERE:
+            raise
+        # The terminal is closed, or the other end of a pipe is gone. A run goes on and can save; what it says is lost.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 from rlhf_cli import terminal
 from rlhf_cli.checkpoints.files import sync
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.rows import append_jsonl, write_jsonl
+from rlhf_cli.rows import append_jsonl, to_json, write_jsonl
 
 
 class Mark(TypedDict):
@@ -58,7 +58,7 @@ class MetricsLog(Log):
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
         super().__init__(path, mark)
         kept = read_log(path)
-        self._began = time.monotonic() - (kept[-1].get("time_s", 0.0) if kept else 0.0)
+        self._began = time.monotonic() - (_number(kept[-1].get("time_s")) if kept else 0.0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the line of a step. Raises RLHFError R01 for a metric that is not finite."""
@@ -74,11 +74,16 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n") if path.exists() else []:  # texts hold other separators
         try:
             row = json.loads(line)
+            to_json(row, allow_nan=False).encode()  # what no log of ours can hold
         except ValueError:
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _cut(path: Path, mark: Mark) -> None:

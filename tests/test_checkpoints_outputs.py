@@ -140,6 +140,17 @@ def test_a_folder_of_unknown_origin_is_not_written_over(tmp_path: Path) -> None:
         checkpoints.begin(config, wanted, {}, fresh=False)
 
 
+def test_a_model_card_may_be_edited(tmp_path: Path) -> None:
+    """It says how a model came to be, and cannot change what it does."""
+    folder = make_stage(tmp_path / "run", "sft")
+    (folder / "model/README.md").write_text("My own words.")
+    config = FakeConfig(tmp_path / "run")
+    wanted = checkpoints.identity(config, {}, {})
+    assert checkpoints.begin(config, wanted, {}, fresh=False) == "finished"
+    parent = checkpoints.open_parent(str(folder), expect=("sft",), key="k", where="w")
+    assert checkpoints.begin(FakeConfig(tmp_path / "run", "reward"), wanted, {"k": parent}, fresh=False) == "new"
+
+
 def test_a_finished_stage_keeps_no_more_states_than_it_was_told(tmp_path: Path) -> None:
     """One more is there where a process was killed between its last save and dropping the oldest."""
     config = FakeConfig(tmp_path / "run")

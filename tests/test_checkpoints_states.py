@@ -99,6 +99,14 @@ def test_states_beyond_the_one_just_written_were_passed_over_and_go(tmp_path: Pa
     assert checkpoints.state_steps(tmp_path) == [2, 3]
 
 
+def test_only_whole_states_count_as_kept(tmp_path: Path) -> None:
+    for step in (10, 20):
+        checkpoints.commit_state(tmp_path, f"step_{step:06}", put("x"), keep=2)
+    (tmp_path / "step_000025").mkdir()  # killed in the middle of it, by a program that writes in place
+    checkpoints.commit_state(tmp_path, "step_000030", put("x"), keep=2)
+    assert checkpoints.state_steps(tmp_path) == [20, 30]
+
+
 def test_a_folder_that_another_program_writes_counts_from_its_seal_on(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         name = f"checkpoint-{step}"

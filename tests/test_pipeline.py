@@ -415,6 +415,12 @@ def test_a_child_killed_by_a_signal_counts_as_the_shell_counts() -> None:
     assert pipeline._run_child([sys.executable, "-c", script]) == 137
 
 
+def test_what_comes_after_a_child_that_finished_just_then_is_not_begun() -> None:
+    script = "import os, signal, time; signal.signal(signal.SIGTERM, lambda *_: None)\n"
+    script += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)"
+    assert pipeline._run_child([sys.executable, "-c", script]) == 143
+
+
 def test_a_child_gets_what_the_command_line_said(folder: Path) -> None:
     loaded = config.load("sft", folder / "sft.yaml")
     options = Options(trust_remote_code=True, debug=True)

@@ -21,12 +21,54 @@ def test_a_signal_is_noted_and_answered(number: signal.Signals, code: int, capfd
     assert [signal.getsignal(one) for one in StopWish.SIGNALS] == before
 
 
+SCRIPT = """
+import os, signal, sys, time
+from rlhf_cli.signals import StopWish
+with StopWish() as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("first", flush=True)
+    time.sleep(float(sys.argv[1]))
+    os.kill(os.getpid(), int(sys.argv[2]))
+    print("too late", flush=True)
+"""
+
+
+def child(*words: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-c", SCRIPT, *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_process_at_once(second: signal.Signals) -> None:
-    script = (
-        "import os, signal\nfrom rlhf_cli.signals import StopWish\n"
-        "with StopWish():\n    os.kill(os.getpid(), signal.SIGTERM)\n    print('first', flush=True)\n"
-        f"    os.kill(os.getpid(), {int(second)})\n    print('too late', flush=True)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = child(0.3, int(second))
     assert (done.stdout, done.returncode) == ("first\n", -second)
+
+
+def test_one_blow_that_comes_twice_is_one_wish() -> None:
+    """What stops all processes of a service reaches a stage by itself, and once more through `rlhf run`."""
+    done = child(0, int(signal.SIGTERM))
+    assert (done.stdout, done.returncode) == ("first\ntoo late\n", 0)
+
+
+def test_a_hang_up_saves_unless_somebody_asked_to_outlive_it() -> None:
+    with StopWish() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.exit_code == 129
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopWish() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.wished is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_is_noted_although_nobody_reads_any_more() -> None:
+    """Ctrl-C on `rlhf ppo ... 2>&1 | tee log` ends tee first."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = SCRIPT.replace("stop:", "stop:\n    from rlhf_cli import terminal; terminal.say('progress')", 1)
+    line = [sys.executable, "-c", script, "0", str(int(signal.SIGTERM))]
+    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=writer, text=True, check=False)
+    os.close(writer)
+    assert (done.stdout, done.returncode) == ("first\ntoo late\n", 0)

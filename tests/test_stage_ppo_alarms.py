@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli import checkpoints
-from rlhf_cli.stages.ppo.snapshots import Best, spread
+from rlhf_cli.stages.ppo.snapshots import Best, Snapshots, spread
 
 pytestmark = pytest.mark.training
 
@@ -247,13 +248,28 @@ def test_c06_more_shared_layers_than_there_are(run_folder):
 
 
 def test_m05_a_state_of_an_older_version(run_folder):
-    """Before alarms and the best policy were part of it, a state was the trainer's alone."""
-    from rlhf_cli.models.trees import load_tree, save_tree
-
+    """It had no hash of itself, and knew nothing of the logs."""
     assert ppo(run_folder).exit_code == 0
     (run_folder / "ppo/manifest.json").unlink()
     for state in (run_folder / "ppo/state").glob("step_*"):
-        save_tree(state, load_tree(state)["trainer"])
-        checkpoints.seal_state(state, keep=9)
+        (state / "state.json").write_text(json.dumps({"schema": 1, "name": state.name, "files": {}}))
     refused = ppo(run_folder)
     assert refused.exit_code == 1 and "error[M05]" in refused.stderr and "by an older version" in refused.stderr
+
+
+def test_the_best_policy_that_a_state_knows_stays_until_another_state_is_saved(tmp_path, monkeypatch):
+    """A run that goes on from that state may end with it."""
+    monkeypatch.setattr(Snapshots, "_save", lambda self, step: self.path(step).mkdir(parents=True))
+    kept = Snapshots(tmp_path, SimpleNamespace(updates=10), 1, checkpoints.Cost())
+    numbers = {"objective/kl": 0.0, "objective/kl_coef": 0.0}
+    for step, score in enumerate((1.0, 2.0, 3.0, 0.0), 1):
+        kept.look(step, numbers | {"objective/scores": score})
+        if step == 2:
+            kept.tidy(2)
+            assert checkpoints.state_steps(kept.folder) == [2]
+    assert checkpoints.state_steps(kept.folder) == [2, 3]
+    kept.path(10).mkdir()  # the last one is of those that stay
+    kept.tidy(10)
+    assert checkpoints.state_steps(kept.folder) == [3, 10]
+    kept.tidy(3)
+    assert checkpoints.state_steps(kept.folder) == [3]

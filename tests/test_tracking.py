@@ -1,6 +1,7 @@
 """metrics.jsonl and samples.jsonl: one object a line, and nothing of steps that are going to be made again."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,8 +50,10 @@ def test_a_resumed_log_forgets_all_after_the_mark_and_goes_on(tmp_path: Path) ->
         (lambda path: path.write_text(path.read_text().replace("1.0", "7.0")), [1, 2]),
         (lambda path: os.truncate(path, path.stat().st_size // 4), []),
         (lambda path: path.unlink(), []),
+        (lambda path: path.write_text(path.read_text().replace("1.0", "1e999")), [2]),
+        (lambda path: path.write_text(re.sub('"time_s": [0-9.]+', '"time_s": null', path.read_text())), [1, 2]),
     ],
-    ids=["a line less", "another number", "cut off", "deleted"],
+    ids=["a line less", "another number", "cut off", "deleted", "infinite", "no time"],
 )
 def test_a_log_that_is_not_what_was_saved_is_told_and_keeps_what_it_has(
     tmp_path: Path, harm: Callable[[Path], None], left: list[int], capsys: pytest.CaptureFixture[str]

@@ -26,6 +26,7 @@ from rlhf_cli.checkpoints.parents import (
 )
 from rlhf_cli.checkpoints.states import (
     commit_state,
+    drop_state,
     latest_state,
     make_room,
     newest_step,
@@ -45,6 +46,7 @@ __all__ = [
     "check_same_tokenizer",
     "commit_state",
     "difference",
+    "drop_state",
     "examine",
     "file_sha256",
     "finish",

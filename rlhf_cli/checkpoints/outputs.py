@@ -17,6 +17,7 @@ from pydantic_core import to_jsonable_python
 
 from rlhf_cli import __version__, sources, terminal
 from rlhf_cli.checkpoints.files import (
+    NOT_THE_MODEL,
     damage,
     describe,
     files_sha256,
@@ -145,7 +146,11 @@ def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) ->
     manifest, problem = read_manifest(folder)
     if problem or not isinstance(manifest.get("files"), dict):
         return Status("damaged", (problem or "manifest.json names no files",))
-    result = {name: entry for name, entry in manifest["files"].items() if name.startswith(_RESULT)}
+    result = {
+        name: entry
+        for name, entry in manifest["files"].items()
+        if name.startswith(_RESULT) and not name.endswith(NOT_THE_MODEL)
+    }
     problem = damage(folder, result, where=shown(folder / "manifest.json"), content=content)
     if problem:
         return Status("damaged", (problem,))

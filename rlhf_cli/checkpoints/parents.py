@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.checkpoints.files import damage, describe, inside, model_sha256, read_object, read_sealed
+from rlhf_cli.checkpoints.files import NOT_THE_MODEL, damage, describe, inside, model_sha256, read_object, read_sealed
 from rlhf_cli.config.stages import VALUE_WORDS
 from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
 
@@ -181,7 +181,8 @@ def verify(parents: Mapping[str, Parent]) -> None:
 
 
 def _model_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: entry for name, entry in (manifest.get("files") or {}).items() if name.startswith("model/")}
+    files = (manifest.get("files") or {}).items()
+    return {name: entry for name, entry in files if name.startswith("model/") and not name.endswith(NOT_THE_MODEL)}
 
 
 def _damaged(key: str, folder: Path, stage: str, problem: str, where: str) -> RLHFError:

@@ -60,7 +60,7 @@ def make_room(folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
     if (folder / name).exists():
-        _drop(folder / name)
+        drop_state(folder / name)
 
 
 def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
@@ -81,7 +81,10 @@ def _write_manifest(state: Path, name: str) -> None:
 
 
 def latest_state(folder: Path) -> Path | None:
-    """The newest state of `folder` that verifies, hash by hash, or None. Warns (M05) about those it passes over."""
+    """The newest state of `folder` that verifies, hash by hash, or None. Warns (M05) about those it passes over.
+
+    Raises RLHFError M05 for a state of an older version of this package.
+    """
     passed_over = []
     found = None
     for path in reversed(_states(folder)):
@@ -135,13 +138,16 @@ def _step(path: Path) -> int:
     return int(match[1])
 
 
-def _problem(state: Path) -> str | None:
+def _problem(state: Path, *, content: bool = True) -> str | None:
     manifest, problem = read_sealed(state / MANIFEST)
+    if manifest.get("schema") == 1:
+        text = f"{shown(state)} was written by an older version, which kept less of a run"
+        raise RLHFError("M05", text, hint="--fresh starts over; the old folder is kept in .old/")
     if problem:
         return problem
     if manifest["name"] != state.name:
         return f"{MANIFEST} is of {manifest['name']}"
-    return damage(state, manifest["files"], where=shown(state / MANIFEST), content=True)
+    return damage(state, manifest["files"], where=shown(state / MANIFEST), content=content)
 
 
 def keep_newest(folder: Path, keep: int) -> None:
@@ -151,17 +157,20 @@ def keep_newest(folder: Path, keep: int) -> None:
 
 
 def _prune(folder: Path, written: str, keep: int | None, spare: Collection[str] = ()) -> None:
-    """Leave `keep` states up to the one just written. Later ones were passed over as damaged: the run is past them."""
+    """Leave `keep` states up to the one just written.
+
+    Unfinished and damaged ones go, and do not count. So do later ones: they were passed over, and the run is past them.
+    """
     if keep is None:
         return
     states, newest = _states(folder), _step(folder / written)
-    kept = [path for path in states if _step(path) <= newest][-keep:]
+    kept = [path for path in states if _step(path) <= newest and _problem(path, content=False) is None][-keep:]
     for path in states:
         if path not in kept and path.name not in spare:
-            _drop(path)
+            drop_state(path)
 
 
-def _drop(state: Path) -> None:
+def drop_state(state: Path) -> None:
     """A rename first: a state that is half deleted must not look like one."""
     trash = state.with_name(f".trash-{state.name}-{os.getpid()}")
     state.rename(trash)

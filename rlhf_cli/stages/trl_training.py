@@ -90,7 +90,9 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         **changes,
         **config.trainer,
     }
-    return _trl(config, kind, **settings)
+    args = _trl(config, kind, **settings)
+    args._n_gpu = min(args.n_gpu, 1)  # transformers would split each batch over all GPUs, and call it one of that size
+    return args
 
 
 def build(kind: Any, config: SFTConfig | RewardConfig, lengths: Sequence[int] | None, **parts: Any) -> Any:

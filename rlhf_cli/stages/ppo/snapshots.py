@@ -1,6 +1,5 @@
 """Policies kept along the way, plain Hugging Face folders: some evenly over the run, and the best."""
 
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -42,7 +41,6 @@ class Snapshots:
 
     def look(self, step: int, stats: Stats) -> None:
         """After update `step`: keep the policy where it is time to, or where it is the best so far."""
-        before = self.best.step
         self.best.window.append(stats["objective/scores"] - stats["objective/kl_coef"] * stats["objective/kl"])
         better = step in self.points and self.best.beaten_at(step)
         if better or step in self.even:
@@ -51,8 +49,15 @@ class Snapshots:
             publishing.push(
                 self.path(step), self.push_to, f"Policy after {step} PPO updates, {METRIC} {self.best.value:.4g}"
             )
-        if better and before is not None and before not in self.even:
-            shutil.rmtree(self.path(before), ignore_errors=True)
+
+    def tidy(self, step: int) -> None:
+        """Now that a state after `step` knows the best one: drop those that are neither even nor best, or come later.
+
+        Not before: a run that goes on from an older state may end with the best policy that this one knew.
+        """
+        for other in checkpoints.state_steps(self.folder):
+            if other > step or (other not in self.even and other != self.best.step):
+                checkpoints.drop_state(self.path(other))
 
     @property
     def best_step(self) -> int:

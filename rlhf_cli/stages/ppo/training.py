@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rlhf_cli import checkpoints, data, terminal
@@ -35,11 +34,12 @@ class Training:
         state = checkpoints.latest_state(self.states) if resume else None
         logs: dict[str, Any] = {}
         if state:
-            tree = read_state(state)
+            tree = trees.load_tree(state)
             self.trainer.load_state_dict(tree["trainer"])
             self.alarms = Alarms(**tree["alarms"])
             self.snapshots.load_state_dict(tree["best"])
             logs = tree["logs"]
+            self.snapshots.tidy(self.trainer.updates)
             terminal.say(f"ppo      resumes at step {self.trainer.updates} of {parts.updates}")
         self.saved_at = self.trainer.updates
         self.metrics = MetricsLog(config.folder / "metrics.jsonl", logs.get("metrics"))
@@ -104,6 +104,7 @@ class Training:
             checkpoints.commit_state(
                 self.states, name, lambda path: trees.save_tree(path, tree), keep=self.config.output.keep
             )
+            self.snapshots.tidy(step)
 
     @contextmanager
     def _explained(self, picked: Sequence[data.Prompt] = ()) -> Iterator[None]:
@@ -132,15 +133,6 @@ class Training:
             text = f"kl_estimator {settings.kl_estimator} in the reward does not have the KL's policy gradient"
             where = self.config.where("ppo.kl_estimator")
             terminal.warn("C18", text, where=where, hint="k1 has it; or set kl_in: loss")
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """What `_save` wrote. Raises RLHFError M05 for a state of an older version of this package."""
-    tree = trees.load_tree(folder)
-    if "logs" not in tree:
-        text = f"{shown(folder)} was written by an older version, which kept less of a run"
-        raise RLHFError("M05", text, hint="--fresh starts over; the old folder is kept in .old/")
-    return tree
 
 
 def status_line(stats: Stats) -> str:
