@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT as a wish, not a blow:
+"""SIGTERM, SIGINT and SIGHUP as a wish, not a blow: the loop ends at its next safe place.
 
-the loop ends at its next safe place. A second signal ends the process at once.
+A second signal ends the process at once.
 """
 
 import ctypes
