@@ -212,7 +212,9 @@ def check(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = [*(set_ or []), *(assignments or [])]
-    raise typer.Exit(check.run(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet))
+    with room.explained(path):
+        code = check.run(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -232,7 +234,9 @@ def replay(
     from rlhf_cli import replay
     from rlhf_cli.config import Options
 
-    raise typer.Exit(replay.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json))
+    with room.explained(folder):
+        code = replay.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command()

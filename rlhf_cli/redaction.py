@@ -5,7 +5,7 @@ import re
 
 TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
 LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://LOGIN@host
-SECRET_VARIABLE = re.compile(r".*(TOKEN|API_?KEY|SECRET|PASSWORD)", re.IGNORECASE)
+SECRET_VARIABLE = re.compile(r".*(TOKEN|(API|ACCESS|PRIVATE)_?KEY|SECRET|PASSWORD)", re.IGNORECASE)
 SHORTEST = 8  # a shorter value may well be an ordinary word
 
 

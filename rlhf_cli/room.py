@@ -37,9 +37,10 @@ def explained(folder: Path) -> Iterator[None]:
         raise told from error
 
 
-def free(folder: Path) -> int:
-    """Bytes that are free where `folder` is, or is to be."""
-    return shutil.disk_usage(existing(folder)).free
+def free(folder: Path) -> int | None:
+    """Bytes that are free where `folder` is, or is to be; None where the file system does not tell its size."""
+    usage = shutil.disk_usage(existing(folder))
+    return usage.free if usage.total else None
 
 
 def existing(folder: Path) -> Path:
@@ -77,7 +78,9 @@ def _told(error: Exception, folder: Path) -> OutOfRoom | None:
         number = one.errno if isinstance(one, OSError) else None
         if number in FULL or any(word in str(one) for word in FULL_WORDS):
             said = (os.strerror(number) if number else " ".join(str(one).split()))[:160]
-            text = f"the disk cannot take what is to be written: {said}; {size(free(folder))} are free there"
+            left = free(folder)
+            text = f"the disk cannot take what is to be written: {said}"
+            text += "" if left is None else f"; {size(left)} are free there"
             hint = "make room there; the same command then goes on from its last state"
             return OutOfRoom("E03", text, where=shown(folder), hint=hint)
     return None

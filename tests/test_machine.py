@@ -1,6 +1,7 @@
 """E01, E03, E04 through the real CLI: what this machine cannot do is said before a training, or ends it in one line."""
 
 import errno
+import json
 import shutil
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rlhf_cli import checkpoints, room
+from rlhf_cli import checkpoints, replay, room, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.models import loading
 
@@ -91,9 +93,77 @@ def test_e03_a_memory_too_small(three: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(room, "memory", lambda: 16 * numbers - 1)
     says = (f"{numbers:,} numbers that are trained need", "the CPU has", "hint: use a smaller model")
     assert refused(rlhf("sft"), "E03", "sft.yaml:1: ", *says)
-    assert "error[E03]: ppo.yaml:1: " in check("ppo.yaml").stderr
+    # Where it is looked at is not always where it runs.
+    assert warned(check("sft.yaml"), "E03", "sft.yaml:1: ", *says)
+    assert warned(check("ppo.yaml"), "E03", "ppo.yaml:1: ")
     monkeypatch.setattr(room, "memory", lambda: 16 * numbers)
+    assert "E03" not in check("sft.yaml").stderr
+
+
+@on_a_cpu
+def test_e03_counts_what_is_loaded_and_trained(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shards, beside a copy that nothing loads, and with the masks that GPT-2 stored: the same numbers."""
+    numbers = _numbers(three / "model")
+    weights = load_file("model/model.safetensors")
+    masks = ["attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"]
+    shards = {
+        "a.safetensors": {name: weight for name, weight in weights.items() if "layers.0" in name},
+        "b.safetensors": {name: weight for name, weight in weights.items() if "layers.0" not in name}
+        | {f"h.0.{mask}": torch.ones(50) for mask in masks},
+    }
+    monkeypatch.setattr(room, "memory", lambda: 16 * numbers - 1)
+    save_file(weights, "model/consolidated.safetensors")
+    says = f": {numbers:,} numbers that are trained need"
+    assert says in check("sft.yaml").stderr
+    Path("model/model.safetensors").unlink()
+    assert "warning[E03]" not in check("sft.yaml").stderr  # nothing that would be loaded
+    for name, part in shards.items():
+        save_file(part, f"model/{name}")
+    index = {"metadata": {}, "weight_map": {weight: name for name, part in shards.items() for weight in part}}
+    Path("model/model.safetensors.index.json").write_text(json.dumps(index))
+    terminal.forget_warnings()
+    assert says in check("sft.yaml").stderr
+    monkeypatch.setattr(room, "memory", lambda: 16 * numbers)
+    assert "E03" not in check("sft.yaml").stderr
+
+
+@on_a_cpu
+def test_e03_counts_a_model_that_several_keys_name_once(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PPO trains a policy and a value model, and reads a reference policy and one reward model."""
+    model, scorer = (_numbers(three / name) for name in ("model", "scorer"))
+    replace("ppo.yaml", "reward: scorer", "reward: scorer, value: scorer")
+    replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
+    needed = 16 * (model + scorer) + 4 * (model + scorer)
+    monkeypatch.setattr(room, "memory", lambda: needed - 1)
+    says = f"{model + scorer:,} numbers that are trained and {model + scorer:,} that are not"
+    assert warned(check("ppo.yaml"), "E03", "ppo.yaml:", says)
+    monkeypatch.setattr(room, "memory", lambda: needed)
+    assert "E03" not in check("ppo.yaml").stderr
+
+
+@pytest.mark.training
+def test_e03_a_finished_stage_needs_no_room(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rlhf("sft").exit_code == 0
+    shutil.rmtree("sft/state")
+    usage = shutil.disk_usage(three)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(room, "memory", lambda: 0)
+    assert check("sft.yaml").exit_code == 0 and "E03" not in check("sft.yaml").stderr
+    assert "finished already" in rlhf("sft").stderr
+    assert "error[E03]: other/sft: " in check("sft.yaml", "run=other").stderr
+
+
+def test_a_file_system_that_does_not_tell_its_size_is_not_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(folder)._replace(total=0, used=0, free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert check("sft.yaml").exit_code == 0
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(loading, "save_model", full)
+    result = rlhf("sft")
+    assert "error[E03]: sft: the disk cannot take what is to be written: No space left on device\n" in result.stderr
 
 
 def test_e03_an_output_that_cannot_be_written(folder: Path) -> None:
@@ -174,6 +244,18 @@ def test_e03_memory_that_runs_out_on_the_way(folder: Path, error: Exception, mon
     assert refused(rlhf("sft"), "E03", "sft: the memory is full", "hint: lower the batch size", exit_code=1)
 
 
+@pytest.mark.parametrize("command", [["check", "sft.yaml", "--deep"], ["replay", "made"]])
+def test_e03_memory_that_runs_out_in_check_and_replay(
+    folder: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+
+    monkeypatch.setattr(loading, "load_causal", full)
+    monkeypatch.setattr(replay, "open_run", full)
+    assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: the memory is full", exit_code=1)
+
+
 def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOENT, "No such file or directory")
@@ -191,6 +273,9 @@ def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch:
     [
         ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE: ", "2 processes were asked for, 1 is all"),
         ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR: ", "a launcher was asked for several processes, and 1 came up"),
+        ({"MASTER_ADDR": "::1", "WORLD_SIZE": ""}, "MASTER_ADDR: ", "MASTER_ADDR is set without WORLD_SIZE"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS: ", "4 proc"),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: ", "3 processes were asked for"),
     ],
 )
 def test_e04_several_processes(
@@ -201,10 +286,20 @@ def test_e04_several_processes(
     result = CliRunner().invoke(app, command)
     assert f"error[E04]: {place}" in result.stderr and says in result.stderr
     assert result.exit_code == 2 and "hint: start it without a launcher" in result.stderr
+    assert f"unset {place.removesuffix(': ')}\n" in result.stderr
     assert not (folder / "sft").exists()
 
 
-def test_e04_one_process_that_a_launcher_started_is_fine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "", "MASTER_ADDR": ""},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # sbatch alone
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun -n 1 within it
+    ],
+)
+def test_e04_one_process_is_fine(folder: Path, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert check("sft.yaml").exit_code == 0

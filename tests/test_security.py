@@ -314,8 +314,11 @@ def test_json_that_we_write_does_nothing_to_a_terminal(tmp_path: Path) -> None:
 def test_secrets_are_taken_out_of_whatever_is_shown(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     monkeypatch.setenv("SOME_TOKEN", "short")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-aws-0123")
+    monkeypatch.setenv("DEPLOY_PRIVATE_KEY", "of-ssh-0123")
     text = f"get https://me:pass@host/x?t={TOKEN} or s3://key@bucket, 0123456789abcdef, short; me@host, a://b/c@d"
-    clean = "get https://[secret]@host/x?t=[secret] or s3://[secret]@bucket, [secret], short; me@host, a://b/c@d"
+    text, rest = f"{text} of-aws-0123 of-ssh-0123", " [secret] [secret]"
+    clean = "get https://[secret]@host/x?t=[secret] or s3://[secret]@bucket, [secret], short; me@host, a://b/c@d" + rest
     assert redaction.redacted(text) == clean
     terminal.say(text)
     terminal.out(text)
@@ -369,6 +372,15 @@ def test_parts_of_weights_outside_of_their_folder_are_refused(folder: Path, name
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
     Path("model/model.safetensors.index.json").write_text(json.dumps(index))
     assert refused(rlhf("sft"), "S03", "model/model.safetensors.index.json: ", f'the part "{name}" leads out')
+
+
+@pytest.mark.parametrize("index", [{"weight_map": []}, {}, [], {"weight_map": {"a": [1]}}])
+def test_an_index_that_names_no_parts_is_no_model(folder: Path, index: object) -> None:
+    Path("model/model.safetensors.index.json").write_text(json.dumps(index))
+    Path("model/model.safetensors").rename("model/model-00001.safetensors")
+    place, says = "model/model.safetensors.index.json: ", '"weight_map" must give the file of each weight'
+    assert refused(rlhf("sft"), "M01", place, says, "hint: fetch the file again")
+    assert check("sft.yaml").stderr.count(says) == 1
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "/x", "a/b", ".hidden", "a b", HOSTILE, "x" * 101])

@@ -17,12 +17,15 @@ from rlhf_cli.models import loading
 # Bytes for each number that is trained, in float32: the weight and AdamW's two averages in a state, and the gradient.
 STATE, MEMORY, WEIGHT = 12, 16, 4
 NOT_COUNTED = ("__metadata__", "lm_head.", "score.")  # a reward model has no lm_head
+# Masks and angles that GPT-2, GPT-NeoX and old Llamas stored beside their weights.
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
-def check(config: Config, parents: Mapping[str, Parent]) -> None:
+def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = True) -> None:
     """Warns E01. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run.
 
     A lower bound: what does not fit cannot work. Parents that are not there yet, and model.new, are not counted.
+    Without `runs_here` too little memory is a warning: the stage may be meant for a larger machine, on the same disk.
     """
     _warn_of_formats(config)
     above = room.existing(config.folder)
@@ -33,7 +36,7 @@ def check(config: Config, parents: Mapping[str, Parent]) -> None:
     trained, frozen = _counts(config, parents)
     if "optim" not in getattr(config, "trainer", {}):  # TRL's other optimizers may take less
         _check_disk(config, trained)
-        _check_memory(config, trained, frozen)
+        _check_memory(config, trained, frozen, runs_here=runs_here)
 
 
 def _warn_of_formats(config: Any) -> None:
@@ -52,21 +55,24 @@ def _check_disk(config: Config, trained: int) -> None:
     there = len(checkpoints.state_steps(config.folder / "state"))
     states, one = max(1, config.output.keep + 1 - there), _scaled(config, STATE * trained)
     free = room.free(config.folder)
-    if states * one > free:
+    if free is not None and states * one > free:
         needed = room.size(states * one)
         text = f"{states} states of {room.size(one)} need {needed} at least, {room.size(free)} are free"
         hint = "make room there, or set `run:` to a folder on another disk; output.keep says how many states are kept"
         raise RLHFError("E03", text, where=shown(config.folder), hint=hint)
 
 
-def _check_memory(config: Config, trained: int, frozen: int) -> None:
+def _check_memory(config: Config, trained: int, frozen: int, *, runs_here: bool) -> None:
     device, there = loading.device_name(), loading.memory()
     needed = _scaled(config, MEMORY * trained + WEIGHT * frozen)
     if needed > there:
         what = f"{trained:,} numbers that are trained" + (f" and {frozen:,} that are not" if frozen else "")
         text = f"{what} need {room.size(needed)} of memory at least, {device} has {room.size(there)}"
         key = "model.path" if config.stage in ("sft", "reward") else "models.sft"
-        raise RLHFError("E03", text, where=config.where(key), hint="use a smaller model, or a larger machine")
+        hint = "use a smaller model, or a larger machine"
+        if runs_here:
+            raise RLHFError("E03", text, where=config.where(key), hint=hint)
+        terminal.warn("E03", text, where=config.where(key), hint=hint)
 
 
 def _scaled(config: Any, count: int) -> int:
@@ -77,21 +83,24 @@ def _scaled(config: Any, count: int) -> int:
 
 def _counts(config: Config, parents: Mapping[str, Parent]) -> tuple[int, int]:
     """(trained, frozen) numbers of the models, their heads left out."""
-    sizes = {key: _numbers(parent.model) for key, parent in parents.items()}
+    folders = {parent.model: _numbers(parent.model) for parent in parents.values()}
+    sizes = {key: folders[parent.model] for key, parent in parents.items()}
     if isinstance(config, EvalConfig):
         return 0, max(sizes.values(), default=0)  # one after the other
     if not isinstance(config, PPOConfig):
         return sum(sizes.values()), 0
-    policy = sizes.pop("models.sft", 0)
-    value = sizes.get("models.reward" if config.models.value == "reward" else config.models.value, 0)
-    value = sizes.pop("models.value", value)
+    policy = sizes.get("models.sft", 0)
+    value = sizes.get("models.reward" if config.models.value == "reward" else "models.value", 0)
     trained = value if config.ppo.num_shared_layers else policy + value
-    return trained, policy + sum(sizes.values())
+    # Policy and value model are copies of their own; what is only read is loaded once, however many keys name it.
+    read = {parent.model for key, parent in parents.items() if key not in ("models.sft", "models.value")}
+    return trained, policy + sum(folders[folder] for folder in read)
 
 
 def _numbers(folder: Path) -> int:
-    """Numbers in the safetensors files of a folder, by their headers."""
-    return sum(_in_file(path) for path in folder.glob("*.safetensors"))
+    """Numbers in the safetensors files that are loaded of a folder, by their headers: one file, else the index's."""
+    whole = folder / "model.safetensors"
+    return _in_file(whole) if whole.exists() else sum(_in_file(folder / part) for part in loading.parts(folder))
 
 
 def _in_file(path: Path) -> int:
@@ -99,6 +108,7 @@ def _in_file(path: Path) -> int:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, 100_000_000)))
-        return sum(math.prod(entry["shape"]) for name, entry in header.items() if not name.startswith(NOT_COUNTED))
+        counted = [name for name in header if not name.startswith(NOT_COUNTED) and not name.endswith(BUFFERS)]
+        return sum(math.prod(header[name]["shape"]) for name in counted)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return 0  # damaged, which loading it tells

@@ -291,15 +291,29 @@ def _load(
     return model, sorted(report["missing_keys"])
 
 
+def parts(folder: Path) -> set[str]:
+    """The files that the index of weights in several parts names; none without an index.
+
+    Raises RLHFError M01 for an index that names no parts, S03 for parts outside of their folder.
+    """
+    path = folder / "model.safetensors.index.json"
+    if not path.exists():
+        return set()
+    named = (read_object(path) or {}).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(part, str) for part in named.values()):
+        text = '"weight_map" must give the file of each weight'
+        hint = "fetch the file again, or take it out where model.safetensors holds them all"
+        raise RLHFError("M01", text, where=shown(path), hint=hint)
+    if outside := sorted(part for part in named.values() if part != Path(part).name):
+        raise RLHFError("S03", f'the part "{outside[0]}" leads out of its folder', where=shown(path))
+    return set(named.values())
+
+
 def _refuse_pickles(folder: Path) -> None:
-    """Raises RLHFError M07 for weights that are only there as a pickle, S03 for parts outside of their folder."""
-    index = read_object(folder / "model.safetensors.index.json") or {}
-    parts = set(map(str, index.get("weight_map", {}).values()))
-    if outside := sorted(part for part in parts if part != Path(part).name):
-        where = shown(folder / "model.safetensors.index.json")
-        raise RLHFError("S03", f'the part "{outside[0]}" leads out of its folder', where=where)
+    """Raises RLHFError M07 for weights that are only there as a pickle, and what `parts` raises."""
+    named = parts(folder)
     pickles = {path.name for path in folder.glob("*") if path.suffix in PICKLES} - {"training_args.bin"}
-    if pickles & parts or (pickles and not any(folder.glob("*.safetensors"))):
+    if pickles & named or (pickles and not any(folder.glob("*.safetensors"))):
         raise RLHFError(
             "M07",
             f"{shown(folder)} holds its weights only as a pickle ({min(pickles)}), which can run code when it is read",
