@@ -327,7 +327,7 @@ MACHINE_AND_RUN = {
         "wrong number of processes",
         2,
         "A launcher was asked for several processes; this version trains in one.",
-        "Start the command without torchrun or accelerate launch.",
+        "Start the command without torchrun, accelerate launch, mpirun or a srun of several tasks.",
     ),
     "E05": Code(
         "resumed in another environment",

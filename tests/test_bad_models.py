@@ -176,7 +176,7 @@ def test_m07_weights_that_are_a_pickle(folder: Path, stage: str, command: Any) -
     foreign_scorer(folder)
     (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin")
     result = command(stage)
-    says = ("holds its weights only as a pickle (.bin)", "hint: where you trust it: ", "save_pretrained(FOLDER)")
+    says = ("only as a pickle (pytorch_model.bin)", "hint: where you trust it: ", "save_pretrained(FOLDER)")
     assert f"error[M07]: {stage}.yaml:1: " in result.stderr and all(text in result.stderr for text in says)
     assert result.exit_code == 2 and "Traceback" not in result.stderr
 

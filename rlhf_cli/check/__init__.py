@@ -34,7 +34,7 @@ def run(
         if stages:
             from rlhf_cli.check.trial import Trial  # brings in torch
 
-            trial = Trial(report, options, deep=deep)
+            trial = Trial(report, options, deep=deep, runs_here=quiet)
             for stage in stages:
                 trial.run(stage)
     return report.show_errors() if quiet else report.show(as_json=as_json)

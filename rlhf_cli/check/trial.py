@@ -46,8 +46,8 @@ def _is_finished(stage: Stage) -> bool:
 class Trial:
     """Goes through the stages in the order of the chain; each may start from what an earlier one would leave."""
 
-    def __init__(self, report: Report, options: Options, *, deep: bool) -> None:
-        self.report, self.options, self.deep = report, options, deep
+    def __init__(self, report: Report, options: Options, *, deep: bool, runs_here: bool) -> None:
+        self.report, self.options, self.deep, self.runs_here = report, options, deep, runs_here
         self.promised: dict[Path, Start] = {}
         self.trained_on: list[data.Rows[Any]] = []
         self.policy_settings: dict[Path, PPOSettings] = {}
@@ -57,7 +57,7 @@ class Trial:
         tries = {"sft": self._sft, "reward": self._reward, "ppo": self._ppo, "eval": self._eval}
         with self.report.collecting():
             if not _is_finished(stage):
-                machine.check(stage.config, stage.parents, runs_here=False)
+                machine.check(stage.config, stage.parents, runs_here=self.runs_here)
         tries[stage.config.stage](stage)
         if self.deep:
             self._load_models(stage)
