@@ -48,7 +48,7 @@ def test_a_damage_is_found_and_the_checkpoint_before_is_used(
 
 def test_the_matrix_can_fail(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the verification of checkpoints switched off, damages are trained on, and the cells say so."""
-    monkeypatch.setattr(states, "_problem", lambda state: None)
+    monkeypatch.setattr(states, "_problem", lambda state, content=True: None)
     matrix = Matrix("unverified")
     harms = [("model.safetensors", "4 bytes flipped"), ("scheduler.pt", "missing"), ("rng_state.pth", OTHER)]
     for name, how in harms:

@@ -193,7 +193,7 @@ def test_a_file_that_may_not_be_read(here: Path) -> None:
 
 
 def test_numbers_that_json_libraries_see_differently_are_read_alike_in_each_form(here: Path) -> None:
-    odd = '{"a": 18446744073709551616, "b": 1e400, "c": 1, "c": 2, "d": -0.0}'
+    odd = '{"a": 18446744073709551616, "b": 1e400, "c": 2, "d": -0.0}'
     (here / "a.jsonl").write_text(odd)
     (here / "a.json").write_text(f"[{odd}]")
     (row,) = read("a.jsonl")

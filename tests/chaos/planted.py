@@ -58,7 +58,7 @@ def log_not_cut() -> Undo:
 
 def state_believed() -> Undo:
     """The newest folder is the state, whatever is in it."""
-    return _replace(states, "_problem", lambda state: None)
+    return _replace(states, "_problem", lambda state, content=True: None)
 
 
 def random_numbers_forgotten() -> Undo:

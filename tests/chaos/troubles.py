@@ -23,23 +23,26 @@ from rlhf_cli import checkpoints, terminal
 def full_disk(world: World, stage: str, seed: int) -> Outcome:
     """A run on a disk of its own that is too small, then made larger. Only root may mount one.
 
-    It holds the states, so that the look at the disk before the run lets it begin, but not all that comes with them.
+    It holds three states, so that the look at the disk before the run lets it begin, and next to nothing beside them.
     """
     outcome, folder = Outcome(f"{stage}: a full disk"), world.trial(stage, f"tmpfs-{seed}")
-    size = sum(path.stat().st_size for path in (world.origin / stage).rglob("*") if path.is_file())
-    share = random.Random(seed).uniform(0.7, 0.95)
+    size = max(_size(state) for state in (world.origin / stage / "state").iterdir())
     place = folder / stage
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(share * size)}", "tmpfs", str(place)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={3 * size + 8192}", "tmpfs", str(place)], check=True)
     try:
         run = Run(stage, folder)
         outcome.wrong += unclean(run, run.wait())
         outcome.how = _how(run)
-        subprocess.run(["mount", "-o", f"remount,size={4 * size}", str(place)], check=True)
+        subprocess.run(["mount", "-o", f"remount,size={4 * _size(world.origin / stage)}", str(place)], check=True)
         outcome.wrong += finished(world, stage, folder, keep=True)
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
     return outcome
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def may_mount() -> bool:
@@ -121,7 +124,7 @@ def stopped(world: World, stage: str, seed: int, *, number: int, twice: bool) ->
     _reach(run, draw.randint(1, STEPS - 3))
     run.signal(number)
     if twice:
-        time.sleep(draw.uniform(0, 0.02))
+        time.sleep(draw.uniform(0, 0.4))  # below ONE_BLOW it is the same wish
         run.signal(number)
     code, asked = run.wait(), 128 + number
     outcome.how = _how(run)
