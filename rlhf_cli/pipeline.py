@@ -6,7 +6,6 @@ Content decides, never dates. Each stage that runs is a child process; this one 
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +18,11 @@ from rlhf_cli import checkpoints, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load, takes
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_file, shown
+from rlhf_cli.processes import OURSELVES
 from rlhf_cli.signals import end_with, is_nohup
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# -P: a file of the working directory named like a library (yaml.py) is never imported in its place.
-OURSELVES = (sys.executable, "-P", "-m", "rlhf_cli")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from rlhf_cli import terminal
 from rlhf_cli.config.paths import resolved_data
 from rlhf_cli.demo import world
 from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.processes import OURSELVES
 
 COPIED = (".yaml", ".py", ".jinja")
 BASE = "base"  # the folder whose own run makes the base model
@@ -84,8 +84,7 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
         world.write(folder, seed, preset.sizes)
     if preset.sizes and preset.sizes.texts:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
-        command = [sys.executable, "-P", "-m", "rlhf_cli", "run", str(folder / BASE)]  # -P: see pipeline.OURSELVES
-        done = subprocess.run(command, check=False)
+        done = subprocess.run([*OURSELVES, "run", str(folder / BASE)], check=False)
         if done.returncode:
             terminal.say(f"init     not finished; go on with: rlhf run {shown(folder / BASE)}")
             raise SystemExit(done.returncode)

@@ -1,9 +1,12 @@
-"""How many processes a launcher was asked to start: this version runs in one."""
+"""Processes: how to start one of ours, and how many a launcher was asked for, where this version runs in one."""
 
 import os
+import sys
 
 from rlhf_cli.errors import RLHFError
 
+# -P: a file of the working directory named like a library (yaml.py) is never imported in its place.
+OURSELVES = (sys.executable, "-P", "-m", "rlhf_cli")
 ALONE = "start it without a launcher: this version trains in one process, on one GPU where there is one"
 # Of torchrun, of a step that srun started (SLURM_NTASKS is the allocation's, one process may well use it), of mpirun.
 COUNTS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")

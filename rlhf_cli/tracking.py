@@ -31,11 +31,11 @@ class Log:
 
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
         self.path = path
+        kept = b""
         if mark is None:
             path.unlink(missing_ok=True)
         else:
-            _cut(path, mark)
-        kept = path.read_bytes() if path.exists() else b""
+            kept = _cut(path, mark)
         self._bytes, self._sha256 = len(kept), hashlib.sha256(kept)
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -86,13 +86,15 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _cut(path: Path, mark: Mark) -> None:
-    """Leave what was there at the mark. Where that is not what was written, say so, and leave the steps up to it."""
+def _cut(path: Path, mark: Mark) -> bytes:
+    """Leave what was there at the mark, and return it. Where it is not what was written, say so, and leave the steps
+    up to it.
+    """
     content = path.read_bytes()[: mark["bytes"]] if path.exists() else b""
     if hashlib.sha256(content).hexdigest() == mark["sha256"]:
         if path.exists():
             os.truncate(path, mark["bytes"])
-        return
+        return content
     saved = f"{shown(path)} was changed or cut after step {mark['step']} was saved"
     text = f"{saved}: lines of earlier steps may be missing or wrong"
     terminal.warn("M05", text)
@@ -100,3 +102,4 @@ def _cut(path: Path, mark: Mark) -> None:
     scratch = path.with_name(f".tmp-{path.name}")
     write_jsonl(scratch, rows)
     scratch.replace(path)
+    return path.read_bytes()

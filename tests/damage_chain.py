@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 from damages import SILENT
+from ppo_folder import untimed
 from typer.testing import CliRunner
 
-from rlhf_cli import checkpoints, rows, terminal
+from rlhf_cli import checkpoints, terminal
 from rlhf_cli.cli import app
 
 OUTPUT = {"save_steps": 2, "keep": 3}
@@ -97,14 +98,6 @@ def refusal(result: Any) -> str:
 def damage_told(result: Any) -> list[str]:
     """The warnings of damage that a command gave."""
     return [line for line in result.stderr.splitlines() if line.startswith("warning[M05]")]
-
-
-def untimed(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log without what differs from run to run."""
-    return [
-        {key: value for key, value in row.items() if not key.endswith(("_s", "_per_s"))}
-        for _, row in rows.read_jsonl(path)
-    ]
 
 
 def _end(folder: Path, logs: bool) -> dict[str, Any]:

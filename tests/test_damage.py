@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from damage_chain import FOUND, STATE_FILES, Chain, damage_told, refusal, rlhf, untimed
+from damage_chain import FOUND, STATE_FILES, Chain, damage_told, refusal, rlhf
 from damages import ALONE, DAMAGES, OTHER, OTHER_RUN, PROPERTY, SAME, SILENT, Matrix, harm
+from ppo_folder import untimed
 
 from rlhf_cli.checkpoints import states
 

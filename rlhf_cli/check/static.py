@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_cli import checkpoints, pipeline, sources
 from rlhf_cli.check.report import Report
-from rlhf_cli.checkpoints import Parent, Reference
+from rlhf_cli.checkpoints import Parent, Reference, Status
 from rlhf_cli.config import Config
 from rlhf_cli.errors import RLHFError, nearest_file, shown
 from rlhf_cli.sources import hub
@@ -24,6 +24,11 @@ class Stage:
     parents: dict[str, Parent] = field(default_factory=dict)  # those that are there
     waits: dict[str, Path] = field(default_factory=dict)  # key -> folder that an earlier stage is still to make
     data: set[str] = field(default_factory=set)  # keys whose files are there
+    status: Status | None = None  # of its output; None where that cannot be known, or would be refused
+
+    @property
+    def finished(self) -> bool:
+        return self.status is not None and self.status.state == "finished"
 
 
 def look_at(configs: Sequence[Config], report: Report, unread: Collection[Path], *, whole_run: bool) -> list[Stage]:
@@ -37,11 +42,13 @@ def look_at(configs: Sequence[Config], report: Report, unread: Collection[Path],
         stage = Stage(config)
         _find_data(stage, report)
         _find_parents(stage, to_make, report)
-        state = "" if stage.waits else _state(stage, report, whole_run=whole_run)
-        report.add(config.stage, shown(config.file), f"config read; output: {state}" if state else "config read")
+        if not stage.waits:
+            _find_status(stage, report, whole_run=whole_run)
+        output = f"; output: {pipeline.describe(stage.status)}" if stage.status else ""
+        report.add(config.stage, shown(config.file), f"config read{output}")
         for folder, key in {folder: key for key, folder in reversed(stage.waits.items())}.items():
             report.add(config.stage, key, f"{shown(folder)}, which the {folder.name} stage is to make")
-        if whole_run and not state.startswith("up to date"):
+        if whole_run and not stage.finished:
             to_make.add(config.folder)
         stages.append(stage)
     return stages
@@ -84,13 +91,11 @@ def _is_on_the_hub_alone(config: Config, reference: Reference) -> bool:
     return not os.path.isdir(beside / owner) if slash else nearest_file(beside / name) is None
 
 
-def _state(stage: Stage, report: Report, *, whole_run: bool) -> str:
-    """What the stage would do with its output. Reports C15 and M05 where it would refuse."""
+def _find_status(stage: Stage, report: Report, *, whole_run: bool) -> None:
+    """How the stage's output stands to it. Reports C15 and M05 where it would refuse."""
     config = stage.config
     if len(stage.parents) < len(checkpoints.references(config)) or len(stage.data) < len(config.sources()):
-        return ""
+        return
     with report.collecting():
         wanted = checkpoints.identity(config, stage.parents, config.sources())
-        status = (checkpoints.examine if whole_run else checkpoints.usable)(config, wanted)
-        return pipeline.describe(status)
-    return ""
+        stage.status = (checkpoints.examine if whole_run else checkpoints.usable)(config, wanted)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from rlhf_cli import checkpoints, data
+from rlhf_cli import data
 from rlhf_cli.check.report import Report
 from rlhf_cli.check.static import Stage
 from rlhf_cli.checkpoints import Parent
@@ -33,16 +33,6 @@ class Start:
     body: Any = None  # the model's transformers config
 
 
-def _is_finished(stage: Stage) -> bool:
-    """Whether nothing is to be trained: a stage that is up to date needs no room."""
-    config, parents, files = stage.config, stage.parents, stage.config.sources()
-    if len(parents) < len(checkpoints.references(config)) or len(stage.data) < len(files):
-        return False
-    if not (config.folder / "manifest.json").exists():
-        return False  # without a hash of all its data
-    return checkpoints.examine(config, checkpoints.identity(config, parents, files)).state == "finished"
-
-
 class Trial:
     """Goes through the stages in the order of the chain; each may start from what an earlier one would leave."""
 
@@ -56,7 +46,7 @@ class Trial:
         """Look at one stage."""
         tries = {"sft": self._sft, "reward": self._reward, "ppo": self._ppo, "eval": self._eval}
         with self.report.collecting():
-            if not _is_finished(stage):
+            if not stage.finished:  # else nothing is trained, and no room needed
                 machine.check(stage.config, stage.parents, runs_here=self.runs_here)
         tries[stage.config.stage](stage)
         if self.deep:

@@ -131,6 +131,12 @@ def inside(folder: Path, name: str, *, where: str) -> Path:
     return path
 
 
+def results(files: Mapping[str, Any], prefixes: str | tuple[str, ...]) -> dict[str, Any]:
+    """Those of a manifest's files that somebody loads: under the prefixes, model cards left out."""
+    names = [name for name in files if name.startswith(prefixes) and not name.endswith(NOT_THE_MODEL)]
+    return {name: files[name] for name in names}
+
+
 def damage(folder: Path, files: Mapping[str, Any], *, where: str, content: bool) -> str | None:
     """What is wrong with the first bad file of those listed ({name: {"sha256", "bytes"}}), or None.
 

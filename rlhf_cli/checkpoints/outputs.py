@@ -17,7 +17,6 @@ from pydantic_core import to_jsonable_python
 
 from rlhf_cli import __version__, sources, terminal
 from rlhf_cli.checkpoints.files import (
-    NOT_THE_MODEL,
     damage,
     describe,
     files_sha256,
@@ -25,6 +24,7 @@ from rlhf_cli.checkpoints.files import (
     model_sha256,
     names_in,
     read_object,
+    results,
     sync_files,
     write_json,
     write_sealed,
@@ -146,12 +146,9 @@ def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) ->
     manifest, problem = read_manifest(folder)
     if problem or not isinstance(manifest.get("files"), dict):
         return Status("damaged", (problem or "manifest.json names no files",))
-    result = {
-        name: entry
-        for name, entry in manifest["files"].items()
-        if name.startswith(_RESULT) and not name.endswith(NOT_THE_MODEL)
-    }
-    problem = damage(folder, result, where=shown(folder / "manifest.json"), content=content)
+    problem = damage(
+        folder, results(manifest["files"], _RESULT), where=shown(folder / "manifest.json"), content=content
+    )
     if problem:
         return Status("damaged", (problem,))
     return Status("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.checkpoints.files import NOT_THE_MODEL, damage, describe, inside, model_sha256, read_object, read_sealed
+from rlhf_cli.checkpoints.files import damage, describe, inside, model_sha256, read_object, read_sealed, results
 from rlhf_cli.config.stages import VALUE_WORDS
-from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, shown
 
 FOREIGN = "foreign"
 # What of a plain folder makes the model: the rest (pickles that we never load, cards, pictures) does not count.
@@ -157,7 +158,7 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str) -> Paren
         inside(folder, name, where=shown(folder / "manifest.json"))
     if broken:
         raise _damaged(key, folder, stage, broken, where)
-    models = _model_files(manifest)
+    models = results(manifest.get("files") or {}, "model/")
     problem = damage(folder, models, where=shown(folder / "manifest.json"), content=False)
     if problem or not models:
         raise _damaged(key, folder, stage, problem or "its manifest names no model file", where)
@@ -170,19 +171,17 @@ def verify(parents: Mapping[str, Parent]) -> None:
     `open_parents` looks at sizes alone, which is all that can be asked each time a chain is looked at. Raises M10 with
     all that is wrong.
     """
-    problems: list[Problem] = []
-    for path in {parent.path for parent in parents.values() if parent.stage != FOREIGN}:
-        parent = next(one for one in parents.values() if one.path == path)
-        where = shown(path / "manifest.json")
-        if problem := damage(path, _model_files(parent.manifest), where=where, content=True):
-            problems += _damaged(parent.key, path, parent.stage, problem, where).problems
-    if problems:
-        raise RLHFError.of(problems)
+    ours: dict[Path, Parent] = {}  # several keys may name one folder
+    for parent in parents.values():
+        if parent.stage != FOREIGN:
+            ours.setdefault(parent.path, parent)
+    all_of(*(partial(_verify, parent) for parent in ours.values()))
 
 
-def _model_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    files = (manifest.get("files") or {}).items()
-    return {name: entry for name, entry in files if name.startswith("model/") and not name.endswith(NOT_THE_MODEL)}
+def _verify(parent: Parent) -> None:
+    where = shown(parent.path / "manifest.json")
+    if problem := damage(parent.path, results(parent.manifest["files"], "model/"), where=where, content=True):
+        raise _damaged(parent.key, parent.path, parent.stage, problem, where)
 
 
 def _damaged(key: str, folder: Path, stage: str, problem: str, where: str) -> RLHFError:

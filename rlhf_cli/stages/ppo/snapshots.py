@@ -82,7 +82,7 @@ class Snapshots:
                 self.folder,
                 self.path(step).name,
                 lambda path: loading.save_model(trainer.policy, tokenizer, path, card),
-                keep=None,  # dropped one by one above, never as the oldest
+                keep=None,  # `tidy` drops them, never as the oldest
             )
 
     def path(self, step: int) -> Path:
