@@ -12,7 +12,7 @@ FLOORS = [
     {"__init__", "codes", "redaction"},
     {"errors"},
     {"rows", "terminal", "statistics", "signals", "room", "processes"}
-    | {"ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.seeds"},
+    | {"ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.noise", "ppo.seeds"},
     {"ppo.records", "replay.naive.*"},
     {"sources.*"},
     {"config.*"},
@@ -30,7 +30,7 @@ FLOORS = [
         "ppo.optimizer",
         "ppo.scoring",
     },
-    {"ppo.rollout", "ppo.rewards", "ppo.alarms"},
+    {"ppo.rollout", "ppo.rewards", "ppo.passes", "ppo.alarms"},
     {"ppo.trainer"},
     {"ppo"},
     {"inputs.*"},

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from rlhf_cli.ppo import PPOSettings, Rollout, formulas
 from rlhf_cli.ppo.advantages import gae
-from rlhf_cli.ppo.losses import losses
+from rlhf_cli.ppo.losses import policy_losses, value_losses
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="../shared/golden (recordings of TRL 1.12) is not here")
@@ -101,7 +101,7 @@ def two_word_logits(logprobs: torch.Tensor, temperature: float) -> torch.Tensor:
 @pytest.mark.parametrize("epoch", range(3))
 @pytest.mark.parametrize("micro", range(2))
 def test_the_whole_loss_of_each_micro_batch(epoch, micro):
-    """`losses` itself, fed through the types that flow; TRL's value loss reads one token more than its policy loss."""
+    """Our losses, fed through the types that flow; TRL's value loss reads one token more than its policy loss."""
     tensors, trl = recording("steps")
     step = {name.rpartition(".")[2]: x for name, x in tensors.items() if name.startswith(f"epoch{epoch}.micro{micro}.")}
     rows, temperature = step["rows"], float(trl["temperature"])
@@ -118,15 +118,17 @@ def test_the_whole_loss_of_each_micro_batch(epoch, micro):
         # At the one token more there is no log-prob, but a sentinel: any number will do, the value's side is read.
         logprobs = torch.where(step["new_logprobs"] < 0, step["new_logprobs"], -1.0)[mask]
         micro_batch, logits = rollout.micro_batch(torch.arange(len(mask))), two_word_logits(logprobs, temperature)
-        parts = losses(judged, micro_batch, logits, step["vpred"][mask], None, settings)
-        means = {name: gauge.mean().item() for name, gauge in parts.gauges.items()}
+        told = judged.of(micro_batch)
+        parts = policy_losses(told, logits, None, judged.kl_coef, settings)
+        errors, gauges = value_losses(told, step["vpred"][mask], settings)
+        means = {name: gauge.mean().item() for name, gauge in (parts.gauges | gauges).items()}
         if kind == "policy":
-            torch.testing.assert_close(parts.ratio, step["ratio"][mask], rtol=1e-4, atol=1e-5)
-            assert parts.policy.mean().item() == pytest.approx(step["pg_loss"].item(), abs=1e-5)
+            torch.testing.assert_close(parts.gauges["val/ratio"], step["ratio"][mask], rtol=1e-4, atol=1e-5)
+            assert parts.loss.mean().item() == pytest.approx(step["pg_loss"].item(), abs=1e-5)
             assert means["policy/clipfrac_avg"] == pytest.approx(step["pg_clipfrac"].item(), abs=1e-5)
             total += means["loss/policy_avg"]
         else:
-            assert parts.value.mean().item() == pytest.approx(step["vf_loss"].item(), abs=1e-5)
+            assert errors.mean().item() == pytest.approx(step["vf_loss"].item(), abs=1e-5)
             assert means["val/clipfrac_avg"] == pytest.approx(step["vf_clipfrac"].item(), abs=1e-5)
             total += settings.vf_coef * means["loss/value_avg"]
     assert total == pytest.approx(step["loss"].item(), abs=1e-5)

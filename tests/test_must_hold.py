@@ -93,7 +93,7 @@ import torch
 
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, Rollout, formulas
 from rlhf_cli.ppo.advantages import gae
-from rlhf_cli.ppo.losses import losses
+from rlhf_cli.ppo.losses import policy_losses
 
 HERE = Path(__file__).parent
 
@@ -267,9 +267,9 @@ def expected_gradient(judged, sampled, ref_logits=None, temperature=1.0, **chang
     """Of the policy loss by the logits of pi, each token as often as `sampled` draws it."""
     settings = PPOSettings(total_episodes=64, temperature=temperature, **changes)
     logits = (temperature * PI.log()).requires_grad_(True)
-    micro = EACH.micro_batch(torch.arange(3))
-    parts = losses(judged, micro, logits.expand(3, 3), torch.zeros(3).double(), ref_logits, settings)
-    return torch.autograd.grad((sampled * parts.policy).sum(), logits)[0].tolist()
+    told = judged.of(EACH.micro_batch(torch.arange(3)))
+    parts = policy_losses(told, logits.expand(3, 3), ref_logits, judged.kl_coef, settings)
+    return torch.autograd.grad((sampled * parts.loss).sum(), logits)[0].tolist()
 
 
 def of_each(probabilities):
@@ -370,5 +370,5 @@ def test_junk_outside_the_responses_changes_no_bit():
 def test_entropy_is_never_negative_however_sharp_the_logits(dtype, scale):
     logits = (scale * torch.randn(200, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
     for temperature in (0.1, 0.7, 1.0):
-        entropy = formulas.token_entropy(logits, temperature)
+        entropy = formulas.entropy(formulas.log_probs(logits, temperature))
         assert (entropy >= 0).all() and (entropy <= 3.9121).all()  # ln 50

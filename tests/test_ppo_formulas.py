@@ -212,7 +212,7 @@ def test_full_kl_loss_has_the_kl_gradient():
 def test_token_logprobs_and_entropy():
     logits = torch.tensor([[0.0, 0.0, 0.0], [2.0, 0.0, -math.inf], [1000.0, 0.0, -1000.0]])
     logprobs = formulas.token_logprobs(logits, torch.tensor([1, 0, 0]), temperature=2.0)
-    entropy = formulas.token_entropy(logits, temperature=2.0)
+    entropy = formulas.entropy(formulas.log_probs(logits, temperature=2.0))
     p = 1 / (1 + math.exp(-1.0))
     assert logprobs.tolist() == pytest.approx([-math.log(3), math.log(p), 0.0], abs=1e-6)
     assert entropy.tolist() == pytest.approx([math.log(3), -p * math.log(p) - (1 - p) * math.log(1 - p), 0.0], abs=1e-6)

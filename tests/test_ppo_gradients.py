@@ -12,7 +12,7 @@ import torch
 from torch.autograd import gradcheck
 
 from rlhf_cli.ppo import PPOSettings, Rollout, formulas
-from rlhf_cli.ppo.losses import losses
+from rlhf_cli.ppo.losses import policy_losses, value_losses
 
 ROWS = Rollout.from_lists([[1], [2, 0]], [[0, 2, 1], [1, 1]])  # three tokens, five response tokens
 MICRO = ROWS.micro_batch(torch.arange(2))
@@ -60,7 +60,7 @@ def test_value_loss_on_both_branches(value, clipped):
 def test_log_probs_entropy_and_exact_kl(temperature):
     logits, ref = draws(5, 3).requires_grad_(True), draws(5, 3, seed=1)
     assert gradcheck(lambda x: formulas.token_logprobs(x, TARGETS, temperature), (logits,))
-    assert gradcheck(lambda x: formulas.token_entropy(x, temperature), (logits,))
+    assert gradcheck(lambda x: formulas.entropy(formulas.log_probs(x, temperature)), (logits,))
     assert gradcheck(lambda x: formulas.kl_full(x, ref, temperature), (logits,))
 
 
@@ -123,8 +123,9 @@ def test_the_whole_loss(changes, shift):
     ref_logits = ref if changes.get("kl_estimator") == "full" else None
 
     def total(logits, values):
-        parts = losses(experience, MICRO, logits, values, ref_logits, chosen)
-        return parts.policy.sum() + chosen.vf_coef * parts.value.sum()
+        told = experience.of(MICRO)
+        policy = policy_losses(told, logits, ref_logits, experience.kl_coef, chosen).loss
+        return policy.sum() + chosen.vf_coef * value_losses(told, values, chosen)[0].sum()
 
     assert gradcheck(total, (logits.requires_grad_(True), values.requires_grad_(True)))
 
@@ -133,10 +134,10 @@ def test_the_whole_loss(changes, shift):
 @pytest.mark.parametrize("shift", [0.0, 0.4])
 def test_the_kl_term_of_the_whole_loss(kind, shift):
     """What kl_in loss adds is kl_coef x ratio x log(pi / ref) x the slope of the log-prob, at each token."""
-    experience, logits, values = a_judgement(shift)
-    point = logits.requires_grad_(True)
+    experience, logits, _ = a_judgement(shift)
+    point, told = logits.requires_grad_(True), experience.of(MICRO)
     with_kl, without = (
-        torch.autograd.grad(losses(experience, MICRO, point, values, None, chosen).policy.sum(), point)[0]
+        torch.autograd.grad(policy_losses(told, point, None, experience.kl_coef, chosen).loss.sum(), point)[0]
         for chosen in (settings(kl_in="loss", kl_estimator=kind), settings())
     )
     now = formulas.token_logprobs(logits, TARGETS, 0.7).detach()
@@ -149,7 +150,8 @@ def test_the_kl_term_of_the_whole_loss(kind, shift):
 
 def test_what_is_only_measured_carries_no_gradient():
     experience, logits, values = a_judgement(0.1)
-    parts = losses(experience, MICRO, logits.requires_grad_(True), values.requires_grad_(True), None, settings())
-    assert not parts.ratio.requires_grad and not any(gauge.requires_grad for gauge in parts.gauges.values())
-    assert torch.autograd.grad(parts.policy.sum(), values, allow_unused=True, retain_graph=True)[0] is None
-    assert torch.autograd.grad(parts.value.sum(), logits, allow_unused=True)[0] is None
+    told = experience.of(MICRO)
+    parts = policy_losses(told, logits.requires_grad_(True), None, experience.kl_coef, settings())
+    errors, gauges = value_losses(told, values.requires_grad_(True), settings())
+    assert parts.loss.requires_grad and errors.requires_grad
+    assert not any(gauge.requires_grad for gauge in (parts.gauges | gauges).values())

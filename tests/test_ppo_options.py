@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -59,20 +60,28 @@ def test_num_samples_per_prompt_gives_neighbours_of_their_own():
 
 
 def test_micro_batch_tokens_bounds_the_forward_passes(monkeypatch):
-    seen, plain = [], type(tiny.causal()).forward
+    seen, body = [], type(tiny.causal().model)
+    plain = body.forward
 
+    @wraps(plain)
     def spy(model, input_ids, use_cache=False, **others):
         seen.extend([] if use_cache else [input_ids.shape])  # with a cache it generates
         return plain(model, input_ids=input_ids, use_cache=use_cache, **others)
 
-    monkeypatch.setattr(type(tiny.causal()), "forward", spy)
-    for tokens in ("auto", 12):
+    monkeypatch.setattr(body, "forward", spy)
+    for tokens, packing in (("auto", False), (12, False), (12, True)):
         seen.clear()
-        trainer = tiny.trainer(micro_batch_tokens=tokens, num_ppo_epochs=2)
-        trainer.step(tiny.prompts())
-        assert len(seen) == 4 * len(trainer.experience.plan[0]), "judge: policy and reference; two epochs"
-        assert all(rows <= 4 for rows, _ in seen)
+        trainer = tiny.trainer(micro_batch_tokens=tokens, num_ppo_epochs=2, packing=packing, response_length=3)
+        seen.clear()  # packing is tried at the start
+        judged = trainer.judge(trainer.generate(tiny.prompts()), torch.zeros(8))
+        trainer.update(judged)
+        plan = judged.plan[0]
+        assert len(seen) == 7 * len(plan), "judge: policy, value and reference; two models in two epochs"
+        assert all(len(rows) <= 4 for rows in plan)
         assert all(rows * width <= 12 or rows == 1 for rows, width in seen) is (tokens == 12)
+        if packing:
+            assert {rows for rows, _ in seen} == {1} and max(width for _, width in seen) <= 12
+            assert max(len(rows) for rows in plan) > 1
 
 
 def test_local_rollout_forward_batch_size_bounds_generation():

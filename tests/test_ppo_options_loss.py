@@ -9,7 +9,8 @@ import torch
 
 from rlhf_cli.models import reading
 from rlhf_cli.ppo import PPOSettings, Rollout, formulas
-from rlhf_cli.ppo.losses import losses
+from rlhf_cli.ppo.losses import policy_losses
+from rlhf_cli.ppo.passes import Passes
 
 
 def surrogate(ratio: float, advantage: float, **options):
@@ -85,8 +86,8 @@ def test_entropy_gradient_on_three_tokens():
     made = tiny.experience(rows, logprobs=old)  # no advantage, so no other gradient
     point = logits.clone().requires_grad_(True)
     settings = PPOSettings(total_episodes=64, temperature=temperature, entropy_coef=0.25)
-    parts = losses(made, rows.micro_batch(torch.arange(1)), point, torch.zeros(2), None, settings)
-    (found,) = torch.autograd.grad(parts.policy.sum(), point)
+    parts = policy_losses(made.of(rows.micro_batch(torch.arange(1))), point, None, made.kl_coef, settings)
+    (found,) = torch.autograd.grad(parts.loss.sum(), point)
     for row in range(2):
         weights = [math.exp(x / temperature) for x in logits[row].tolist()]
         p = [w / sum(weights) for w in weights]
@@ -102,8 +103,9 @@ def test_entropy_coef_keeps_the_policy_broad():
     for coef in (0.0, 1.0):
         made, judged = tiny.judged(entropy_coef=coef, **quiet)
         before = made.update(replace(judged, advantages=torch.zeros_like(judged.advantages)))["policy/entropy_avg"]
-        found = made._losses(judged, judged.rollout.micro_batch(torch.arange(4))).gauges["policy/entropy_avg"]
-        after[coef] = float(found.mean())
+        micro = judged.rollout.micro_batch(torch.arange(4))
+        log_probs = formulas.log_probs(reading.response_logits(made.policy, micro), made.settings.temperature)
+        after[coef] = float(formulas.entropy(log_probs.detach()).mean())
     start = tiny.one_step(learning_rate=0.0)[1]["policy/entropy_avg"]
     assert after[0.0] == pytest.approx(start, rel=1e-5) and after[1.0] > before > 1.1 * start
 
@@ -113,7 +115,7 @@ def test_a_token_the_model_rules_out_leaves_the_gradient_finite(what):
     """Some models give padding rows of their vocabulary a logit of -inf; 0 log 0 is 0, and so is its slope."""
     logits = torch.tensor([[0.5, 0.0, -math.inf]], requires_grad=True)
     if what == "entropy":
-        found = formulas.token_entropy(logits, 1.0)
+        found = formulas.entropy(formulas.log_probs(logits, 1.0))
     else:
         found = formulas.kl_full(logits, torch.tensor([[0.0, 0.0, -math.inf]]), 1.0)
     (slope,) = torch.autograd.grad(found.sum(), logits)
@@ -128,16 +130,15 @@ PTX = [([5, 6], [7, 8, 2]), ([9], [10, 2]), ([4, 11, 12], [3, 3, 5, 6, 2]), ([13
 
 def drawn(monkeypatch) -> list:
     """The ptx rows of each forward pass as they are read: (ids, number of targets), row by row."""
-    seen, plain = [], reading.response_logits
+    seen, plain = [], Passes.backward_ptx
 
-    def spy(model, micro):
-        if torch.is_grad_enabled():
-            for place in range(len(micro.rows)):
-                count = int((micro.row == place).sum())
-                seen.append((tuple(micro.ids[place, : micro.lengths[place]].tolist()), count))
-        return plain(model, micro)
+    def spy(passes, micro, share):
+        for place in range(len(micro.rows)):
+            count = int((micro.row == place).sum())
+            seen.append((tuple(micro.ids[place, : micro.lengths[place]].tolist()), count))
+        return plain(passes, micro, share)
 
-    monkeypatch.setattr(reading, "response_logits", spy)
+    monkeypatch.setattr(Passes, "backward_ptx", spy)
     return seen
 
 

@@ -8,6 +8,7 @@ import torch
 
 from rlhf_cli.ppo import HFEngine, Prompts
 from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.replay.naive.responses import exponential
 
 
 def ask(prompts: Prompts, length: int = 8, step: int = 0) -> Prompts:
@@ -26,11 +27,11 @@ def test_agrees_with_a_plain_loop(family):
     prompts, how = ask(tiny.prompts(6)), engine(family, temperature=0.8)
     rollout = how.generate(prompts)
     for row in range(6):
-        ids, draw = rollout.prompt_tokens(row), torch.Generator().manual_seed(prompts.seeds[row])
+        ids = rollout.prompt_tokens(row)
         written: list[int] = []
         while len(written) < 8 and tiny.EOS not in written:
             logits = how.model(input_ids=torch.tensor([ids + written])).logits[0, -1] / 0.8
-            noise = -torch.empty(tiny.VOCABULARY).exponential_(generator=draw).log()
+            noise = -exponential(prompts.seeds[row], len(written), tiny.VOCABULARY).log()
             written.append(int((logits + noise).argmax()))
         assert rollout.response_tokens(row) == written
         assert bool(rollout.ended[row]) is (tiny.EOS in written)

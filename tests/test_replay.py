@@ -166,6 +166,9 @@ NO_NUMBERS = [
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "micro_batch_tokens",
+    "packing",
+    "logits_at_a_time",
+    "optim",
     "local_rollout_forward_batch_size",
     "num_samples_per_prompt",
     "num_sample_generations",
@@ -318,7 +321,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "value of another token": (
         "values",
         {},
-        at(reading, "response_values", lambda values: lambda model, micro: values(model, micro).roll(-1)),
+        at(reading, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
     ),
     "no clipping of the ratio": (
         "loss/policy_avg, each step",
@@ -338,7 +341,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "entropy as a cost": (
         "policy/grad_norm, each step",
         {"entropy_coef": 0.1, "num_ppo_epochs": 1},
-        at(formulas, "token_entropy", lambda entropy: lambda z, t: 2 * entropy(z, t).detach() - entropy(z, t)),
+        at(formulas, "entropy", lambda entropy: lambda x: 2 * entropy(x).detach() - entropy(x)),
     ),
     "gradient through the ratio of the KL": (
         "policy/grad_norm, each step",
@@ -352,7 +355,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     ),
     "penalty for those that ended": (
         "scores",
-        {},
+        {"response_length": 3},
         at(scoring, "penalised", lambda penalised: lambda scores, *rest: 2 * scores - penalised(scores, *rest)),
     ),
     "controller the wrong way": (
@@ -414,7 +417,9 @@ def test_what_rounding_alone_decides_is_set_aside() -> None:
     same = {"gamma": 1.0, "lam": 1.0, "score_clip": 1e-3, "stop_token": "none", "head": True, "steps": 0}
     by_kl = {"kl_in": "loss", "kl_estimator": "k2", "kl_coef": 0.3, "vf_coef": 0.0}
     for changes, more in (by_kl, set()), ({"kl_coef": 0.0, "vf_coef": 0.0}, {"policy weights, change"}):
-        found = by_name(replayed(made(**same, **changes)))
+        trainer = made(**same, **changes)
+        trainer.rewards = {"words": FunctionReward("words", length, Words())}  # above score_clip, each of them
+        found = by_name(replayed(trainer))
         alone = {name for name, quantity in found.items() if quantity.float64 is None}
         assert alone >= {"val/explained_variance", "policy/clipfrac_avg", "policy/clipfrac_avg, each step", *more}
         assert ("policy weights, change" in alone) is bool(more)

@@ -126,7 +126,7 @@ def experience(rows: Rollout, kl_coef: float = 0.05, **fields: torch.Tensor) -> 
     tensors = {name: fields.get(name, nothing) for name in names}
     scores = torch.zeros(len(rows))
     scored = Scored({}, {}, scores, Moments(), scores)
-    return Experience(rows, ((torch.arange(len(rows)),),), scored, kl_coef, **tensors)
+    return Experience(rows, ((torch.arange(len(rows)),),), False, scored, kl_coef, **tensors)
 
 
 def gradient(made: PPOTrainer, judged: Experience) -> torch.Tensor:

@@ -7,11 +7,13 @@ reach it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_cli.models import packing
 from rlhf_cli.ppo.records import MicroBatch, Rollout, micro_batches
 
 
@@ -33,59 +35,60 @@ class ValueHead(nn.Module):
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-@contextmanager
-def _head_on(model: Any, row: Tensor, column: Tensor) -> Iterator[list[Tensor]]:
-    """Within, the output head sees only the hidden states at (row, column): (1, N, H) in place of (n, L, H).
+def response_hidden(model: Any, micro: MicroBatch) -> Tensor:
+    """The hidden states (N, H) that a causal model's head makes the logits of each response token from."""
+    return packing.hidden_at(model.get_decoder(), micro.ids, micro.lengths, micro.row, micro.column)
 
-    Every family's own extras around the head (soft-capping, scaling) stay in force, and no logits are made that nobody
-    needs. Yields a list that receives those hidden states (N, H).
+
+def head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Logits (N, V) of hidden states (N, H).
+
+    By the model's own forward, whose decoder is given its answer: so each family's extras around the head (scaling,
+    soft-capping) stay in force.
     """
-    seen: list[Tensor] = []
-
-    def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        seen.append(inputs[0][row, column])
-        return (seen[0][None], *inputs[1:])
-
-    handle = model.get_output_embeddings().register_forward_pre_hook(select)
+    decoder = model.get_decoder()
+    decoder.forward = lambda *_, **__: _Given(hidden[None])  # in front of the class's own
     try:
-        yield seen
+        nothing = torch.empty(1, 0, dtype=torch.int64, device=hidden.device)
+        return model(input_ids=nothing, use_cache=False).logits[0]
     finally:
-        handle.remove()
+        del decoder.forward
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A decoder's output that has hidden states and nothing else."""
+
+    last_hidden_state: Tensor
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        """Families ask for outputs of their own, to hand them on."""
 
 
 def response_logits(model: Any, micro: MicroBatch) -> Tensor:
     """Logits (N, V) that predict each response token of the micro-batch."""
-    with _head_on(model, micro.row, micro.column):
-        return model(input_ids=micro.ids, use_cache=False).logits[0]
+    return head_logits(model, response_hidden(model, micro))
 
 
-def policy_and_value(
-    policy: Any, value: nn.Module, micro: MicroBatch, *, learn_policy: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Logits (N, V) and values (N,); one forward pass where the value model is a head on the policy.
-
-    Without `learn_policy` no gradient goes into the policy.
-    """
-    learns = learn_policy and torch.is_grad_enabled()
-    with torch.set_grad_enabled(learns), _head_on(policy, micro.row, micro.column) as seen:
-        logits = policy(input_ids=micro.ids, use_cache=False).logits[0]
-    return logits, value(seen[0]) if isinstance(value, ValueHead) else response_values(value, micro)
-
-
-def _scores_at(model: Any, ids: Tensor, row: Tensor, column: Tensor) -> Tensor:
+def _scores_at(model: Any, micro: MicroBatch, row: Tensor, column: Tensor) -> Tensor:
     """Scores (N,), float32 or wider, at the given places of ids (n, L), on the scale of config.reward_mean and
     reward_std where set.
     """
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    with torch.autocast(ids.device.type, enabled=False):  # a score rounded to bfloat16 would lose two digits
-        raw = model.score(hidden[row, column].to(model.score.weight.dtype))[:, 0]
+    hidden = packing.hidden_at(model.base_model, micro.ids, micro.lengths, row, column)
+    with torch.autocast(micro.ids.device.type, enabled=False):  # a score rounded to bfloat16 would lose two digits
+        raw = model.score(hidden.to(model.score.weight.dtype))[:, 0]
     raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
     return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
 
 
-def response_values(model: nn.Module, micro: MicroBatch) -> Tensor:
-    """Values (N,) before each response token, from a one-label sequence classifier."""
-    return _scores_at(model, micro.ids, micro.row, micro.column)
+def response_values(model: nn.Module, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+    """Values (N,) before each response token: of a one-label sequence classifier, or of a head on the policy, whose
+    `hidden` states (N, H) it reads.
+    """
+    return model(hidden) if isinstance(model, ValueHead) else _scores_at(model, micro, micro.row, micro.column)
 
 
 def final_scores(model: Any, micro: MicroBatch) -> Tensor:
@@ -99,7 +102,7 @@ def final_scores(model: Any, micro: MicroBatch) -> Tensor:
     if model.config.pad_token_id is not None:
         counts &= micro.ids != model.config.pad_token_id
     last = torch.where(counts, places, 0).amax(1)
-    return _scores_at(model, micro.ids, torch.arange(len(micro.rows), device=micro.ids.device), last)
+    return _scores_at(model, micro, torch.arange(len(micro.rows), device=micro.ids.device), last)
 
 
 @torch.no_grad()

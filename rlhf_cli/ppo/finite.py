@@ -39,5 +39,5 @@ def check_loss(loss: Tensor, micro: MicroBatch, step: int) -> None:
 def check_weights(models: Mapping[str, nn.Module], step: int) -> None:
     """Raises NotFinite for a model that an optimizer step has blown up, so that it is never saved."""
     for name, model in models.items():
-        if not all(torch.isfinite(p).all() for p in model.parameters() if p.requires_grad):
+        if not torch.isfinite(torch.nn.utils.get_total_norm(p for p in model.parameters() if p.requires_grad)):
             raise NotFinite(step, f"a weight of the {name} model", None, "lower ppo.learning_rate")

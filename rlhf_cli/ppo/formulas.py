@@ -25,16 +25,25 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
     return wide if temperature == 1.0 else wide / temperature
 
 
+def log_probs(logits: Tensor, temperature: float) -> Tensor:
+    """Log of the full softmax of logits (..., V) / temperature."""
+    return torch.log_softmax(scaled(logits, temperature), -1)
+
+
+def picked(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probability (...) of `ids` (...) under log-probs (..., V)."""
+    return log_probs.gather(-1, ids[..., None])[..., 0]
+
+
 def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """Log-probability (...) of `ids` (...) under the full softmax of z = logits / temperature: z_i - logsumexp(z)."""
-    z = scaled(logits, temperature)
-    return z.gather(-1, ids[..., None])[..., 0] - torch.logsumexp(z, -1)
+    return picked(log_probs(logits, temperature), ids)
 
 
-def token_entropy(logits: Tensor, temperature: float) -> Tensor:
-    """Entropy (...) of the softmax of logits (..., V) / temperature in nats: -sum_i p_i log p_i."""
-    logp = torch.log_softmax(scaled(logits, temperature), -1)
-    return -(logp.exp() * torch.where(logp > -torch.inf, logp, 0)).sum(-1)
+def entropy(log_probs: Tensor) -> Tensor:
+    """Entropy (...) of log-probs (..., V) in nats: -sum_i p_i log p_i."""
+    finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # 0 log 0 is 0, and so is its slope
+    return -(log_probs.exp() * finite).sum(-1)
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -79,7 +88,7 @@ def kl_tokens(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 def kl_full(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
     """Exact KL(pi || ref) = sum_v pi(v) (log pi(v) - log ref(v)) at each position; logits (..., V) -> (...)."""
-    logp, ref = (torch.log_softmax(scaled(x, temperature), -1) for x in (logits, ref_logits))
+    logp, ref = log_probs(logits, temperature), log_probs(ref_logits, temperature)
     # 0 log 0 is 0; picked before the product, or the gradient would be 0 * inf
     return (logp.exp() * torch.where(logp > -torch.inf, logp - ref, 0)).sum(-1)
 

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, from what the models say of its N response tokens."""
+"""The losses of N response tokens, from what the models say of them."""
 
 from dataclasses import dataclass
 
@@ -6,63 +6,52 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.ppo import formulas
-from rlhf_cli.ppo.records import Experience, MicroBatch
+from rlhf_cli.ppo.records import Told
 from rlhf_cli.ppo.settings import PPOSettings
+
+Gauges = dict[str, Tensor]  # metric -> what it is the mean of, (N,)
 
 
 @dataclass(frozen=True)
-class Losses:
+class PolicyLosses:
     """Everything at each token, (N,)."""
 
-    policy: Tensor  # the clipped surrogate, the KL term of kl_in loss and the entropy bonus; with gradient
-    value: Tensor  # with gradient
-    ratio: Tensor
-    gauges: dict[str, Tensor]  # metric -> what it is the mean of
+    loss: Tensor  # the clipped surrogate, the KL term of kl_in loss and the entropy bonus; with gradient
+    gauges: Gauges
 
 
-def losses(
-    experience: Experience,
-    micro: MicroBatch,
-    logits: Tensor,
-    values: Tensor,
-    ref_logits: Tensor | None,
-    settings: PPOSettings,
-) -> Losses:
-    """`logits` (N, V) and `values` (N,) of the models as they are now; `ref_logits` (N, V) for kl_estimator full."""
-    old, ref, advantages, old_values, returns = (
-        x[micro.cells]
-        for x in (
-            experience.logprobs,
-            experience.ref_logprobs,
-            experience.advantages,
-            experience.values,
-            experience.returns,
-        )
-    )
-    logprobs = formulas.token_logprobs(logits, micro.targets, settings.temperature)
+def policy_losses(
+    told: Told, logits: Tensor, ref_logits: Tensor | None, kl_coef: float, settings: PPOSettings
+) -> PolicyLosses:
+    """`logits` (N, V) of the policy as it is now; the reference's `ref_logits` (N, V) for kl_estimator full."""
+    log_probs = formulas.log_probs(logits, settings.temperature)
+    logprobs = formulas.picked(log_probs, told.ids)
     surrogate, ratio, clipped = formulas.policy_loss(
-        logprobs, old, advantages, settings.cliprange, settings.cliprange_high, settings.dual_clip
+        logprobs, told.logprobs, told.advantages, settings.cliprange, settings.cliprange_high, settings.dual_clip
     )
-    error, value_clipped = formulas.value_loss(values, old_values, returns, settings.cliprange_value)
     with torch.set_grad_enabled(settings.entropy_coef > 0 and torch.is_grad_enabled()):
-        entropy = formulas.token_entropy(logits, settings.temperature)
-    policy = surrogate
+        entropy = formulas.entropy(log_probs)
+    loss = surrogate
     if settings.entropy_coef:
-        policy = policy - settings.entropy_coef * entropy
+        loss = loss - settings.entropy_coef * entropy
     if settings.kl_in == "loss":
         if ref_logits is not None:
             kl = formulas.kl_full(logits, ref_logits, settings.temperature)
         else:
-            kl = formulas.kl_loss_tokens(logprobs, old, ref, settings.kl_estimator)
-        policy = policy + experience.kl_coef * kl
+            kl = formulas.kl_loss_tokens(logprobs, told.logprobs, told.ref_logprobs, settings.kl_estimator)
+        loss = loss + kl_coef * kl
     gauges = {
         "loss/policy_avg": surrogate,
-        "loss/value_avg": error,
         "policy/clipfrac_avg": clipped.float(),
         "policy/entropy_avg": entropy,
-        "policy/approxkl_avg": formulas.approx_kl(logprobs, old),
-        "policy/policykl": old - logprobs,
+        "policy/approxkl_avg": formulas.approx_kl(logprobs, told.logprobs),
+        "policy/policykl": told.logprobs - logprobs,
         "val/ratio": ratio,
-        "val/clipfrac_avg": value_clipped.float(),
     }
-    return Losses(policy, error, ratio.detach(), {name: gauge.detach() for name, gauge in gauges.items()})
+    return PolicyLosses(loss, {name: gauge.detach() for name, gauge in gauges.items()})
+
+
+def value_losses(told: Told, values: Tensor, settings: PPOSettings) -> tuple[Tensor, Gauges]:
+    """The loss (N,), with gradient, of `values` (N,) of the value model as it is now."""
+    error, clipped = formulas.value_loss(values, told.values, told.returns, settings.cliprange_value)
+    return error, {"loss/value_avg": error.detach(), "val/clipfrac_avg": clipped.float()}

@@ -32,7 +32,7 @@ def objective(experience: Experience, *, in_reward: bool) -> Stats:
         "val/num_eos_tokens": int(rollout.ended.sum()),
         "val/explained_variance": float(formulas.explained_variance(experience.values, experience.returns, mask)),
         "tokens/real": int(rollout.mask.sum()),
-        "tokens/padded": experience.padded_tokens,
+        "tokens/padded": experience.tokens_read,
     }
 
 

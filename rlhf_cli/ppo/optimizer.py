@@ -23,7 +23,8 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Ad
             if params:
                 groups.append({"params": params, "lr": lr, "weight_decay": decay, "name": name + suffix})
     betas = (settings.adam_beta1, settings.adam_beta2)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon)
+    fused = settings.optim == "adamw_torch_fused"
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon, fused=fused)
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: PPOSettings, updates: int) -> LRScheduler:

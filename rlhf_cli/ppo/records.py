@@ -5,7 +5,7 @@ Masks are bool, True = counts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -174,19 +174,24 @@ class Rollout:
         return MicroBatch(rows, ids, lengths, row, column, step, self.ids[rows[row], self.prompt_width + step])
 
 
-def micro_batches(lengths: Tensor, rows: Tensor, *, max_rows: int, max_tokens: int | None = None) -> list[Tensor]:
+def micro_batches(
+    lengths: Tensor, rows: Tensor, *, max_rows: int, max_tokens: int | None = None, packed: bool = False
+) -> list[Tensor]:
     """Split `rows` (n,) into micro-batches of rows of like length, longest first.
 
-    Each holds at most `max_rows` rows and, padding included, `max_tokens` tokens (a longer single row stands alone).
+    Each holds at most `max_rows` rows and `max_tokens` tokens, padding included where the rows are not packed (a longer
+    single row stands alone).
     """
     batches: list[list[int]] = []
-    widest, tokens = 0, lengths.tolist()
-    for row in sorted(rows.tolist(), key=lambda r: (-tokens[r], r)):
+    held, real = 0, lengths.tolist()
+    for row in sorted(rows.tolist(), key=lambda r: (-real[r], r)):
+        more = real[row] if packed or not batches else real[batches[-1][0]]
         full = not batches or len(batches[-1]) >= max_rows
-        if full or (max_tokens is not None and (len(batches[-1]) + 1) * widest > max_tokens):
+        if full or (max_tokens is not None and held + more > max_tokens):
             batches.append([])
-            widest = tokens[row]
+            held, more = 0, real[row]
         batches[-1].append(row)
+        held += more
     return [torch.tensor(batch, dtype=torch.int64, device=rows.device) for batch in batches]
 
 
@@ -215,11 +220,27 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What an experience holds of N response tokens, each (N,)."""
+
+    ids: Tensor  # int64: the tokens themselves
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+    def __getitem__(self, part: slice) -> "Told":
+        return Told(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
+
+
+@dataclass(frozen=True)
 class Experience:
     """A rollout, judged: everything the update needs, fixed before it starts."""
 
     rollout: Rollout
     plan: tuple[tuple[Tensor, ...], ...]  # epoch 1: minibatches of micro-batches of rows, the ones the judge ran on
+    packed: bool  # whether their rows are laid end to end
     scored: Scored
     kl_coef: float  # in force for this update
     logprobs: Tensor  # (B, R) float32: the policy's, at the sampling temperature
@@ -238,7 +259,14 @@ class Experience:
     def scores(self) -> Tensor:
         return self.scored.placed
 
+    def of(self, micro: MicroBatch) -> Told:
+        """What it holds of a micro-batch's response tokens."""
+        names = ("logprobs", "ref_logprobs", "values", "advantages", "returns")
+        return Told(micro.targets, **{name: getattr(self, name)[micro.cells] for name in names})
+
     @property
-    def padded_tokens(self) -> int:
-        """Positions, padding included, of one pass over the plan."""
+    def tokens_read(self) -> int:
+        """Positions that a model reads in one pass over the plan: with padding, unless the rows are packed."""
+        if self.packed:
+            return int(self.rollout.mask.sum())
         return sum(len(rows) * int(self.rollout.lengths[rows].max()) for rows in chain.from_iterable(self.plan))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import reading
+from rlhf_cli.models import packing, reading
 from rlhf_cli.ppo.records import Opinions, Rollout
 
 TextReward = Callable[[list[str], list[str]], Sequence[float]]
@@ -31,12 +31,17 @@ class RewardSource(Protocol):
 class ModelReward:
     """A one-label sequence classifier that shares the policy's tokenizer:
 
-    it reads the rollout's own ids, at the last real token.
+    it reads the rollout's own ids, at the last real token. `packed`: its rows end to end, where the model can
+    (models/packing.py).
     """
 
     model: Any
     max_rows: int = 64
     max_tokens: int | None = None
+    packed: bool = True
+
+    def __post_init__(self) -> None:
+        self.packed = self.packed and packing.enable([self.model])
 
     def __call__(self, rollout: Rollout) -> Tensor:
         return reading.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo import formulas, noise
 from rlhf_cli.ppo.records import Prompts, Rollout
 
 
@@ -26,13 +26,14 @@ class RolloutEngine(Protocol):
 
 @dataclass
 class HFEngine:
-    """Samples with a transformers causal model, all rows together, finished rows dropped as they end.
+    """Samples with a transformers causal model, all rows together.
 
-    Draws by the Gumbel trick: noise of the row's own generator is added to logits / temperature and the largest taken,
-    so that which
-    rows share a batch changes no draw (but where float noise decides a near-tie). No top-k, top-p or repetition
-    penalty: the
+    Noise of the row's own is added to logits / temperature and the largest taken (ppo/noise.py), so that which rows
+    share a batch changes no draw (but where float noise decides a near-tie). No top-k, top-p or repetition penalty: the
     log-probs that PPO trains on are those of the full softmax.
+
+    `thrifty`: a prompt that stands in several neighbouring rows is read once for all of them, and rows that have ended
+    are dropped from the batch.
     """
 
     model: Any
@@ -41,6 +42,7 @@ class HFEngine:
     temperature: float = 1.0
     batch_size: int | None = None  # rows at a time; None = all
     bf16: bool = False  # forward passes under bfloat16 autocast, as those that log-probs are read from
+    thrifty: bool = True
 
     @torch.no_grad()
     def generate(self, prompts: Prompts) -> Rollout:
@@ -66,32 +68,40 @@ class HFEngine:
         first = int(prompts.mask.int().argmax(1).min())  # what is padding in all of these rows costs nothing
         ids, mask = prompts.ids[:, first:].to(device), prompts.mask[:, first:].to(device)
         responses = torch.full((len(prompts), prompts.response_length), self.pad_token_id, device=device)
-        draws = [torch.Generator(device).manual_seed(seed) for seed in prompts.seeds]
         open_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `responses`
         going = torch.ones_like(open_rows, dtype=torch.bool)
-        state = _Decoder(self.model, ids, mask)
+        state = self._read(ids, mask)
+        keys, counters = noise.keys(prompts.seeds, device), noise.counters(state.logits.shape[1], device)
         for step in range(prompts.response_length):
-            scaled = state.logits / self.temperature
-            noise = torch.empty_like(scaled)
-            for row, draw in zip(noise, draws, strict=True):
-                row.exponential_(generator=draw)
-            tokens = (scaled - noise.log_()).argmax(-1)
+            tokens = noise.drawn(state.logits / self.temperature, keys, step, counters)
             responses[open_rows[going], step] = tokens[going]
             if self.stop_token_id is not None:
                 going = going & (tokens != self.stop_token_id)
             if not going.any() or step + 1 == prompts.response_length:
                 break
-            if going.sum() <= 0.8 * len(going):  # shrinking copies the cache, so not for every row that ends
+            if self.thrifty and going.sum() <= 0.8 * len(going):  # shrinking copies the cache: not for every row
                 keep = going.nonzero()[:, 0]
                 state.keep(keep)
-                open_rows, tokens, going = open_rows[keep], tokens[keep], going[keep]
-                draws = [draws[i] for i in keep.tolist()]
+                open_rows, tokens, going, keys = open_rows[keep], tokens[keep], going[keep], keys[keep]
             state.append(tokens)
         return responses
+
+    def _read(self, ids: Tensor, mask: Tensor) -> "_Decoder":
+        """The prompts (b, P), read."""
+        if not self.thrifty:
+            return _Decoder(self.model, ids, mask)
+        new = torch.ones_like(mask[:, 0])
+        new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(1)
+        state = _Decoder(self.model, ids[new], mask[new])
+        if not new.all():
+            state.keep(new.cumsum(0) - 1)
+        return state
 
 
 class _Decoder:
     """Next-token logits (b, V) float32 of a growing batch, with a key-value cache."""
+
+    logits: Tensor
 
     def __init__(self, model: Any, ids: Tensor, mask: Tensor):
         self.model, self.mask = model, mask.long()
@@ -104,6 +114,8 @@ class _Decoder:
         self._forward(tokens[:, None], self.mask.sum(1, keepdim=True) - 1)
 
     def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone, some of them several times."""
+        self.logits = self.logits[rows]
         self.cache.batch_select_indices(rows)
         self.mask = self.mask[rows]
 

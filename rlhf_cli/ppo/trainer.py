@@ -1,9 +1,7 @@
 """PPO's loop: generate -> judge -> update. Knows models and numbers; no disk, no YAML."""
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from itertools import chain, pairwise
 from typing import Any
@@ -17,10 +15,10 @@ from rlhf_cli.models import reading, sharing
 from rlhf_cli.ppo import finite, formulas, metrics, scoring
 from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.advantages import gae
-from rlhf_cli.ppo.losses import Losses, losses
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.records import Experience, MicroBatch, Opinions, Prompts, Rollout, Scored, micro_batches
+from rlhf_cli.ppo.passes import Learned, Passes
+from rlhf_cli.ppo.records import Experience, Opinions, Prompts, Rollout, Scored, micro_batches
 from rlhf_cli.ppo.rewards import RewardSource
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.seeds import derive
@@ -69,6 +67,7 @@ class PPOTrainer:
             reading.disable_dropout(model)
         if settings.num_shared_layers:
             sharing.share_layers(policy, ref, settings.num_shared_layers)
+        self.passes = Passes(policy, ref, value, settings)
         if settings.gradient_checkpointing:
             reading.checkpoint_activations(policy)
             if not isinstance(value, reading.ValueHead):
@@ -138,7 +137,7 @@ class PPOTrainer:
         if settings.advantage_norm == "batch":
             advantages = formulas.masked_whiten(advantages, mask)
         numbers = {**read, "rewards": rewards, "advantages": advantages, "returns": returns}
-        return Experience(rollout, plan, scored, self.kl_coef, **numbers)
+        return Experience(rollout, plan, self.passes.packed, scored, self.kl_coef, **numbers)
 
     def _score(self, rollout: Rollout, given: Tensor | None) -> Scored:
         asked = {name: ask(rollout) for name, ask in self.rewards.items()} if given is None else {"given": given}
@@ -174,25 +173,14 @@ class PPOTrainer:
         settings = self.settings
         tokens = None if settings.micro_batch_tokens == "auto" else settings.micro_batch_tokens
         size = settings.per_device_train_batch_size
-        return tuple(micro_batches(rollout.lengths, rows, max_rows=size, max_tokens=tokens))
+        return tuple(micro_batches(rollout.lengths, rows, max_rows=size, max_tokens=tokens, packed=self.passes.packed))
 
     def _read(self, rollout: Rollout, plan: tuple[Minibatch, ...]) -> dict[str, Tensor]:
         """What the models say of each response token, (B, R) each, 0 elsewhere; on the update's own micro-batches."""
-        temperature, kind = self.settings.temperature, self.settings.kl_estimator
         read: dict[str, Tensor] = {}
         for rows in chain.from_iterable(plan):
             micro = rollout.micro_batch(rows)
-            with self._autocast():
-                logits, values = reading.policy_and_value(self.policy, self.value, micro)
-                ref_logits = reading.response_logits(self.ref, micro)
-            logprobs = formulas.token_logprobs(logits, micro.targets, temperature)
-            ref_logprobs = formulas.token_logprobs(ref_logits, micro.targets, temperature)
-            if kind == "full":
-                kl = formulas.kl_full(logits, ref_logits, temperature)
-            else:
-                kl = formulas.kl_tokens(logprobs, ref_logprobs, kind)
-            found = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values, "kl": kl}
-            for name, flat in found.items():
+            for name, flat in self.passes.read(micro).items():
                 read.setdefault(name, flat.new_zeros(rollout.response_mask.shape))[micro.cells] = flat
         return read
 
@@ -237,36 +225,23 @@ class PPOTrainer:
     def _learn(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
-        totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=experience.mask.device))
-        error = torch.zeros((), device=experience.mask.device)
-        found: list[tuple[MicroBatch, Tensor]] = []
         self.optimizer.zero_grad(set_to_none=True)
         with reading.recomputing(self.policy, self.value):
-            for rows in minibatch:
-                micro = experience.rollout.micro_batch(rows)
-                parts = self._losses(experience, micro)
-                loss = parts.policy + self.settings.vf_coef * parts.value
-                (loss.sum() / tokens).backward()
-                found.append((micro, loss.detach()))
-                error = torch.maximum(error, (parts.ratio - 1).abs().max())
-                for name, gauge in parts.gauges.items():
-                    totals[name] += gauge.sum()
+            found = [self._backward(experience, rows, 1 / tokens) for rows in minibatch]
             ptx = self._learn_ptx(minibatch, epoch)
-        stats = {name: float(total) / tokens for name, total in totals.items()} | ptx
+        gauges = {name: sum(learned.gauges[name].sum() for learned in found) for name in found[0].gauges}
+        stats = {name: float(total) / tokens for name, total in gauges.items()} | ptx
+        error = max(float((learned.gauges["val/ratio"] - 1).abs().max()) for learned in found)
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
         if not skipped:
             stats |= self._optimize(found)
-        return stats | {"ratio_error": float(error), "skipped": float(skipped)}
+        return stats | {"ratio_error": error, "skipped": float(skipped)}
 
-    def _losses(self, experience: Experience, micro: MicroBatch) -> Losses:
-        with self._autocast():
-            logits, values = reading.policy_and_value(self.policy, self.value, micro, learn_policy=self._policy_learns)
-            ref_logits = None
-            if self.settings.kl_in == "loss" and self.settings.kl_estimator == "full":
-                with torch.no_grad():
-                    ref_logits = reading.response_logits(self.ref, micro)
-        return losses(experience, micro, logits, values, ref_logits, self.settings)
+    def _backward(self, experience: Experience, rows: Tensor, share: float) -> Learned:
+        micro = experience.rollout.micro_batch(rows)
+        told, learns = experience.of(micro), self._policy_learns
+        return self.passes.backward(told, micro, experience.kl_coef, share, learn_policy=learns)
 
     @property
     def _policy_learns(self) -> bool:
@@ -281,18 +256,13 @@ class PPOTrainer:
         rows = Rollout.from_lists(*zip(*chosen, strict=True)).to(self.policy.device)
         tokens, total = int(rows.response_mask.sum()), 0.0
         for part in self._split(rows, torch.arange(len(rows), device=rows.ids.device)):
-            micro = rows.micro_batch(part)
-            with self._autocast():
-                logits = reading.response_logits(self.policy, micro)
-            loss = -formulas.token_logprobs(logits, micro.targets, 1.0).sum() / tokens
-            (self.settings.ptx_coef * loss).backward()
-            total += float(loss.detach())
+            total += self.passes.backward_ptx(rows.micro_batch(part), 1 / tokens)
         return {"loss/ptx_avg": total}
 
-    def _optimize(self, found: list[tuple[MicroBatch, Tensor]]) -> Stats:
-        """Clip and step; `found` are the losses (N,) of each micro-batch. Raises RLHFError R01 and steps nowhere."""
-        for micro, loss in found:
-            finite.check_loss(loss, micro, self.updates + 1)
+    def _optimize(self, found: list[Learned]) -> Stats:
+        """Clip and step. Raises RLHFError R01, and steps nowhere, where a loss or gradient is not finite."""
+        for learned in found:
+            finite.check_loss(learned.loss, learned.micro, self.updates + 1)
         norms = {
             name: torch.nn.utils.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm)
             for name, model in (("policy", self.policy), ("value", self.value))
@@ -316,6 +286,3 @@ class PPOTrainer:
         for name in ("policy", "value", "optimizer", "scheduler"):
             getattr(self, name).load_state_dict(state[name])
         self.updates, self.kl_coef, self.moments = state["updates"], state["kl_coef"], Moments(**state["moments"])
-
-    def _autocast(self) -> AbstractContextManager:
-        return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16)

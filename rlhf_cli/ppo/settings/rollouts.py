@@ -60,6 +60,20 @@ class RolloutSettings(Settings):
             f"per_device_train_batch_size rows; auto: only the rows bound it. {BENCHMARK}"
         ),
     )
+    packing: bool = Field(
+        True,
+        description=(
+            "Lay the rows of a forward pass of judge or update end to end, so that nothing is computed for padding; "
+            f"models whose attention is not sdpa are padded all the same, which is said. {BENCHMARK}"
+        ),
+    )
+    logits_at_a_time: Annotated[int, Field(ge=1)] | Literal["auto", "all"] = Field(
+        "auto",
+        description=(
+            "Response tokens whose logits judge and update hold at a time; auto: as many as make 1 million logits on a "
+            f"CPU, 134 million on a GPU, at least 64; all: those of a whole micro-batch. {BENCHMARK}"
+        ),
+    )
     local_rollout_forward_batch_size: int | None = Field(
         None,
         ge=1,

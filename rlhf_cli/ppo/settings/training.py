@@ -63,6 +63,9 @@ class TrainingSettings(Settings):
         ),
     )
     weight_decay: float = Field(0.0, ge=0, description=f"AdamW's weight decay; none on biases and norms. {HF}")
+    optim: Literal["adamw_torch_fused", "adamw_torch"] = Field(
+        "adamw_torch_fused", description=f"AdamW as one kernel, or step by step: the same formula. {HF}"
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description=f"AdamW's beta1. {HF}")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description=f"AdamW's beta2. {HF}")
     adam_epsilon: float = Field(1e-8, gt=0, description=f"AdamW's epsilon. {HF}")

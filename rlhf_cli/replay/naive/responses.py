@@ -10,7 +10,7 @@ from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 from rlhf_cli.replay.naive.start import Numbers, Start
 
-# 1. The responses: drawn from softmax(logits / temperature), one generator a row
+# 1. The responses: drawn from softmax(logits / temperature), by numbers keyed by (row, step, token)
 
 
 def length_limit(settings: PPOSettings, seed: int, update: int) -> int:
@@ -25,19 +25,18 @@ def length_limit(settings: PPOSettings, seed: int, update: int) -> int:
 def draws(start: Start, tick: Callable[[], None]) -> Numbers:
     """Each token once more, by the Gumbel trick: argmax_v (z_v / temperature + g_v), g_v = -log E_v, E_v ~ Exp(1).
 
-    Maddison, Tarlow and Minka 2014 (arXiv 1411.0030). E is the next row of V float32 numbers of the row's
-    own generator. z is of the tokens before: of a causal model one pass over the whole row gives it for all of them.
+    Maddison, Tarlow and Minka 2014 (arXiv 1411.0030). z is of the tokens before: of a causal model one pass over the
+    whole row gives it for all of them.
     A token that is not the largest by more than `near_tie` cannot be put down to rounding, nor can a response that goes
     on after a stop token, or breaks off before its limit: `unexplained`.
     """
     limit = length_limit(start.settings, start.seed, start.update)
     best, unexplained = [], 0
     for row in start.rows:
-        generator = torch.Generator(start.policy.device).manual_seed(derive(start.seed, "sample", start.update, row))
-        response = start.responses[row]
-        for token, z in zip(response, response_logits(start, start.policy, row), strict=True):
-            noise = torch.empty(len(z), dtype=torch.float, device=z.device).exponential_(generator=generator)
-            perturbed = z / start.settings.temperature - noise.double().log()
+        seed, response = derive(start.seed, "sample", start.update, row), start.responses[row]
+        for step, z in enumerate(response_logits(start, start.policy, row)):
+            token, noise = response[step], exponential(seed, step, len(z)).to(z.device)
+            perturbed = z / start.settings.temperature - noise.log()
             best.append(float(perturbed.argmax()))
             unexplained += bool(perturbed.max() - perturbed[token] > start.near_tie)
         goes_on = start.stop_token_id in response[:-1]
@@ -45,6 +44,20 @@ def draws(start: Start, tick: Callable[[], None]) -> Numbers:
         unexplained += goes_on or breaks_off
         tick()
     return {"response tokens": best, "response tokens unexplained": [float(unexplained)]}
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Wellons' lowbias32 of unsigned 32-bit numbers, in int64."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) % 2**32
+    return x ^ (x >> 16)
+
+
+def exponential(seed: int, step: int, count: int) -> Tensor:
+    """E_v ~ Exp(1) of a row's tokens, (V,) float64: -log(1 - u_v), u_v of 31 bits of a hash of (seed, step, v)."""
+    low, high = torch.tensor([seed % 2**32]), torch.tensor([seed // 2**32])
+    bits = mixed((mixed(torch.arange(count)) ^ mixed(low ^ mixed(torch.tensor([step])))) + high & 0xFFFFFFFF)
+    return -torch.log1p(-(bits % 2**31 + 0.5) * 2.0**-31)
 
 
 # 2. What the models say, one unpadded row at a time

@@ -119,7 +119,7 @@ def _sources(config: PPOConfig, tokenizer: Any, scorers: _Scorers) -> dict[str, 
     functions = inputs.functions(config)
 
     def model(key: str) -> ModelReward:
-        return ModelReward(scorers.frozen(key), rows)
+        return ModelReward(scorers.frozen(key), rows, packed=config.ppo.packing)
 
     found: dict[str, RewardSource] = {}
     for name, source in config.rewards.items():

@@ -1,0 +1,234 @@
+"""Every fast path of PPO gives the numbers of the plain one, does the less work that it promises, and can be switched
+off by its key: packing, logits_at_a_time, optim, and an engine's `thrifty`.
+"""
+
+from dataclasses import replace
+from functools import wraps
+
+import pytest
+import tiny
+import torch
+
+from rlhf_cli.models import packing, reading
+from rlhf_cli.ppo import HFEngine, Prompts, Rollout, noise
+from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.replay.naive.responses import exponential
+
+PLAIN = {"packing": False, "logits_at_a_time": "all", "optim": "adamw_torch"}
+SDPA = [family for family in tiny.FAMILIES if family != "gemma2"]  # gemma2 caps its attention's scores: eager
+EXACT = {"dtype": torch.float64, "max_grad_norm": 1e9}
+
+
+def gradients(**changes) -> torch.Tensor:
+    return tiny.gradient(*tiny.judged(**changes))
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / one.norm())
+
+
+def test_all_fast_paths_are_on_by_default_and_agree_with_the_plain_ones():
+    made, stats = tiny.one_step(learning_rate=1e-4)
+    plain, wanted = tiny.one_step(learning_rate=1e-4, **PLAIN)
+    assert made.passes.packed and not plain.passes.packed
+    for name in stats.keys() - {"tokens/padded"}:
+        assert stats[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+    for one, other in ((made.policy, plain.policy), (made.value, plain.value)):
+        assert (tiny.weights(one) - tiny.weights(other)).abs().max() <= 0.1 * 1e-4
+
+
+# packing
+
+
+@pytest.mark.parametrize("family", SDPA)
+def test_packed_rows_give_the_gradient_of_padded_ones(family):
+    assert apart(gradients(family=family, **EXACT), gradients(family=family, packing=False, **EXACT)) <= 1e-12
+    assert apart(gradients(family=family), gradients(family=family, packing=False)) <= 1e-5
+
+
+def test_packed_rows_stay_apart_for_a_head_on_the_policy_and_with_recomputed_activations():
+    for changes in ({"head": True}, {"gradient_checkpointing": True}, {"kl_in": "loss", "kl_estimator": "full"}):
+        assert apart(gradients(**changes, **EXACT), gradients(packing=False, **changes, **EXACT)) <= 1e-12
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_mini_batches": 2}, {"logits_at_a_time": 2}, {"head": True}])
+def test_the_first_ratio_is_exactly_one(changes):
+    made = tiny.trainer(per_device_train_batch_size=2, gradient_accumulation_steps=4, **changes)
+    assert made.passes.packed and made.step(tiny.prompts())["policy/first_ratio_error"] == 0.0
+
+
+def test_no_padding_goes_through_the_models(monkeypatch):
+    body, seen = type(tiny.causal().model), []
+    plain = body.forward
+
+    @wraps(plain)
+    def spy(model, input_ids, use_cache=False, **others):
+        seen.append(input_ids.numel())
+        return plain(model, input_ids=input_ids, use_cache=use_cache, **others)
+
+    monkeypatch.setattr(body, "forward", spy)
+    for packed in (True, False):
+        made = tiny.trainer(packing=packed)
+        seen.clear()
+        judged = made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+        real = int(tiny.rollout().mask.sum())
+        assert (sum(seen) == 3 * real) is packed, "policy, value and reference"
+        assert sum(seen) == 3 * judged.tokens_read
+        assert made.update(judged)["tokens/padded"] == judged.tokens_read
+
+
+def test_a_window_narrower_than_a_row_is_kept():
+    """Mistral here sees 4 tokens back; a row of 9 beside others must not see more."""
+    model, rows = tiny.causal("mistral"), Rollout.from_lists([[5, 6, 7, 3], [8]], [[3, 4, 9, 7, 2], [9, 2]])
+    micro = rows.micro_batch(torch.arange(2))
+    wanted = reading.response_logits(model, micro)
+    wide = reading.response_logits(tiny.causal("mistral", sliding_window=64), micro)
+    assert packing.enable([model])
+    torch.testing.assert_close(reading.response_logits(model, micro), wanted, atol=1e-5, rtol=1e-5)
+    assert (wide - wanted).abs().max() > 1e-2
+
+
+def test_a_model_without_sdpa_attention_is_padded():
+    made = tiny.trainer(family="gemma2", policy_seed=3)
+    assert not made.passes.packed and made.policy.config._attn_implementation == "eager"
+    assert made.step(tiny.prompts())["policy/first_ratio_error"] == 0.0
+
+
+def test_a_model_that_mixes_rows_up_is_found_out_and_padded(monkeypatch):
+    """A family that would not hand our mask on: tokens of all rows see one another."""
+
+    def careless(module, query, key, value, attention_mask, **how):
+        return packing.sdpa_attention_forward(module, query, key, value, None, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(packing.AttentionInterface._global_mapping, packing.NAME, careless)
+        made = tiny.trainer()
+    assert not made.passes.packed
+    assert {m.config._attn_implementation for m in (made.policy, made.ref, made.value)} == {"sdpa"}
+
+
+def test_packing_is_not_saved(tmp_path):
+    made = tiny.trainer()
+    made.policy.save_pretrained(tmp_path)
+    assert packing.NAME not in (tmp_path / "config.json").read_text()
+
+
+# logits_at_a_time
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, "auto"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"head": True}, {"entropy_coef": 0.3}, {"kl_in": "loss", "kl_estimator": "k3"}]
+)
+def test_the_gradient_does_not_depend_on_how_many_logits_are_held(size, changes):
+    found = gradients(logits_at_a_time=size, **changes, **EXACT)
+    assert apart(found, gradients(logits_at_a_time="all", **changes, **EXACT)) <= 1e-12
+
+
+def test_logits_at_a_time_bounds_them(monkeypatch):
+    seen, plain = [], reading.head_logits
+
+    def spy(model, hidden):
+        seen.append(len(hidden))
+        return plain(model, hidden)
+
+    monkeypatch.setattr(reading, "head_logits", spy)
+    rows = [([5, 6], [7, 8, 2]), ([9], [10, 2])]
+    for size, most in ((3, 3), ("all", 11)):
+        seen.clear()
+        made, judged = tiny.judged(logits_at_a_time=size, ptx_coef=1.0, ptx=rows)
+        made.update(judged)
+        assert max(seen) == most
+    made = tiny.trainer()
+    assert made.passes.parts(10**6)[0].stop == 2**20 // tiny.VOCABULARY
+    monkeypatch.setattr(made.policy.config, "vocab_size", 2**19)
+    assert made.passes.parts(1000)[0].stop == 64, "smaller would be slow"
+
+
+# optim
+
+
+def test_both_optimizers_make_the_same_steps():
+    made = {name: tiny.one_step(optim=name, learning_rate=1e-3)[0] for name in ("adamw_torch_fused", "adamw_torch")}
+    assert [trainer.optimizer.defaults["fused"] for trainer in made.values()] == [True, False]
+    one, other = (torch.cat([tiny.weights(t.policy), tiny.weights(t.value)]) for t in made.values())
+    assert (one - other).abs().max() <= 1e-6 and (one - tiny.weights(made["adamw_torch"].ref).new_zeros(1)).any()
+
+
+# thrifty
+
+
+def asked(queries: list[list[int]], length: int = 12) -> Prompts:
+    seeds = tuple(derive(0, "sample", 0, row) for row in range(len(queries)))
+    return replace(Prompts.from_lists(queries), seeds=seeds, response_length=length)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_thrifty_engine_writes_what_the_plain_one_writes(family):
+    queries = [[5, 6]] * 3 + [[7]] * 2 + [[8, 9, 4]] + [[5, 6]] * 2 + [[7, 7, 7, 7]] * 4
+    model = tiny.causal(family)
+    one, other = (
+        HFEngine(model, tiny.EOS, tiny.PAD, thrifty=thrifty).generate(asked(queries)) for thrifty in (True, False)
+    )
+    assert torch.equal(one.ids, other.ids) and torch.equal(one.ended, other.ended)
+
+
+def test_a_thrifty_engine_reads_a_prompt_once_and_drops_what_has_ended(monkeypatch):
+    body, seen = type(tiny.causal().model), []
+    plain = body.forward
+
+    def spy(model, input_ids, **others):
+        seen.append(len(input_ids))
+        return plain(model, input_ids=input_ids, **others)
+
+    monkeypatch.setattr(body, "forward", spy)
+    for thrifty in (True, False):
+        seen.clear()
+        engine = HFEngine(tiny.causal(), tiny.EOS, tiny.PAD, thrifty=thrifty)
+        engine.generate(asked([[5, 6]] * 16 + [[7, 8]] * 16, length=20))
+        assert seen[0] == (2 if thrifty else 32) and seen[1] == 32
+        assert (seen[-1] < 32) is thrifty
+
+
+# Noise
+
+
+def test_noise_is_what_plain_arithmetic_makes_of_seed_step_and_token():
+    seeds = [derive(0, "sample", 3, row) for row in range(4)] + [0, 2**63 - 1, 2**31, 2**32]
+    keys, counters = noise.keys(seeds, torch.device("cpu")), noise.counters(50, torch.device("cpu"))
+    for step in (0, 1, 52):
+        found = noise.log_exponential(keys, step, counters)
+        for row, seed in enumerate(seeds):
+            wanted = exponential(seed, step, 50).log()
+            torch.testing.assert_close(found[row].double(), wanted.double(), atol=2e-6, rtol=2e-6)
+
+
+def test_noise_is_that_of_an_exponential():
+    """10^6 numbers: 64 bins of equal chance, and no likeness of neighbours in row, step or token."""
+    keys = noise.keys([derive(0, "sample", 0, row) for row in range(50)], torch.device("cpu"))
+    counters = noise.counters(2000, torch.device("cpu"))
+    drawn = torch.stack([noise.log_exponential(keys, step, counters) for step in range(10)]).double()
+    assert torch.isfinite(drawn).all()
+    uniform = 1 - (-drawn.exp()).exp()
+    counts = torch.histc(uniform, 64, 0.0, 1.0)
+    chi2 = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+    assert 25 < chi2 < 115  # 63 degrees of freedom: 6 in a million outside, and the draws are seeded
+    for dim in range(3):
+        one, other = drawn.narrow(dim, 1, drawn.shape[dim] - 1), drawn.narrow(dim, 0, drawn.shape[dim] - 1)
+        assert abs(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) < 5e-3
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should_be():
+    """Beyond what 24 bits could tell apart: a token of chance 1e-6 beside a likely one, in 2 x 10^7 draws."""
+    keys = noise.keys([derive(1, "sample", 0, row) for row in range(20000)], torch.device("cpu"))
+    counters, logits = noise.counters(2, torch.device("cpu")), torch.tensor([[0.0, -13.815511]]).expand(20000, 2)
+    hits = sum(int(noise.drawn(logits, keys, step, counters).sum()) for step in range(1000))
+    assert 4 <= hits <= 40  # 20 expected
+
+
+def test_blocks_change_no_draw(monkeypatch):
+    keys, counters = noise.keys(list(range(9)), torch.device("cpu")), noise.counters(100, torch.device("cpu"))
+    logits = torch.randn(9, 100, generator=torch.Generator().manual_seed(0))
+    whole = noise.drawn(logits, keys, 5, counters)
+    monkeypatch.setattr(noise, "CELLS", 250)
+    assert torch.equal(noise.drawn(logits, keys, 5, counters), whole)
