@@ -5,11 +5,12 @@
     python -m benchmarks.gpu --tiny                               # the same on the CPU in seconds: does it run?
 
 Needs torch, transformers and pydantic; LoRA also peft. Each row is printed, and the JSON file written, as soon as it is
-known; what runs out of memory becomes a row that says so, and the others still run.
+known; what fails or runs out of memory becomes a row that says so, the others still run, and the exit code is 1.
 
 card      bf16 matmul rate and copy bandwidth, beside the vendor's figure
-rollout   tokens/s of each engine beside transformers' `generate`: all rows to the limit ("full"), or with a stop token
-          whose logit is raised so that lengths are geometric ("ragged"). Temperature 1, no top-k, no top-p.
+rollout   tokens/s of each engine beside transformers' `generate` and its continuous batching, `generate_batch`: all
+          rows to the limit ("full"), or with a stop token whose logit is raised so that lengths are geometric
+          ("ragged"). Temperature 1, no top-k, no top-p
 update    PPO's judge and update on given responses: seconds, MFU, torch's max_memory_allocated; with two models or a
           value head, gradient checkpointing, LoRA
 
@@ -22,9 +23,12 @@ import copy
 import gc
 import importlib.metadata
 import json
+import logging
 import math
 import random
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.utils import logging
+from transformers.generation import ContinuousBatchingConfig, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from rlhf_cli.models import reading
 from rlhf_cli.ppo import HFEngine, PPOSettings, PPOTrainer, Prompts, Rollout
@@ -112,12 +117,15 @@ class Bench:
 
     @contextmanager
     def attempt(self, part: str, what: str) -> Iterator[None]:
-        """Within, running out of memory makes a row; before and after, what nothing holds any more is given back."""
+        """Within, an error makes a row; before and after, what nothing holds any more is given back."""
         self.clean()
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            self.row(part, what, failed=f"out of memory: {str(error).splitlines()[0]}")
+        except Exception as error:  # a machine that is lent for minutes: the other parts must still be measured
+            first_line = str(error).partition("\n")[0]
+            self.row(part, what, failed=f"{type(error).__name__}: {first_line}")
+            if not isinstance(error, torch.OutOfMemoryError):
+                traceback.print_exc()
         finally:
             self.clean()
 
@@ -134,9 +142,6 @@ class Bench:
     def allocated_gib(self) -> float | None:
         """Memory in use now; none on the CPU."""
         return round(torch.cuda.memory_allocated(self.device) / 2**30, 2) if self.cuda else None
-
-    def autocast(self) -> Any:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.cuda)
 
 
 def version(name: str) -> str | None:
@@ -242,34 +247,59 @@ def stopping(policy: Any, mean_length: float | None) -> Iterator[int | None]:
         handle.remove()
 
 
-def plain_generate(policy: Any, asked: Prompts, stop: int | None) -> list[int]:
-    """Lengths, through the first stop token, of the responses that transformers' own `generate` draws."""
-    found = policy.generate(
-        input_ids=asked.ids,
-        attention_mask=asked.mask.long(),
+def sampling(asked: Prompts, stop: int | None) -> GenerationConfig:
+    """The engines' own way of drawing."""
+    return GenerationConfig(
         do_sample=True,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
         max_new_tokens=asked.response_length,
-        eos_token_id=stop,
+        eos_token_id=-1 if stop is None else stop,
         pad_token_id=PAD,
-    )[:, asked.ids.shape[1] :]
-    stopped = (found == stop).int() if stop is not None else torch.zeros_like(found)
+    )
+
+
+def generate(policy: Any, stop: int | None, bf16: bool, asked: Prompts) -> list[int]:
+    """Lengths, through the first stop token, of the responses that transformers' own `generate` draws."""
+    with torch.no_grad(), torch.autocast(policy.device.type, dtype=torch.bfloat16, enabled=bf16):
+        found = policy.generate(asked.ids, attention_mask=asked.mask.long(), generation_config=sampling(asked, stop))
+    stopped = (found[:, asked.ids.shape[1] :] == STOP).int() * (stop is not None)
     return (stopped.cumsum(1) - stopped == 0).sum(1).tolist()
 
 
-ENGINES: dict[str, Callable[[Any, int | None, bool], Any]] = {
-    "hf": lambda policy, stop, bf16: HFEngine(policy, stop, PAD, bf16=bf16),
-}
+def generate_batch(policy: Any, stop: int | None, bf16: bool, asked: Prompts) -> list[int]:
+    """The same of transformers' continuous batching. Autocast does not reach its thread: `bf16` changes nothing."""
+    lists = [ids[mask].tolist() for ids, mask in zip(asked.ids, asked.mask, strict=True)]
+    rows, longest = len(lists), asked.ids.shape[1] + asked.response_length
+    page = 256 if longest > 64 else 16  # flash attention wants 256
+    how = ContinuousBatchingConfig(  # room for all rows at once; else it would take half of the memory or more
+        page_size=page,
+        num_blocks=rows * (math.ceil(longest / page) + 1),
+        max_batch_tokens=max(rows, min(4096, sum(map(len, lists)))),
+        seed=0,
+    )
+    found = policy.generate_batch(lists, generation_config=sampling(asked, stop), continuous_batching_config=how)
+    lengths = [len(output.generated_tokens) for output in found.values()]
+    if len(lengths) < len(asked):  # it logs its errors and gives what it has
+        raise RuntimeError(f"generate_batch gave {len(lengths)} of {len(asked)} responses")
+    return lengths
+
+
+def hf(policy: Any, stop: int | None, bf16: bool, asked: Prompts) -> list[int]:
+    return HFEngine(policy, stop, PAD, bf16=bf16).generate(asked).response_lengths.tolist()
+
+
+OTHERS = {"generate": generate, "generate_batch": generate_batch}
+ENGINES = {"hf": hf}
 
 
 def rollouts(bench: Bench, name: str) -> None:
-    """Each engine on float32 weights under autocast, as a run has them; `generate` also on bfloat16 weights."""
-    plans = [("generate", torch.bfloat16)] if bench.cuda else []
-    plans += [(engine, torch.float32) for engine in ("generate", *ENGINES)]
+    """Each engine on float32 weights under autocast, as a run has them; transformers' own also on bfloat16 weights."""
+    plans = [(engine, torch.bfloat16 if bench.cuda else torch.float32) for engine in OTHERS]
+    plans += [(engine, torch.float32) for engine in (("generate", *ENGINES) if bench.cuda else ENGINES)]
     policies: dict[torch.dtype, Any] = {}
-    baseline: dict[str, float] = {}
+    best: dict[tuple[int, str], float] = {}  # the quicker `generate`
     for rows in bench.sizes.rollout_rows:
         for shape, mean_length in (("full", None), ("ragged", bench.sizes.response / 4)):
             for engine, dtype in plans:
@@ -277,18 +307,15 @@ def rollouts(bench: Bench, name: str) -> None:
                 with bench.attempt("rollout", what):
                     if dtype not in policies:
                         policies[dtype] = model(bench, name, dtype=dtype)
-                    policy, asked = policies[dtype], prompts(bench, rows)
-                    with stopping(policy, mean_length) as stop:
-                        lengths, seconds, memory = _timed_rollout(bench, engine, policy, asked, stop)
+                    lengths, seconds, memory = _timed_rollout(bench, engine, policies[dtype], rows, mean_length)
                     rate = sum(lengths) / seconds
-                    key = f"{rows} {shape}"
                     if engine == "generate":
-                        baseline[key] = max(baseline.get(key, 0.0), rate)
+                        best[rows, shape] = max(best.get((rows, shape), 0.0), rate)
                     bench.row(
                         "rollout",
                         what,
                         tokens_per_s=round(rate),
-                        over_generate=round(rate / baseline[key], 2) if key in baseline else None,
+                        over_generate=round(rate / best[rows, shape], 2) if (rows, shape) in best else None,
                         mean_length=round(sum(lengths) / rows, 1),
                         ms_per_step=round(1e3 * seconds / max(lengths), 2),
                         gib_above_weights=memory,
@@ -296,23 +323,16 @@ def rollouts(bench: Bench, name: str) -> None:
 
 
 def _timed_rollout(
-    bench: Bench, engine: str, policy: Any, asked: Prompts, stop: int | None
+    bench: Bench, engine: str, policy: Any, rows: int, mean_length: float | None
 ) -> tuple[list[int], float, float | None]:
     """Response lengths, seconds and memory of one rollout, after a short one for what is set up only once."""
-    before, lengths = bench.allocated_gib(), []
-
-    def write(prompts: Prompts) -> None:
-        nonlocal lengths
-        if engine == "generate":
-            with torch.no_grad(), bench.autocast():
-                lengths = plain_generate(policy, prompts, stop)
-        else:
-            lengths = ENGINES[engine](policy, stop, bench.cuda).generate(prompts).response_lengths.tolist()
-
-    write(replace(asked, response_length=min(4, asked.response_length)))
-    seconds = bench.seconds(lambda: write(asked))
+    write, asked, before = (OTHERS | ENGINES)[engine], prompts(bench, rows), bench.allocated_gib()
+    found: list[list[int]] = []
+    with stopping(policy, mean_length) as stop:
+        write(policy, stop, bench.cuda, replace(asked, response_length=min(4, asked.response_length)))
+        seconds = bench.seconds(lambda: found.append(write(policy, stop, bench.cuda, asked)))
     peak = bench.peak_gib()
-    return lengths, seconds, round(peak - before, 2) if peak is not None and before is not None else None
+    return found[0], seconds, round(peak - before, 2) if peak is not None and before is not None else None
 
 
 VARIANTS: dict[str, dict[str, bool]] = {
@@ -398,12 +418,13 @@ def with_lora(policy: Any) -> Any:
 PARTS: dict[str, Callable[[Bench, str], None]] = {"rollout": rollouts, "update": updates}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="these parts (the card always)")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="these models (default: both)")
     parser.add_argument("--device", type=torch.device, help="default: the GPU, or the CPU where there is none")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and sizes, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and sizes, to see that it runs")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     args = parser.parse_args(arguments)
     sizes = TINY if args.tiny else Sizes()
@@ -414,8 +435,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in sizes.models:
         for part in args.only:
             PARTS[part](bench, name)
+    return int(any("failed" in row for row in bench.rows))
 
 
 if __name__ == "__main__":
-    logging.set_verbosity_error()
-    main()
+    transformers_logging.set_verbosity_error()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    sys.exit(main())

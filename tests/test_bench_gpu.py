@@ -40,38 +40,42 @@ def test_flops_are_those_that_torch_counts(bench):
     assert gpu.forward_flops(shape, [3, 5]) == gpu.forward_flops(shape, [3]) + gpu.forward_flops(shape, [5])
 
 
-@pytest.mark.parametrize("engine", ["generate", *gpu.ENGINES])
+@pytest.mark.parametrize("engine", [*gpu.OTHERS, *gpu.ENGINES])
 def test_the_scripted_stop_makes_lengths_geometric(bench, engine):
     bench.sizes = replace(bench.sizes, response=30)
-    model, asked = gpu.model(bench, "tiny"), gpu.prompts(bench, 300)
+    model = gpu.model(bench, "tiny")
     torch.manual_seed(0)
-    with gpu.stopping(model, 5) as stop:
-        lengths, _, _ = gpu._timed_rollout(bench, engine, model, asked, stop)
-    assert len(lengths) == 300 and max(lengths) > 15
-    assert sum(lengths) / 300 == pytest.approx(5, abs=1)  # 4 standard errors of sqrt(20) / sqrt(300)
-    with gpu.stopping(model, None) as stop:
-        assert gpu._timed_rollout(bench, engine, model, asked, stop)[0] == [30] * 300
+    lengths, seconds, _ = gpu._timed_rollout(bench, engine, model, 200, 5)
+    assert seconds > 0 and len(lengths) == 200 and max(lengths) > 15
+    assert sum(lengths) / 200 == pytest.approx(5, abs=1.3)  # 4 standard errors of sqrt(20) / sqrt(200)
+    assert gpu._timed_rollout(bench, engine, model, 8, None)[0] == [30] * 8
 
 
 def test_a_whole_run_fills_table_and_file(tmp_path, capsys, monkeypatch):
-    """What runs out of memory is a row, and what comes after it still runs."""
+    """What runs out of memory or fails is a row, and what comes after it still runs."""
 
     def full(model):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
 
     monkeypatch.setattr(gpu.reading, "checkpoint_activations", full)
+    monkeypatch.setitem(gpu.OTHERS, "generate_batch", lambda *_: 1 / 0)
     monkeypatch.setattr(gpu, "version", {"torch": "2", "transformers": "5"}.get)
-    gpu.main(["--tiny", "--device", "cpu", "--json", str(tmp_path / "gpu.json")])
+    assert gpu.main(["--tiny", "--device", "cpu", "--json", str(tmp_path / "gpu.json")]) == 1
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert found["date"] and found["card"] == "CPU" and found["versions"]["torch"] == "2"
     rows = {row["what"]: row for row in found["rows"]}
     assert [row["what"] for row in found["rows"] if row["part"] == "update"] == [f"tiny {v}" for v in gpu.VARIANTS]
     assert {row["what"].split()[1].rstrip(",") for row in found["rows"] if row["part"] == "rollout"} == {
-        "generate", *gpu.ENGINES,
+        *gpu.OTHERS, *gpu.ENGINES,
     }  # fmt: skip
-    assert rows["tiny policy and value model, gradient checkpointing"]["failed"] == (
-        "out of memory: CUDA out of memory. Tried to allocate 9 GiB"
-    )
+    failed = {what: row["failed"] for what, row in rows.items() if "failed" in row}
+    assert failed == {
+        "tiny policy and value model, gradient checkpointing": (
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB"
+        ),
+        "tiny generate_batch, 8 rows, full, float32 weights": "ZeroDivisionError: division by zero",
+        "tiny generate_batch, 8 rows, ragged, float32 weights": "ZeroDivisionError: division by zero",
+    }
     assert rows["tiny value head, LoRA"]["skipped"] == "peft is not installed"
     assert rows["tiny policy and value model"]["update_s"] > 0 and rows["tiny value head"]["tflops"] >= 0
     printed = capsys.readouterr().out
@@ -79,6 +83,6 @@ def test_a_whole_run_fills_table_and_file(tmp_path, capsys, monkeypatch):
 
 
 def test_only_the_named_part_runs(capsys):
-    gpu.main(["--tiny", "--device", "cpu", "--only", "update"])
+    assert gpu.main(["--tiny", "--device", "cpu", "--only", "update"]) == 0
     parts = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]}
     assert parts == {"card", "update"}
