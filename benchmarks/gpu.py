@@ -31,7 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -273,8 +273,9 @@ def generate_batch(policy: Any, stop: int | None, bf16: bool, asked: Prompts) ->
     lists = [ids[mask].tolist() for ids, mask in zip(asked.ids, asked.mask, strict=True)]
     rows, longest = len(lists), asked.ids.shape[1] + asked.response_length
     page = 256 if longest > 64 else 16  # flash attention wants 256
+    known = {field.name for field in fields(ContinuousBatchingConfig)}
     how = ContinuousBatchingConfig(  # room for all rows at once; else it would take half of the memory or more
-        page_size=page,
+        **{"page_size" if "page_size" in known else "block_size": page},  # its name in transformers 5.17
         num_blocks=rows * (math.ceil(longest / page) + 1),
         max_batch_tokens=max(rows, min(4096, sum(map(len, lists)))),
         seed=0,
