@@ -264,7 +264,12 @@ def generate(policy: Any, stop: int | None, bf16: bool, asked: Prompts) -> list[
     """Lengths, through the first stop token, of the responses that transformers' own `generate` draws."""
     with torch.no_grad(), torch.autocast(policy.device.type, dtype=torch.bfloat16, enabled=bf16):
         found = policy.generate(asked.ids, attention_mask=asked.mask.long(), generation_config=sampling(asked, stop))
-    stopped = (found[:, asked.ids.shape[1] :] == STOP).int() * (stop is not None)
+    return through_stop(found[:, asked.ids.shape[1] :], stop)
+
+
+def through_stop(responses: Tensor, stop: int | None) -> list[int]:
+    """Tokens of each row through its first stop token, or all of them."""
+    stopped = (responses == stop).int() if stop is not None else torch.zeros_like(responses)
     return (stopped.cumsum(1) - stopped == 0).sum(1).tolist()
 
 

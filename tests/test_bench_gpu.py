@@ -40,6 +40,11 @@ def test_flops_are_those_that_torch_counts(bench):
     assert gpu.forward_flops(shape, [3, 5]) == gpu.forward_flops(shape, [3]) + gpu.forward_flops(shape, [5])
 
 
+def test_a_response_is_counted_through_its_first_stop_token():
+    responses = torch.tensor([[5, 1, 0, 0], [4, 4, 4, 4], [1, 1, 1, 5]])
+    assert gpu.through_stop(responses, 1) == [2, 4, 1] and gpu.through_stop(responses, None) == [4, 4, 4]
+
+
 @pytest.mark.parametrize("engine", [*gpu.OTHERS, *gpu.ENGINES])
 def test_the_scripted_stop_makes_lengths_geometric(bench, engine):
     bench.sizes = replace(bench.sizes, response=30)
