@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_ppo_library import python
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -87,7 +88,9 @@ def test_a_whole_run_fills_table_and_file(tmp_path, capsys, monkeypatch):
     assert all(what in printed for what in rows)
 
 
-def test_only_the_named_part_runs(capsys):
-    assert gpu.main(["--tiny", "--device", "cpu", "--only", "update"]) == 0
-    parts = {line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]}
-    assert parts == {"card", "update"}
+def test_one_part_alone_with_torch_transformers_and_pydantic_alone(tmp_path):
+    path = tmp_path / "gpu.json"
+    arguments = ["--tiny", "--device", "cpu", "--only", "rollout", "--json", str(path)]
+    missing = {"trl", "datasets", "accelerate", "peft", "bitsandbytes", "psutil", "kernels", "matplotlib"}
+    python(f"from benchmarks import gpu; assert gpu.main({arguments}) == 0", missing)
+    assert {row["part"] for row in json.loads(path.read_text())["rows"]} == {"card", "rollout"}
