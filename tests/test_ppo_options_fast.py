@@ -2,6 +2,7 @@
 off by its key: packing, logits_at_a_time, optim, and an engine's `thrifty`.
 """
 
+import math
 from dataclasses import replace
 from functools import wraps
 
@@ -71,9 +72,9 @@ def test_no_padding_goes_through_the_models(monkeypatch):
         made = tiny.trainer(packing=packed)
         seen.clear()
         judged = made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
-        real = int(tiny.rollout().mask.sum())
-        assert (sum(seen) == 3 * real) is packed, "policy, value and reference"
-        assert sum(seen) == 3 * judged.tokens_read
+        asked = int(tiny.rollout().mask.sum()) - 4  # nothing is asked behind the last token of the four rows
+        assert (sum(seen) == 3 * asked) is packed, "policy, value and reference"
+        assert sum(seen) == 3 * (judged.tokens_read - 4)
         assert made.update(judged)["tokens/padded"] == judged.tokens_read
 
 
@@ -224,6 +225,22 @@ def test_rare_tokens_are_drawn_as_often_as_they_should_be():
     counters, logits = noise.counters(2, torch.device("cpu")), torch.tensor([[0.0, -13.815511]]).expand(20000, 2)
     hits = sum(int(noise.drawn(logits, keys, step, counters).sum()) for step in range(1000))
     assert 4 <= hits <= 40  # 20 expected
+
+
+@pytest.mark.parametrize("kind", ["consecutive", "derived"])
+def test_rows_and_steps_draw_independently(kind):
+    """A token of chance 1/5 against 511 others, 1500 rows, 20 steps: hits vary over steps, and over rows, as coin tosses
+    do. Of consecutive seeds, too: a weaker hash had 3 times and more the variance over steps.
+    """
+    rows, steps, chance = 1500, 20, 0.2
+    seeds = [row if kind == "consecutive" else derive(7, "sample", 0, row) for row in range(rows)]
+    keys, counters = noise.keys(seeds, torch.device("cpu")), noise.counters(512, torch.device("cpu"))
+    logits = torch.zeros(rows, 512).index_fill(1, torch.tensor([1]), math.log(511 * chance / (1 - chance)))
+    hits = torch.stack([noise.drawn(logits, keys, step, counters) == 1 for step in range(steps)]).double()
+    of_one = chance * (1 - chance)
+    assert abs(hits.mean() - chance) < 4 * math.sqrt(of_one / hits.numel())
+    assert 0.3 < hits.mean(1).var() / (of_one / rows) < 2.2
+    assert 0.85 < hits.sum(0).var() / (of_one * steps) < 1.15
 
 
 def test_blocks_change_no_draw(monkeypatch):

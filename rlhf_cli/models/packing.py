@@ -120,7 +120,7 @@ def _alike(found: Tensor, wanted: Tensor) -> bool:
 def hidden_at(body: Any, ids: Tensor, lengths: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """Last hidden states (N, H) of a causal body at (row, column) of ids (n, L), of `lengths` (n,), padded right."""
     if not packs(body):  # a causal model needs no mask for what stands right of the real tokens
-        return body(input_ids=ids, use_cache=False).last_hidden_state[row, column]
+        return body(input_ids=ids[:, : int(lengths.max())], use_cache=False).last_hidden_state[row, column]
     rows = Rows.of(lengths)
     flat, token = ids[rows.row, rows.column][None], _current.set(rows)
     try:  # a mask of ones keeps transformers from making its own out of the positions

@@ -37,7 +37,12 @@ class ValueHead(nn.Module):
 
 def response_hidden(model: Any, micro: MicroBatch) -> Tensor:
     """The hidden states (N, H) that a causal model's head makes the logits of each response token from."""
-    return packing.hidden_at(model.get_decoder(), micro.ids, micro.lengths, micro.row, micro.column)
+    return _before_tokens(model.get_decoder(), micro)
+
+
+def _before_tokens(body: Any, micro: MicroBatch) -> Tensor:
+    """Hidden states (N, H) before each response token. Behind a row's last token nothing is asked: it is not read."""
+    return packing.hidden_at(body, micro.ids, micro.lengths - 1, micro.row, micro.column)
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -73,12 +78,11 @@ def response_logits(model: Any, micro: MicroBatch) -> Tensor:
     return head_logits(model, response_hidden(model, micro))
 
 
-def _scores_at(model: Any, micro: MicroBatch, row: Tensor, column: Tensor) -> Tensor:
-    """Scores (N,), float32 or wider, at the given places of ids (n, L), on the scale of config.reward_mean and
-    reward_std where set.
+def _scores(model: Any, hidden: Tensor) -> Tensor:
+    """Scores (N,), float32 or wider, of hidden states (N, H), on the scale of config.reward_mean and reward_std where
+    set.
     """
-    hidden = packing.hidden_at(model.base_model, micro.ids, micro.lengths, row, column)
-    with torch.autocast(micro.ids.device.type, enabled=False):  # a score rounded to bfloat16 would lose two digits
+    with torch.autocast(hidden.device.type, enabled=False):  # a score rounded to bfloat16 would lose two digits
         raw = model.score(hidden.to(model.score.weight.dtype))[:, 0]
     raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
     return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
@@ -88,7 +92,7 @@ def response_values(model: nn.Module, micro: MicroBatch, hidden: Tensor | None =
     """Values (N,) before each response token: of a one-label sequence classifier, or of a head on the policy, whose
     `hidden` states (N, H) it reads.
     """
-    return model(hidden) if isinstance(model, ValueHead) else _scores_at(model, micro, micro.row, micro.column)
+    return model(hidden) if isinstance(model, ValueHead) else _scores(model, _before_tokens(model.base_model, micro))
 
 
 def final_scores(model: Any, micro: MicroBatch) -> Tensor:
@@ -102,16 +106,16 @@ def final_scores(model: Any, micro: MicroBatch) -> Tensor:
     if model.config.pad_token_id is not None:
         counts &= micro.ids != model.config.pad_token_id
     last = torch.where(counts, places, 0).amax(1)
-    return _scores_at(model, micro, torch.arange(len(micro.rows), device=micro.ids.device), last)
+    everyone = torch.arange(len(micro.rows), device=micro.ids.device)
+    return _scores(model, packing.hidden_at(model.base_model, micro.ids, micro.lengths, everyone, last))
 
 
 @torch.no_grad()
-def rollout_scores(model: nn.Module, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None) -> Tensor:
+def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None) -> Tensor:
     """Score (B,) float32 of each row of a rollout, in micro-batches of rows of like length."""
     scores = torch.empty(len(rollout), device=rollout.ids.device)
-    for rows in micro_batches(
-        rollout.lengths, torch.arange(len(rollout), device=rollout.ids.device), max_rows=max_rows, max_tokens=max_tokens
-    ):
+    everyone, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.packs(model)
+    for rows in micro_batches(rollout.lengths, everyone, max_rows=max_rows, max_tokens=max_tokens, packed=packed):
         scores[rows] = final_scores(model, rollout.micro_batch(rows))
     return scores
 

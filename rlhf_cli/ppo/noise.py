@@ -44,7 +44,8 @@ def log_exponential(keys: Tensor, step: int, counters: Tensor) -> Tensor:
     The smallest E are the finest: E of the one nearest to 0, which wins a race (see `drawn`), has all 31 bits.
     """
     first = mixed(keys[:, :1] ^ mixed(torch.full_like(keys[:, :1], step)))
-    bits = mixed((counters[None] ^ first).add_(keys[:, 1:])).bitwise_and_(0x7FFFFFFF)
+    second = mixed(keys[:, 1:] + first)
+    bits = mixed((counters[None] ^ first).add_(second)).bitwise_and_(0x7FFFFFFF)
     return bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_()
 
 

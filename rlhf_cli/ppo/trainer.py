@@ -79,16 +79,22 @@ class PPOTrainer:
 
     def step(self, prompts: Prompts) -> Stats:
         """One PPO update on num_samples_per_prompt responses to each of `prompts`; returns its metrics."""
-        clock = [time.perf_counter()]
+        clock = [self._now()]
         rollout = self.generate(prompts)
-        clock.append(time.perf_counter())
+        clock.append(self._now())
         self.experience = self.judge(rollout)
-        clock.append(time.perf_counter())
+        clock.append(self._now())
         stats = self.update(self.experience)
-        clock.append(time.perf_counter())
+        clock.append(self._now())
         phases = dict(zip(("rollout", "judge", "update"), (b - a for a, b in pairwise(clock)), strict=True))
         stats |= {f"time/{phase}_s": seconds for phase, seconds in phases.items()}
         return stats | {"tokens_per_s": stats["tokens/real"] / (clock[-1] - clock[0])}
+
+    def _now(self) -> float:
+        """Seconds of a clock; what an accelerator was asked before is done."""
+        if self.policy.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
 
     # Generate
 

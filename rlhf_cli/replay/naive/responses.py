@@ -56,7 +56,9 @@ def mixed(x: Tensor) -> Tensor:
 def exponential(seed: int, step: int, count: int) -> Tensor:
     """E_v ~ Exp(1) of a row's tokens, (V,) float64: -log(1 - u_v), u_v of 31 bits of a hash of (seed, step, v)."""
     low, high = torch.tensor([seed % 2**32]), torch.tensor([seed // 2**32])
-    bits = mixed((mixed(torch.arange(count)) ^ mixed(low ^ mixed(torch.tensor([step])))) + high & 0xFFFFFFFF)
+    first = mixed(low ^ mixed(torch.tensor([step])))
+    second = mixed((high + first) % 2**32)
+    bits = mixed(((mixed(torch.arange(count)) ^ first) + second) % 2**32)
     return -torch.log1p(-(bits % 2**31 + 0.5) * 2.0**-31)
 
 

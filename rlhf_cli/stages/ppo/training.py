@@ -52,6 +52,8 @@ class Training:
         """
         config, trainer, updates = self.config, self.trainer, self.parts.updates
         terminal.say(f"ppo      {inputs.arithmetic(config, len(self.parts.prompts))}")
+        if config.ppo.packing and not trainer.passes.packed:
+            terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
         self._warn_of_the_estimator()
         save_every = config.output.save_steps or max(1, updates // 10)
         with StopWish() as stop, terminal.Progress("ppo", updates, "update") as bar:
