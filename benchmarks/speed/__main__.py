@@ -28,9 +28,11 @@ from benchmarks.speed import demo, figure, reference, start, tables, workload
 from benchmarks.speed.children import ROOT, ask
 from benchmarks.speed.goals import verdicts
 from benchmarks.speed.job import Job
+from benchmarks.speed.tables import SYSTEMS
 from rlhf_cli import terminal
 
-PARTS = ("ragged", "dense", "padding", "growth", "start", "demo")
+SIDES = ("ragged", "dense")  # measured beside the peer
+PARTS = (*SIDES, "padding", "growth", "start", "demo")
 
 
 def arguments() -> argparse.Namespace:
@@ -67,12 +69,22 @@ def code_sha256() -> str:
 class Kept:
     """Results in files, one a process; those of other code are used, and told."""
 
-    def __init__(self, folder: Path, fresh: bool) -> None:
-        self.folder, self.fresh, self.code, self.stale = folder, fresh, code_sha256(), set[str]()
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.code, self.stale = folder, code_sha256(), set[str]()
+
+    def drop(self, part: str) -> None:
+        """Forget a part, so that it is measured again."""
+        (self.folder / f"{part}.json").unlink(missing_ok=True)
+        shutil.rmtree(self.folder / part, ignore_errors=True)
+
+    def has(self, part: str, rounds: int) -> bool:
+        """Whether a part was measured to its end."""
+        names = [part] if part not in SIDES else [f"{part}/{side}-{n}" for side in SYSTEMS for n in range(rounds)]
+        return all((self.folder / f"{name}.json").exists() for name in names)
 
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
         path = self.folder / f"{name}.json"
-        if path.exists() and not self.fresh:
+        if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
             if kept["code"] != self.code and "peer" not in name:
                 self.stale.add(name)
@@ -100,7 +112,7 @@ def sides(kept: Kept, job: Job, name: str, peer: Path, rounds: int) -> dict[str,
 
 
 def measured(kept: Kept, args: argparse.Namespace, job: Job) -> dict[str, Any]:
-    """The parts that were asked for."""
+    """The parts that were asked for, and those that are there."""
     synthetic = partial(ask, "benchmarks.speed.synthetic", "--threads", str(args.threads), job.sft)
     alone = {
         "padding": partial(synthetic, "padding"),
@@ -110,9 +122,9 @@ def measured(kept: Kept, args: argparse.Namespace, job: Job) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name in PARTS:
-        if name in args.only:
-            pair = name in ("ragged", "dense")
-            found[name] = sides(kept, job, name, args.peer, args.rounds) if pair else kept.get(name, alone[name])
+        if name in args.only or kept.has(name, args.rounds):
+            pair = partial(sides, kept, job, name, args.peer, args.rounds)
+            found[name] = pair() if name in SIDES else kept.get(name, alone[name])
     return found
 
 
@@ -125,7 +137,7 @@ def prepared(args: argparse.Namespace) -> Job | str:
         if lost := next((path for path in (args.pos, args.neg) if not path.is_file()), None):
             return f"{lost} is no file"
         given = reference.train(args.pos, args.neg, args.out / "reference", args.threads)
-    if {"ragged", "dense"} & set(args.only) and not shutil.which(args.peer):
+    if set(SIDES) & set(args.only) and not shutil.which(args.peer):
         return f"{args.peer} is no Python: `make bench` makes the peer's environment"
     settings = {key: yaml.safe_load(value) for key, value in (text.split("=", 1) for text in args.set)}
     args.out.mkdir(parents=True, exist_ok=True)
@@ -135,8 +147,9 @@ def prepared(args: argparse.Namespace) -> Job | str:
     if not prompts.exists():
         workload.write_prompts(given, prompts)
     kept = args.out / "job.json"
-    if kept.exists() and not args.fresh and Job.read(kept) != job:
-        return f"{args.out} has measurements of another job: give another --out, or --fresh"
+    anew = args.fresh and set(args.only) == set(PARTS)
+    if kept.exists() and not anew and Job.read(kept) != job:
+        return f"{args.out} has measurements of another job: give another --out, or --fresh for all parts"
     job.write(kept)
     return job
 
@@ -146,7 +159,9 @@ def main() -> int:
     job = prepared(args)
     if isinstance(job, str):
         return refuse(job)
-    kept = Kept(args.out, args.fresh)
+    kept = Kept(args.out)
+    for part in args.only if args.fresh else ():
+        kept.drop(part)
     try:
         parts = measured(kept, args, job)
     except (RuntimeError, subprocess.CalledProcessError) as error:

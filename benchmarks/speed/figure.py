@@ -18,7 +18,8 @@ def draw(parts: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, ((seconds, memory), (padding, growth)) = plt.subplots(2, 2, figsize=(10, 7.6), layout="constrained")
-    _sides(seconds, memory, {name: goals.compared(parts[name]) for name in ("ragged", "dense") if name in parts})
+    if workloads := {name: goals.compared(parts[name]) for name in ("ragged", "dense") if name in parts}:
+        _sides(seconds, memory, workloads)
     if "padding" in parts:
         _padding(padding, parts["padding"])
     if "growth" in parts:
