@@ -123,7 +123,7 @@ def measured(kept: Kept, args: argparse.Namespace, job: Job) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in PARTS:
         if name in args.only or kept.has(name, args.rounds):
-            pair = partial(sides, kept, job, name, args.peer, args.rounds)
+            pair = partial(sides, kept, job, name, args.peer.absolute(), args.rounds)
             found[name] = pair() if name in SIDES else kept.get(name, alone[name])
     return found
 

@@ -68,7 +68,7 @@ def stage_of(command: list[str]) -> str:
     """The command of `rlhf` that a process is, with the config that is not the run's own (the demo's base model)."""
     words = [word for word in command[1:] if not word.startswith("-")]
     name = words[0] if words else "python"
-    return f"{name} (base)" if any("/base" in word for word in words[1:]) else name
+    return f"{name} (base)" if any("base" in Path(word).parts[-2:] for word in words[1:]) else name
 
 
 def doubles(counts: dict[str, dict[str, int]]) -> list[str]:

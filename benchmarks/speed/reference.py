@@ -9,6 +9,7 @@ trains them. What is finished is not trained again. rt-polarity (Pang and Lee, A
 """
 
 import argparse
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -44,7 +45,9 @@ def fresh_model(texts: list[str], folder: Path, *, vocabulary: int = VOCABULARY,
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     backend = ByteLevelBPETokenizer(add_prefix_space=True)
     special = [PAD, BOS, EOS]
     backend.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=special, show_progress=False)
@@ -77,6 +80,11 @@ def prepare(good: Path, bad: Path, folder: Path, **sizes: Any) -> None:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"seed": 0, **config}, sort_keys=False), encoding="utf-8")
 
 
+def cpu_seconds() -> float:
+    """Of this process and the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
 def train(good: Path, bad: Path, folder: Path, threads: int = 1) -> Reference:
     """Prepare and train, or take what is finished; prints how long it took.
 
@@ -84,10 +92,11 @@ def train(good: Path, bad: Path, folder: Path, threads: int = 1) -> Reference:
     """
     reference = Reference(folder / "sft/model", folder / "reward/model", good, bad)
     if not (folder / "reward/manifest.json").exists():
-        began = time.monotonic()
+        began, used = time.monotonic(), cpu_seconds()
         prepare(good, bad, folder)
         subprocess.run([*OURSELVES, "run", str(folder)], check=True, env=surroundings(threads))
-        print(f"reference models: trained in {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
+        took, used = time.monotonic() - began, cpu_seconds() - used
+        print(f"reference models: trained in {took / 60:.1f} minutes, {used / 60:.1f} CPU minutes", flush=True)
     return reference
 
 
