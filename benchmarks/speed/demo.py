@@ -17,9 +17,8 @@ from rlhf_cli.processes import OURSELVES
 WATCH = Path(__file__).parent / "watch"
 # What a process does before its own work; all else that is named is its work.
 START_UP = ("interpreter", "imports", "loading tokenizers", "loading models", "hashing", "reading rows", "tokenising")
-WORDS = {"models": "loads", "tokenizers": "loads the tokenizer of", "hashes": "hashes", "reads": "opens to read"}
+WORDS = {"models": "loads", "tokenizers": "loads the tokenizer of", "hashes": "hashes", "reads": "reads the rows of"}
 WORDS["tokenised"] = "tokenises"
-DATA = (".jsonl", ".json.gz", ".csv", ".parquet", ".txt")
 PACKAGES = 8  # the slowest to import, by name
 
 
@@ -72,12 +71,12 @@ def stage_of(command: list[str]) -> str:
 
 
 def doubles(counts: dict[str, dict[str, int]]) -> list[str]:
-    """What one process did more than once with the same thing; of files that it only reads, the rows of data."""
+    """What one process did more than once with the same thing."""
     return [
         f"{WORDS[kind]} {name} {times} times"
         for kind, named in counts.items()
         for name, times in named.items()
-        if times > 1 and (kind != "reads" or name.endswith(DATA))
+        if times > 1
     ]
 
 

@@ -20,6 +20,7 @@ _below = os.path.realpath(os.environ.get("WATCH_BELOW", "/"))
 # Module: its functions that are a phase, and whose calls are counted under what they are given.
 WATCHED = {
     "hashlib": [("file_digest", "hashing", "hashes")],
+    "rlhf_cli.sources.readers": [("read", "reading rows", "reads")],
     "transformers.modeling_utils": [("PreTrainedModel.from_pretrained", "loading models", "models")],
     "transformers.models.auto.tokenization_auto": [
         ("AutoTokenizer.from_pretrained", "loading tokenizers", "tokenizers")
@@ -66,15 +67,22 @@ def _named(path):
     return os.path.relpath(path, _below) if path.startswith(_below) else path
 
 
+def _passes(name, rows):
+    """The rows of a file; that somebody read it counts from the second one on, a look at the first one does not."""
+    for number, row in enumerate(rows):
+        _counts["reads"][name] += number == 1
+        yield row
+
+
 def _watch(owner, name, phase, kind):
     call = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
     inner = getattr(call, "__func__", call)
 
     def watched(*args, **kwargs):
+        if kind == "reads":
+            return _passes(_told(kind, args), inner(*args, **kwargs))
         if kind:
             _counts[kind][_told(kind, args)] += 1
-        if kind == "hashes":
-            _counts["reads"][_told(kind, args)] -= 1  # opened to be hashed, and told as that
         return _within(phase, inner, *args, **kwargs)
 
     watched.__wrapped__ = inner
@@ -83,7 +91,8 @@ def _watch(owner, name, phase, kind):
 
 
 def _hook(module):
-    for path, phase, kind in WATCHED.get(module.__name__, ()):
+    """Watch a module's functions, once: importlib asks for modules that are there as well."""
+    for path, phase, kind in WATCHED.pop(getattr(module, "__name__", None), ()):
         *owners, name = path.split(".")
         owner = module
         for part in owners:
@@ -96,25 +105,12 @@ def _watch_imports():
 
     def timed(name, import_):
         module = _within(f"imports {name.partition('.')[0]}", load, name, import_)
-        if name in WATCHED:
-            _hook(sys.modules[name])
+        _hook(sys.modules.get(name))
         return module
 
     _frozen._find_and_load = timed
-    for name in [name for name in WATCHED if name in sys.modules]:
-        _hook(sys.modules[name])
-
-
-def _opened(event, args):
-    if (
-        event == "open"
-        and isinstance(args[1], str)
-        and args[1].startswith("r")
-        and isinstance(args[0], str | os.PathLike)
-    ):
-        path = os.path.realpath(args[0])
-        if path.startswith(_below + os.sep):
-            _counts["reads"][_named(path)] += 1
+    for name in list(WATCHED):
+        _hook(sys.modules.get(name))
 
 
 def _write():
@@ -127,5 +123,4 @@ def _write():
 if "WATCH_OUT" in os.environ:
     _phases["interpreter"] = _mark[0] = time.process_time()
     _watch_imports()
-    sys.addaudithook(_opened)
     atexit.register(_write)
