@@ -161,8 +161,23 @@ def test_a_goal_holds_at_its_bound_and_not_beyond():
 
 def sides(ours_tokens: float = 1000, **changes) -> dict:
     phases = {"rollout": 2.0, "judge": 2.0, "update": 4.0}
-    peer = {"cpu_s": 20.0, "imports_mb": 400, "peak_mb": 1650, "real_tokens": 1000, "padded_tokens": 3000}
-    mine = {**peer, "cpu_s": 8.0, "peak_mb": 900, "real_tokens": ours_tokens, "floor_s": 3.0, "over_floor": 1.4}
+    peer = {
+        "cpu_s": 20.0,
+        "imports_mb": 400,
+        "peak_mb": 1650,
+        "real_tokens": 1000,
+        "padded_tokens": 3000,
+        "gflops": {"a": 90, "b": 80},
+    }
+    mine = {
+        **peer,
+        "cpu_s": 8.0,
+        "peak_mb": 900,
+        "real_tokens": ours_tokens,
+        "floor_s": 3.0,
+        "over_floor": 1.4,
+        "gflops": {"a": 80, "b": 100},
+    }
     return {"ours": [mine | {"phases": phases} | changes], "peer": [peer | {"phases": phases}]}
 
 
@@ -186,6 +201,7 @@ def test_rounds_are_merged_by_their_medians():
     rounds = [sides(cpu_s=seconds, peak_mb=peak)["ours"][0] for seconds, peak in ((8, 900), (30, 910), (9, 1400))]
     both = goals.compared({"ours": rounds, "peer": sides()["peer"]})
     assert both["cpu"] == 20 / 9 and both["memory"] == 1250 / 510
+    assert both["cpu_at_one_rate"] == pytest.approx(20 / 9 * 90 / 100)  # ours had the better moments
     assert both["ours"]["over_floor"] == 1.4
 
 
@@ -193,7 +209,10 @@ def test_the_table_says_when_the_tokens_do_not_compare():
     def said(tokens: float) -> str:
         return tables.side_by_side({"ragged": sides(tokens)}).notes[0]
 
-    assert said(1050) == "ragged: the sides' real tokens are 5.0 % apart"
+    expected = (
+        "ragged: the sides' real tokens are 5.0 % apart; at one rate of arithmetic TRL takes 2.25 times our CPU seconds"
+    )
+    assert said(1050) == expected
     assert "MORE THAN 5 %" in said(1051) and "MORE THAN 5 %" in said(949)
 
 
@@ -207,7 +226,7 @@ def test_every_goal_has_its_line():
     assert found["exponent of growth: batch, in tokens"].found == pytest.approx(1)
     assert len(found) == 12 and sum(one.holds == "no" for one in found.values()) == 1
     text = tables.markdown(list(tables.tables(parts())))
-    assert "| dense | rlhf | 1040 | 3000 | 8.00 | 2.00 | 2.00 | 4.00 | 7.69 | 900 | 500 | 3.00 |" in text
+    assert "| dense | rlhf | 1040 | 3000 | 8.00 | 2.00 | 2.00 | 4.00 | 7.69 | 900 | 500 | 3.00 | 100 |" in text
     assert "| 50 % | 100 | 120 | 10.80 | 1.08 | 2.00 |" in text
     assert "4.0 % of the arithmetic at the longest" in text
 
@@ -379,12 +398,15 @@ def test_without_models_it_says_so_in_one_line(tmp_path):
 
 
 def test_the_peer_needs_nothing_of_ours():
-    for name in ("peer", "job"):
+    for name in ("peer", "job", "floor"):
         tree = ast.parse((ROOT / f"benchmarks/speed/{name}.py").read_text(encoding="utf-8"))
         imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert not any(module.startswith("rlhf_cli") for module in imported)
-        assert {module for module in imported if module.startswith("benchmarks")} <= {"benchmarks.speed.job"}
+        assert {module for module in imported if module.startswith("benchmarks")} <= {
+            "benchmarks.speed.job",
+            "benchmarks.speed.floor",
+        }
 
 
 def test_the_reference_models_run_is_one_that_check_accepts(texts, tmp_path):

@@ -46,6 +46,7 @@ def side(rounds: Sequence[Found]) -> Found:
     merged = {key: median(each[key] for each in rounds) for key in ("cpu_s", "imports_mb", "peak_mb")}
     merged["own_mb"] = median(each["peak_mb"] - each["imports_mb"] for each in rounds)
     merged |= {key: mean(each[key] for each in rounds) for key in ("real_tokens", "padded_tokens")}
+    merged["gflops"] = median(max(each["gflops"].values()) for each in rounds)
     merged["phases"] = {name: median(each["phases"][name] for each in rounds) for name in rounds[0]["phases"]}
     if "over_floor" in rounds[0]:
         merged |= {key: median(each[key] for each in rounds) for key in ("floor_s", "over_floor")}
@@ -57,6 +58,8 @@ def compared(workload: Found) -> Found:
     ours, peer = side(workload["ours"]), side(workload["peer"])
     apart = abs(ours["real_tokens"] - peer["real_tokens"]) / peer["real_tokens"]
     ratios = {"cpu": peer["cpu_s"] / ours["cpu_s"], "memory": peer["own_mb"] / ours["own_mb"]}
+    # On a busy machine a CPU second does less: then the sides compare at the rate that each of them found.
+    ratios["cpu_at_one_rate"] = ratios["cpu"] * peer["gflops"] / ours["gflops"]
     return {"ours": ours, "peer": peer, **ratios, "tokens_apart": apart, "alike": apart <= ALIKE}
 
 

@@ -69,7 +69,10 @@ def memory_mb(name: str) -> float:
 
 
 class Laps:
-    """CPU seconds of all threads, of updates and their phases: they hold on a busy machine, wall time does not."""
+    """CPU seconds of all threads, of updates and their phases.
+
+    A busy machine stretches them too, for its caches and memory are shared: by half was seen where wall time grew sixfold.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -98,8 +101,10 @@ class Laps:
         return {name: round(median(laps[1:] or laps), 3) for name, laps in self.seconds.items()}
 
 
-def report(laps: Laps, real: list[int], padded: list[int], baseline_mb: float, **more: Any) -> dict[str, Any]:
-    """What each side prints; tokens are means over the updates that count."""
+def report(
+    laps: Laps, real: list[int], padded: list[int], rates: list[dict[str, float]], baseline_mb: float, **more: Any
+) -> dict[str, Any]:
+    """What each side prints; tokens are means over the updates that count, the machine's rates medians over all."""
     peak, phases = memory_mb("VmHWM"), laps.medians()
     counted, positions = real[1:] or real, padded[1:] or padded
     return {
@@ -108,6 +113,7 @@ def report(laps: Laps, real: list[int], padded: list[int], baseline_mb: float, *
         "real_tokens": round(sum(counted) / len(counted), 1),
         "padded_tokens": round(sum(positions) / len(positions), 1),
         "updates": laps.seconds["step"],
+        "gflops": {name: round(median(rate[name] for rate in rates), 1) for name in rates[0]},
         "imports_mb": round(baseline_mb, 1),
         "peak_mb": round(peak, 1),
         **more,

@@ -74,13 +74,12 @@ def measure(job: Job) -> dict[str, Any]:
         real.append(int(stats["tokens/real"]))
         padded.append(int(stats["tokens/padded"]))
         least.append(work(shape, ppo.experience, job.epochs))
-    speeds = {name: round(median(rate[name] for rate in rates), 1) for name in rates[0]}
-    seconds = [2 * madds / max(speeds.values()) / 1e9 for madds in least[1:] or least]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    found = report(laps, real, padded, rates, BASELINE, versions=versions)
+    seconds = [2 * madds / max(found["gflops"].values()) / 1e9 for madds in least[1:] or least]
     updates = laps.seconds["update"][1:] or laps.seconds["update"]
     over = [spent / bound for spent, bound in zip(updates, seconds, strict=True)]
-    extra = {"gflops": speeds, "floor_s": round(median(seconds), 3), "over_floor": round(median(over), 3)}
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return report(laps, real, padded, BASELINE, versions=versions, **extra)
+    return found | {"floor_s": round(median(seconds), 3), "over_floor": round(median(over), 3)}
 
 
 def quiet() -> None:

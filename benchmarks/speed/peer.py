@@ -2,9 +2,9 @@
 
     .peer/bin/python -m benchmarks.speed.peer JOB.json
 
-It runs in an environment of its own (`peer.txt`), which has nothing of ours: of this repository it imports job.py
-alone. TRL shuffles its prompts; its data loader is replaced by the job's batches, so that each update starts from the
-prompts that ours starts from.
+It runs in an environment of its own (`peer.txt`), which has nothing of ours: of this repository it imports job.py and
+floor.py alone. TRL shuffles its prompts; its data loader is replaced by the job's batches, so that each update starts
+from the prompts that ours starts from.
 """
 
 import json
@@ -21,6 +21,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
+from benchmarks.speed.floor import Shape, rates
 from benchmarks.speed.job import Job, Laps, memory_mb, real_tokens, report
 
 BASELINE = memory_mb("VmRSS")
@@ -84,6 +85,7 @@ class Watch:
     def __init__(self, ppo: PPOTrainer, stop: int | None, pad: int) -> None:
         self.laps, self.real, self.padded = Laps(), list[int](), list[int]()
         self.stop, self.pad, self.both = stop, pad, ppo.model
+        self.shape, self.rates = Shape.of(ppo.ref_model.config), list[dict[str, float]]()
         self.began = self.mark = time.process_time()
         self.updating = False
         self.write, self.read, self.log = ppo_trainer.batch_generation, ppo_trainer.forward, ppo.log
@@ -113,7 +115,9 @@ class Watch:
         self.log(*args, **kwargs)
         self.lap("update")
         self.laps.add("step", self.mark - self.began)
-        self.began, self.updating = self.mark, False
+        self.rates.append(rates(self.shape))
+        self.began, self.updating = time.process_time(), False
+        self.mark = self.began
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -123,7 +127,7 @@ def measure(job: Job) -> dict[str, Any]:
         watch = Watch(ppo, None if job.dense else tokenizer.eos_token_id, tokenizer.pad_token_id)
         ppo.train()
     versions = {part.__name__: part.__version__ for part in (torch, transformers, trl)}
-    return report(watch.laps, watch.real, watch.padded, BASELINE, versions=versions)
+    return report(watch.laps, watch.real, watch.padded, watch.rates, BASELINE, versions=versions)
 
 
 def main() -> None:

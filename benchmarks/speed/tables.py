@@ -24,7 +24,7 @@ def of_goals(parts: dict[str, Any]) -> Table:
 def side_by_side(parts: dict[str, Any]) -> Table:
     """Tokens beside seconds: a ratio of seconds says nothing where the tokens differ."""
     columns = ("workload", "system", "real tokens", "padded", "CPU s", "rollout", "judge", "update", "ms a real token",
-               "peak MB", "above imports", "floor, s")  # fmt: skip
+               "peak MB", "above imports", "floor, s", "GFLOP/s")  # fmt: skip
     rows, notes = [], []
     for workload in ("ragged", "dense"):
         if workload not in parts:
@@ -38,11 +38,12 @@ def side_by_side(parts: dict[str, Any]) -> Table:
                 [workload, system, f"{one['real_tokens']:.0f}", f"{one['padded_tokens']:.0f}"]
                 + [f"{number:.2f}" for number in [*numbers, cost]]
                 + [f"{one['peak_mb']:.0f}", f"{one['own_mb']:.0f}", f"{one['floor_s']:.2f}" if key == "ours" else ""]
+                + [f"{one['gflops']:.0f}"]
             )
         apart = f"{workload}: the sides' real tokens are {100 * both['tokens_apart']:.1f} % apart"
-        notes.append(
-            apart + ("" if both["alike"] else f": MORE THAN {100 * goals.ALIKE:.0f} %, seconds do not compare")
-        )
+        warning = f": MORE THAN {100 * goals.ALIKE:.0f} %, seconds do not compare"
+        rated = f"; at one rate of arithmetic TRL takes {both['cpu_at_one_rate']:.2f} times our CPU seconds"
+        notes.append(apart + ("" if both["alike"] else warning) + rated)
     return Table("An update of 64 episodes, medians over the rounds", columns, rows, notes)
 
 
