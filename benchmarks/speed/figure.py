@@ -40,15 +40,15 @@ def _sides(seconds: Any, memory: Any, workloads: dict[str, Any]) -> None:
                 bottom += height
             memory.bar(place, one["own_mb"], 0.36, color=color, label=SYSTEMS[key] if number == 0 else None)
             memory.text(place, one["own_mb"], f"{one['own_mb']:.0f}", ha="center", va="bottom", fontsize=8)
-        seconds.text(number + 0.2, 0, f"{both['cpu']:.2f} x", ha="center", va="bottom", fontsize=9, color="white")
         least = both["ours"]["floor_s"] + both["ours"]["phases"]["rollout"] + both["ours"]["phases"]["judge"]
         label = "update at its floor" if number == 0 else None
         seconds.hlines(least, number - 0.18, number + 0.18, color="black", linewidth=1.2, linestyle="--", label=label)
-    for axis, text in ((seconds, "CPU s an update"), (memory, "peak MB above the imports")):
-        axis.set_xticks([number + 0.2 for number in range(len(workloads))], list(workloads))
+    for axis, ratio, text in ((seconds, "cpu", "CPU s an update"), (memory, "memory", "peak MB above the imports")):
+        told = [f"{name}\nTRL takes {both[ratio]:.2f} times ours" for name, both in workloads.items()]
+        axis.set_xticks([number + 0.2 for number in range(len(told))], told)
+        axis.set_ylim(0, 1.4 * axis.get_ylim()[1])  # room for the legend
         axis.set_ylabel(text)
-        axis.legend(fontsize=7, frameon=False, loc="upper left")
-        axis.margins(y=0.15)
+        axis.legend(fontsize=7, frameon=False, loc="upper left", ncols=2)
 
 
 def _padding(axis: Any, points: list[dict[str, Any]]) -> None:

@@ -71,7 +71,7 @@ def memory_mb(name: str) -> float:
 class Laps:
     """CPU seconds of all threads, of updates and their phases.
 
-    A busy machine stretches them too, for its caches and memory are shared: by half was seen where wall time grew sixfold.
+    A busy machine stretches them too, for its caches and memory are shared: by half was seen.
     """
 
     def __init__(self) -> None:
