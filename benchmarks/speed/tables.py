@@ -74,7 +74,7 @@ def of_demo(parts: dict[str, Any]) -> Table:
     columns = ("process", "CPU s", "of all", "imports", "rest of start-up", "its largest phases", "slowest imports")
     rows, notes = [], []
     for name, stage in found["stages"].items():
-        work = [(phase, s) for phase, s in stage["phases"].items() if phase not in demo.START_UP][:3]
+        work = [(phase, s) for phase, s in stage["phases"].items() if phase not in demo.START_UP and s >= 0.1][:3]
         imports = stage["phases"].get("imports", 0.0)
         rows.append(
             [name, f"{stage['cpu_s']:.1f}", f"{100 * stage['cpu_s'] / found['cpu_s']:.0f} %", f"{imports:.1f}",
