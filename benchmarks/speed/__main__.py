@@ -172,7 +172,8 @@ def main() -> int:
     result = {"job": asdict(job), **machine, "code": kept.code, "stale": sorted(kept.stale), "goals": judged, **parts}
     (args.out / "bench.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     (args.out / "bench.md").write_text(tables.markdown(made), encoding="utf-8")
-    figure.draw(parts, args.out / "bench.svg")
+    if {*SIDES, "padding", "growth"} & set(parts):
+        figure.draw(parts, args.out / "bench.svg")
     for table in made:
         terminal.table(table.columns, table.rows, title=table.title)
         for note in table.notes:
