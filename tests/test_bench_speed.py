@@ -97,7 +97,7 @@ def test_the_count_of_our_side_is_that_of_its_rows(models, tmp_path):
 
 
 def test_our_side_counts_no_padding_where_responses_end_early(models, tmp_path):
-    found = ours.measure(job(models, tmp_path, updates=1, response_length=64, settings={"micro_batch_tokens": 128}))
+    found = ours.measure(job(models, tmp_path, updates=1, response_length=64, settings={"packing": False}))
     ppo = ours.trainer(job(models, tmp_path, settings={"vf_coef": 0.5}))
     assert ppo.settings.vf_coef == 0.5 and ppo.settings.missing_eos_penalty == 1.0
     asked = job(models, tmp_path)
