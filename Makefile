@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench-learning test test-slow chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews bench bench-learning test test-slow chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -8,8 +8,9 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 VENV ?= .venv
 RLHF := $(VENV)/bin/rlhf
 CONFIG ?= configs/demo
-# The developers' shared folder: the benchmarks' models.
+# The developers' shared folder: the benchmarks' models. And the environment of the system that `make bench` compares with.
 SHARED ?= ../shared
+PEER ?= .peer
 
 # CONFIG is a run's folder, or a config in one. A preset of configs/ runs in runs/NAME, which `rlhf init` makes.
 FOLDER := $(patsubst %/,%,$(if $(filter %.yaml,$(CONFIG)),$(dir $(CONFIG)),$(CONFIG)))
@@ -33,6 +34,10 @@ reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews
 	$(RLHF) run runs/reviews
 	$(VENV)/bin/python runs/reviews/judge.py
 	$(VENV)/bin/python scripts/frontier.py runs/reviews --judge critic --figure runs/reviews/frontier.svg
+
+bench: $(VENV)/.installed-reviews $(PEER)/.installed ## PPO's speed and memory beside TRL's, about half an hour; SHARED=, or POS=good.txt NEG=bad.txt
+	$(VENV)/bin/python -m benchmarks.speed --out runs/bench --peer $(PEER)/bin/python --shared $(SHARED) \
+		$(if $(POS),--pos "$(POS)") $(if $(NEG),--neg "$(NEG)")
 
 bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, goes on where it stopped (docs/learning.md)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning --set kl_coef=0.1
@@ -100,6 +105,11 @@ $(VENV)/.installed-reviews: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[reviews]'
 	touch $(VENV)/.installed $@
+
+$(PEER)/.installed: benchmarks/speed/peer.txt
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install -q -r $<
+	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.learning import curves
-from benchmarks.ppo_update import prompts
+from benchmarks.speed.workload import Reference, prompts
 from rlhf_cli.models.trees import load_tree, save_tree
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts
 
@@ -79,7 +79,7 @@ def run(shared: Path, folder: Path, settings: PPOSettings, seed: int, tell: Call
         ppo.load_state_dict(load_tree(folder / "state"))
     curves.cut_back(folder / "curve.jsonl", ppo.updates)
     tokenizer = AutoTokenizer.from_pretrained(shared / "models/reviews-sft")
-    rows = prompts(shared)[HELD_OUT:]
+    rows = prompts(Reference.shared(shared))[HELD_OUT:]
     random.Random(seed).shuffle(rows)
     while ppo.updates < updates:
         start = ppo.updates * count
@@ -103,7 +103,7 @@ def best_of_n(shared: Path, path: Path, ns: list[int], samples: int, tell: Calla
     """The SFT policy's best of n by the reward model, on 128 of the prompts that the runs train on; kept in `path`."""
     if path.exists() and (kept := json.loads(path.read_text(encoding="utf-8")))["samples"] == samples:
         return kept["best_of"]
-    policy, rows = writer(shared), prompts(shared)[HELD_OUT : HELD_OUT + 128]
+    policy, rows = writer(shared), prompts(Reference.shared(shared))[HELD_OUT : HELD_OUT + 128]
     settings = PPOSettings(**WORKLOAD)
     ppo = PPOTrainer(
         policy,
