@@ -229,8 +229,8 @@ def test_rare_tokens_are_drawn_as_often_as_they_should_be():
 
 @pytest.mark.parametrize("kind", ["consecutive", "derived"])
 def test_rows_and_steps_draw_independently(kind):
-    """A token of chance 1/5 against 511 others, 1500 rows, 20 steps: hits vary over steps, and over rows, as coin tosses
-    do. Of consecutive seeds, too: a weaker hash had 3 times and more the variance over steps.
+    """A token of chance 1/5 against 511 others, 1500 rows, 20 steps: hits vary over steps, and over rows, as tosses of
+    a coin do. With consecutive seeds, too: a weaker hash had 3 times and more the variance over steps.
     """
     rows, steps, chance = 1500, 20, 0.2
     seeds = [row if kind == "consecutive" else derive(7, "sample", 0, row) for row in range(rows)]

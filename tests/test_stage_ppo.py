@@ -64,7 +64,8 @@ def test_leaves_what_the_contract_says(run_folder):
         "rewards.reward.model",
     }
     assert {path.name for path in (out / "state").glob("step_*")} == {"step_000002", "step_000004"}
-    assert {path.name for path in (out / "snapshots").glob("step_*")} == {"step_000002", "step_000004"}
+    best = f"step_{manifest['best']['step']:06d}"
+    assert {path.name for path in (out / "snapshots").glob("step_*")} == {"step_000002", "step_000004", best}
     policy = AutoModelForCausalLM.from_pretrained(out / "model")
     assert policy.generation_config.eos_token_id == 1
     AutoModelForSequenceClassification.from_pretrained(out / "value")

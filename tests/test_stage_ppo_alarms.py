@@ -113,14 +113,14 @@ def test_r03_is_silent_where_no_end_is_wanted(run_folder):
 
 
 def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder):
-    settings = ("-s", "ppo.kl_stop=0.4", "-s", "ppo.total_episodes=160", "-s", "output.snapshots=0")
+    settings = ("-s", "ppo.kl_stop=0.8", "-s", "ppo.total_episodes=160", "-s", "output.snapshots=0")
     result = ppo(run_folder, *settings)
     assert result.exit_code == 1, result.output
     metrics, made = lines(run_folder / "ppo/metrics.jsonl"), manifest(run_folder)
     stopped = metrics[-1]["step"]
-    assert stopped < 20 and metrics[-1]["objective/kl_k1"] > 0.4
-    assert all(row["objective/kl_k1"] <= 0.4 for row in metrics[:-1])
-    assert f"step {stopped}: KL to the SFT policy is" in result.stderr and "over ppo.kl_stop 0.4" in result.stderr
+    assert stopped < 20 and metrics[-1]["objective/kl_k1"] > 0.8
+    assert all(row["objective/kl_k1"] <= 0.8 for row in metrics[:-1])
+    assert f"step {stopped}: KL to the SFT policy is" in result.stderr and "over ppo.kl_stop 0.8" in result.stderr
     assert "error[R04]: --set ppo.kl_stop: " in result.stderr and "holds the best policy, of step" in result.stderr
     assert made["model_is"] == "the best step" and made["step"] == made["best"]["step"] < stopped
     assert "over ppo.kl_stop" in made["stopped"]
