@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,9 +24,18 @@ def file_sha256(path: Path) -> str:
 
 
 def files_sha256(paths: Sequence[Path]) -> str:
-    """One hash over the contents of files in their order; of one file its own."""
-    hashes = [file_sha256(path) for path in paths]
+    """One hash over the contents of files in their order; of one file its own. For data, which several keys may name."""
+    hashes = []
+    for path in paths:
+        now = path.stat()
+        hashes.append(_sha256_of(path, now.st_ino, now.st_size, now.st_mtime_ns))
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _sha256_of(path: Path, *_as_it_is: int) -> str:
+    """A file's hash, made once in a process while inode, size and time stay."""
+    return file_sha256(path)
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
