@@ -24,7 +24,7 @@ def file_sha256(path: Path) -> str:
 
 
 def files_sha256(paths: Sequence[Path]) -> str:
-    """One hash over the contents of files in their order; of one file its own. For data, which several keys may name."""
+    """One hash over the contents of files in their order; of one file its own. For data: several keys may name one."""
     hashes = []
     for path in paths:
         now = path.stat()
