@@ -218,6 +218,40 @@ def check(
 
 
 @app.command()
+def plan(
+    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A stage's YAML file, or a run's folder.")],
+    assignments: Trailing = None,
+    set_: Set = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--mode",
+            metavar="MODE",
+            help="full, lora, qlora or one-base: the stages train full weights, the others are for comparison.",
+        ),
+    ] = "full",
+    prompt: Annotated[
+        int | None,
+        typer.Option("--prompt-length", metavar="N", min=1, help="Tokens of the longest prompt; no data is read then."),
+    ] = None,
+    flops: Annotated[
+        float | None,
+        typer.Option("--flops", metavar="N", help="Operations a second of a machine; this one's are measured."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Estimate what each stage takes of memory and time, loading no weights, and what to change where it does not fit."""
+    from rlhf_cli import plan
+    from rlhf_cli.config import Options
+
+    options = Options(trust_remote_code=trust_remote_code, debug=debug)
+    overrides = [*(set_ or []), *(assignments or [])]
+    plan.run(path, overrides, options, mode=mode, prompt=prompt, flops=flops, as_json=as_json)
+
+
+@app.command()
 def replay(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, which holds ppo/.")],
     step: Annotated[

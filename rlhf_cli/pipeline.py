@@ -52,7 +52,7 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
     """
     files = select(find_configs(folder), folder, selection)
     routed = route(overrides, list(files))
-    configs = _load_all(files, routed)
+    configs = load_all(files, routed)
     _refuse_what_is_missing(configs)
     if options.dry_run:
         _forecast(configs, selection.force)
@@ -242,7 +242,8 @@ def check_command(folder: Path, overrides: Sequence[str], options: Options) -> l
     return [*OURSELVES, "check", str(folder), "--quiet", *sets, *flagged]
 
 
-def _load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:
+def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:
+    """The configs of a run by stage. Raises RLHFError with the problems of all of them."""
     configs: dict[str, Config] = {}
     problems: list[Problem] = []
     for stage, path in files.items():

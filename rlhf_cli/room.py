@@ -57,6 +57,11 @@ def memory() -> int:
         return whole
 
 
+def resident() -> int:
+    """Bytes of memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def size(count: float) -> str:
     """Bytes in words."""
     units = ["bytes", "kB", "MB", "GB"]

@@ -18,10 +18,9 @@ from rlhf_cli.inputs import limits, machine, models
 from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.inputs import reward as of_reward
 from rlhf_cli.inputs import sft as of_sft
+from rlhf_cli.inputs.machine import POLICIES
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.settings import PPOSettings
-
-POLICIES = ("models.sft", "models.ppo", "models.base")
 
 
 @dataclass(frozen=True)

@@ -97,21 +97,24 @@ def open_parents(config: Any, left_out: Collection[Path] = ()) -> dict[str, Pare
     return parents
 
 
-def open_reference(config: Any, reference: Reference) -> Parent:
+def open_reference(config: Any, reference: Reference, *, hashed: bool = True) -> Parent:
     """`open_parent` of one key of a config; raises M10 too where it names the stage's own output."""
     key, where, expect = reference.key, config.where(reference.key), reference.expect
     if Path(reference.path) == config.folder:
         text = f"{key} names the folder that this stage writes"
         raise RLHFError("M10", text, where=where, hint=f"name {_named(expect)}")
-    return open_parent(reference.path, expect=expect, key=key, where=where, revision=reference.revision)
+    revision = reference.revision
+    return open_parent(reference.path, expect=expect, key=key, where=where, revision=revision, hashed=hashed)
 
 
-def open_parent(path: str, *, expect: tuple[str, ...], key: str, where: str, revision: str | None = None) -> Parent:
+def open_parent(
+    path: str, *, expect: tuple[str, ...], key: str, where: str, revision: str | None = None, hashed: bool = True
+) -> Parent:
     """The finished stage folder, plain Hugging Face folder or cached hub id that `path` names.
 
     Raises M01 where there is nothing to load, M04 for an adapter alone, M10 for a stage that is unfinished, damaged, or
     not one of `expect`. A plain folder is taken as it is (stage "foreign"): whether it fits is for the stage to find
-    out.
+    out. Unless `hashed` its files are not read, which takes long for a large model, and its sha256 is "".
     """
     folder = Path(path)
     if not os.path.exists(folder):  # Path.exists raises for a name that is too long
@@ -119,13 +122,13 @@ def open_parent(path: str, *, expect: tuple[str, ...], key: str, where: str, rev
             raise _nothing_there(folder, expect, key, where)
         found = _from_hub(path, revision, key, where)
         _refuse_adapter(found, key, where)
-        return _foreign(found, key, hub=path)
+        return _foreign(found, key, hub=path, hashed=hashed)
     if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
         text = f"{key}: {shown(folder)} is the inside of a stage's folder"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {shown(folder.parent)}")
     _refuse_adapter(folder, key, where)
     if (folder / "config.json").is_file():
-        return _foreign(folder, key)
+        return _foreign(folder, key, hashed=hashed)
     if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
         return _stage(folder, expect, key, where)
     raise RLHFError(
@@ -189,13 +192,14 @@ def _damaged(key: str, folder: Path, stage: str, problem: str, where: str) -> RL
     return RLHFError("M10", text, where=where, hint=f"make it again: {_command(stage, folder)} --fresh")
 
 
-def _foreign(folder: Path, key: str, hub: str | None = None) -> Parent:
+def _foreign(folder: Path, key: str, hub: str | None = None, *, hashed: bool) -> Parent:
     names = sorted(
         path.name
         for path in folder.iterdir()
         if path.is_file() and path.suffix in _MODEL_SUFFIXES and not path.name.startswith(".")
     )
-    return Parent(key, folder, FOREIGN, folder, model_sha256(describe(folder, names), prefix=""), {}, hub)
+    sha256 = model_sha256(describe(folder, names), prefix="") if hashed else ""
+    return Parent(key, folder, FOREIGN, folder, sha256, {}, hub)
 
 
 def _refuse_adapter(folder: Path, key: str, where: str) -> None:

@@ -5,17 +5,19 @@ import math
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import checkpoints, room, terminal
 from rlhf_cli.checkpoints import Parent
-from rlhf_cli.config import Config, EvalConfig, PPOConfig
+from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import loading
 
 # Bytes for each number that is trained, in float32: the weight and AdamW's two averages in a state, and the gradient.
 STATE, MEMORY, WEIGHT = 12, 16, 4
+POLICIES = ("models.sft", "models.ppo", "models.base")
 NOT_COUNTED = ("__metadata__", "lm_head.", "score.")  # a reward model has no lm_head
 # Masks and angles that GPT-2, GPT-NeoX and old Llamas stored beside their weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
@@ -81,20 +83,45 @@ def _scaled(config: Any, count: int) -> int:
     return count if dtype in ("auto", "float32") or not loading.can_use(dtype) else count // 2
 
 
+@dataclass(frozen=True)
+class Use:
+    """A model that a stage holds in memory: what for, the key that names it, and whether it is trained."""
+
+    role: str
+    key: str
+    trained: bool
+
+
+def uses(config: Config) -> list[Use]:
+    """The models of a stage, those that are there at one time. What is only read is loaded once a folder.
+
+    In an evaluation `models.ppo` stands for itself and models.base, which are there one after the other.
+    """
+    named = {reference.key: reference.path for reference in checkpoints.references(config)}
+    if isinstance(config, SFTConfig | RewardConfig):
+        return [Use("policy" if config.stage == "sft" else "reward", "model.path", trained=True)]
+    if isinstance(config, EvalConfig):
+        policies = [Use("policy", key, trained=False) for key in ("models.sft", "models.ppo")]
+        return policies + [Use("judge", key, trained=False) for key in named if key not in POLICIES]
+    assert isinstance(config, PPOConfig)
+    found = [Use("policy", "models.sft", trained=True), Use("reference", "models.sft", trained=False)]
+    if config.models.value != "policy_head":
+        key = "models.reward" if config.models.value == "reward" else "models.value"
+        found.append(Use("value", key, trained=True))
+    read = {path: key for key, path in reversed(named.items()) if key not in ("models.sft", "models.value")}
+    return found + [Use("reward", key, trained=False) for key in reversed(read.values())]
+
+
 def _counts(config: Config, parents: Mapping[str, Parent]) -> tuple[int, int]:
-    """(trained, frozen) numbers of the models, their heads left out."""
+    """(trained, frozen) numbers of the models that are there, their heads left out."""
     folders = {parent.model: _numbers(parent.model) for parent in parents.values()}
     sizes = {key: folders[parent.model] for key, parent in parents.items()}
-    if isinstance(config, EvalConfig):
-        return 0, max(sizes.values(), default=0)  # one after the other
-    if not isinstance(config, PPOConfig):
-        return sum(sizes.values()), 0
-    policy = sizes.get("models.sft", 0)
-    value = sizes.get("models.reward" if config.models.value == "reward" else "models.value", 0)
-    trained = value if config.ppo.num_shared_layers else policy + value
-    # Policy and value model are copies of their own; what is only read is loaded once, however many keys name it.
-    read = {parent.model for key, parent in parents.items() if key not in ("models.sft", "models.value")}
-    return trained, policy + sum(folders[folder] for folder in read)
+    shared = isinstance(config, PPOConfig) and config.ppo.num_shared_layers  # how much of the policy learns is unknown
+    counts = [0, 0]
+    for use in uses(config):
+        learns = use.trained and not (shared and use.role == "policy")
+        counts[not learns] += 0 if shared and use.role == "policy" else sizes.get(use.key, 0)
+    return counts[0], counts[1]
 
 
 def _numbers(folder: Path) -> int:

@@ -277,7 +277,7 @@ def _load(
     try:
         model, report = kind.from_pretrained(
             folder,
-            dtype=_dtype(dtype),
+            dtype=number_format(dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
@@ -321,7 +321,7 @@ def _refuse_pickles(folder: Path) -> None:
         )
 
 
-def _dtype(name: str) -> torch.dtype:
+def number_format(name: str) -> torch.dtype:
     """float32 for `auto`: what is trained keeps full-precision weights, and bf16 enters as autocast.
 
     float32 too in place of a format that this device lacks, which E01 tells.

@@ -1,0 +1,127 @@
+"""`rlhf plan FILE|DIR`: memory and time of each stage before anything is loaded, from the config alone."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import pipeline, room, terminal
+from rlhf_cli.config import Config, Options, load, stage_of
+from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.models import loading
+from rlhf_cli.plan import advice, duration, estimate
+from rlhf_cli.plan.chain import Chain
+from rlhf_cli.plan.estimate import Estimate
+from rlhf_cli.plan.modes import MODES
+from rlhf_cli.plan.tally import KINDS
+
+ORDER = [*KINDS, "saved state"]
+TRL = 220_000_000  # bytes that TRL and datasets add to torch and transformers
+
+
+def run(
+    path: Path,
+    overrides: Sequence[str],
+    options: Options,
+    *,
+    mode: str = "full",
+    prompt: int | None = None,
+    flops: float | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print what each stage takes, and what to change where it does not fit.
+
+    `prompt`: tokens of the longest prompt, where the data is not to be read; `flops`: operations a second of another
+    machine. Raises RLHFError as `rlhf check` does, and C07 for an unknown mode.
+    """
+    if mode not in MODES:
+        near = nearest(mode, MODES)
+        raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=near and f"did you mean {near}?")
+    configs, routed = _configs(path, overrides)
+    chain = Chain(configs, options)
+    plans = []
+    for config in configs:
+        found = estimate.of(config, chain, mode, prompt)
+        plans.append(_plan(found, flops, routed[config.stage], chain))
+    if as_json:
+        terminal.out(json.dumps({"device": loading.device_name(), "memory": loading.memory(), "stages": plans}, indent=2))
+    else:
+        for plan in plans:
+            _show(plan)
+
+
+def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[str, list[str]]]:
+    if os.path.isfile(path) or path.suffix in (".yaml", ".yml"):
+        stage = stage_of(path)
+        return [load(stage, path, overrides)], {stage: list(overrides)}
+    files = pipeline.find_configs(path)
+    routed = pipeline.route(overrides, list(files))
+    return pipeline.load_all(files, routed), routed
+
+
+def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain: Chain) -> dict[str, Any]:
+    """The plan of a stage, as --json tells it."""
+    config, stage = found.config, found.config.stage
+    on_a_gpu = loading.device().type == "cuda"
+    libraries = 0 if on_a_gpu else room.resident() + (TRL if stage in ("sft", "reward") else 0)
+    needed = found.fullest.total + libraries
+    fits = needed <= loading.memory()
+    seconds = duration.seconds(found, flops)
+    return {
+        "stage": stage,
+        "mode": found.mode,
+        "file": shown(config.file),
+        "parameters": found.parameters,
+        "prompt_tokens": found.lengths.prompt,
+        "response_tokens": found.lengths.response,
+        "phases": [
+            {"name": phase.name, "rows": phase.rows, "bytes": phase.bytes, "total": phase.total, "flops": phase.flops}
+            for phase in found.phases
+        ],
+        "fullest": found.fullest.name,
+        "libraries": libraries,
+        "needed": needed,
+        "fits": fits,
+        "seconds": seconds,
+        "steps": found.steps,
+        "hours": sum(seconds.values()) * found.steps / 3600,
+        "advice": [] if fits else [{"set": what, "saves": saved} for what, saved in advice.savings(found, overrides, chain)],
+    }
+
+
+STEP = {"sft": "step", "reward": "step", "ppo": "update", "eval": "evaluation"}
+
+
+def _show(plan: dict[str, Any]) -> None:
+    stage, phases = plan["stage"], plan["phases"]
+    models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
+    mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
+    title = f"{stage}: {models} parameters; prompts of {plan['prompt_tokens']} tokens, {plan['response_tokens']} after them{mode}"
+    kinds = [kind for kind in ORDER if any(phase["bytes"].get(kind) for phase in phases)]
+    rows = [[kind, *(room.size(phase["bytes"].get(kind, 0)) for phase in phases)] for kind in kinds]
+    rows.append(["total", *(room.size(phase["total"]) for phase in phases)])
+    terminal.table(["", *(_column(phase) for phase in phases)], rows, title=title)
+    device, there = loading.device_name(), loading.memory()
+    libraries = f" with {room.size(plan['libraries'])} of libraries" if plan["libraries"] else ""
+    verdict = "fits" if plan["fits"] else "does not fit"
+    terminal.out(f"memory   {room.size(plan['needed'])}{libraries}, at its fullest in {plan['fullest']}; {device} has {room.size(there)}: {verdict}")
+    for each in plan["advice"]:
+        terminal.out(f"         {each['set']} saves {room.size(each['saves'])}")
+    parts = " + ".join(f"{name} {_time(seconds)}" for name, seconds in plan["seconds"].items())
+    whole = sum(plan["seconds"].values())
+    unit = STEP[stage]
+    terminal.out(f"time     an {unit}: {parts}, at least" if unit[0] in "aeiou" else f"time     a {unit}: {parts}, at least")
+    terminal.out(f"         {plan['steps']} x {_time(whole)} = {_time(whole * plan['steps'])}")
+    terminal.out()
+
+
+def _column(phase: dict[str, Any]) -> str:
+    return f"{phase['name']}, {phase['rows']} rows" if phase["rows"] else phase["name"]
+
+
+def _time(seconds: float) -> str:
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2g} s"

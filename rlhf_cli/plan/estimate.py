@@ -1,0 +1,129 @@
+"""The estimate of one stage: its models built without content, and its phases counted on them."""
+
+import copy
+
+from dataclasses import dataclass
+
+from typing import Any
+
+from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.errors import placed
+from rlhf_cli.inputs import machine
+from rlhf_cli.inputs import ppo as of_ppo
+from rlhf_cli.models import loading, reading, shapes
+from rlhf_cli.plan import memory
+from rlhf_cli.plan.chain import Chain
+from rlhf_cli.plan.ghosts import Lengths
+from rlhf_cli.plan.memory import How, Phase
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a stage takes. `steps` are optimizer steps (sft, reward) or updates (ppo); 1 for an evaluation."""
+
+    config: Config
+    mode: str
+    parameters: dict[str, int]  # of each model in memory
+    lengths: Lengths
+    hidden: int
+    layers: int
+    phases: list[Phase]
+    steps: int
+
+    @property
+    def fullest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def of(config: Config, chain: Chain, mode: str, prompt: int | None) -> Estimate:
+    """Raises RLHFError as `rlhf check` does, for models and data that are not there or do not fit."""
+    starts = {use.key: chain.start(config, use.key) for use in machine.uses(config)}
+    first = next(iter(starts.values()))
+    lengths = chain.lengths(config, first, prompt)
+    estimates = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _eval}
+    models, phases, steps = estimates[config.stage](config, {k: s.body for k, s in starts.items()}, lengths, mode)
+    text = first.body.get_text_config()
+    return Estimate(config, mode, models, lengths, text.hidden_size, text.num_hidden_layers, phases, steps)
+
+
+Found = tuple[dict[str, int], list[Phase], int]
+
+
+def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
+    model = _causal(config, "model.path", bodies, config.model)
+    count, ours = {"policy": model.num_parameters()}, config.sft
+    step = memory.sft(
+        model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, _how(ours, mode)
+    )
+    return count, [step], _steps(config, ours)
+
+
+def _reward(config: RewardConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
+    model = _scorer(config, "model.path", bodies, config.model)
+    count, ours = {"reward": model.num_parameters()}, config.reward
+    step = memory.reward(
+        model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, _how(ours, mode)
+    )
+    return count, [step], _steps(config, ours)
+
+
+def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
+    of_ppo.check_layers(config, bodies["models.sft"])
+    settings, section = config.ppo, config.models
+    policy = _causal(config, "models.sft", bodies, section)
+    made: dict[str, Any] = {"policy": policy, "reference": copy.deepcopy(policy)}
+    for use in machine.uses(config):
+        if use.role in ("value", "reward"):
+            name = use.role if use.role not in made else f"{use.role} {use.key}"
+            made[name] = _scorer(config, use.key, bodies, section)
+    value = made.get("value") or reading.ValueHead(policy)
+    count = {name: model.num_parameters() for name, model in made.items()}
+    rewards = {name: model for name, model in made.items() if name.startswith("reward")}
+    if settings.bf16 and not loading.can_use("bfloat16"):
+        settings = settings.model_copy(update={"bf16": False})
+    models = memory.Trained(policy, made["reference"], value, rewards)
+    phases = memory.ppo(models, settings, lengths, mode=mode, gpu=_gpu())
+    prompts = None if settings.total_episodes else _rows(config, "data.prompts")
+    return count, phases, settings.num_updates(prompts)
+
+
+def _eval(config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
+    section, ours, uses = config.models, config.eval, machine.uses(config)
+    policies = {u.key: _causal(config, u.key, bodies, section) for u in uses if u.role == "policy"}
+    judges = {u.key: _scorer(config, u.key, bodies, section) for u in uses if u.role == "judge"}
+    rounds = (len(policies) + bool(section.base)) * len(ours.modes) + max(ours.best_of, default=0)
+    phases = memory.evaluation(
+        [*policies.values()], [*judges.values()], ours.per_device_batch_size, ours.n * rounds, lengths
+    )
+    return {key: model.num_parameters() for key, model in {**policies, **judges}.items()}, phases, 1
+
+
+def _causal(config: Config, key: str, bodies: dict[str, Any], section: Any) -> Any:
+    return _built(shapes.causal, config, key, bodies, section)
+
+
+def _scorer(config: Config, key: str, bodies: dict[str, Any], section: Any) -> Any:
+    return _built(shapes.scorer, config, key, bodies, section)
+
+
+def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section: Any) -> Any:
+    with placed(config.where(key)):
+        return make(bodies[key], dtype=section.dtype, attn_implementation=section.attn_implementation)
+
+
+def _how(ours: Any, mode: str) -> How:
+    wanted = _gpu() if ours.bf16 is None else ours.bf16
+    return How(wanted and loading.can_use("bfloat16"), ours.gradient_checkpointing, mode, _gpu())
+
+
+def _steps(config: SFTConfig | RewardConfig, ours: Any) -> int:
+    return int(ours.steps(0 if ours.max_steps else _rows(config, "data.train")))
+
+
+def _rows(config: Config, key: str) -> int:
+    """Rows of a source, as they stand there: some may yet be left out."""
+    return max(1, sum(1 for _ in config.sources()[key].rows()))
+
+
+def _gpu() -> bool:
+    return loading.device().type == "cuda"

@@ -1,0 +1,56 @@
+"""What stands for a stage's rows and models where only shapes matter."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.plan.tally import META
+from rlhf_cli.ppo.records import MicroBatch, Rollout
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest rows: `prompt` and `response` where a stage writes, the two together where it reads."""
+
+    prompt: int
+    response: int
+
+    @property
+    def row(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Ghosts(Rollout):
+    """Rows without content, all as long as the longest."""
+
+    @classmethod
+    def of(cls, rows: int, lengths: Lengths) -> "Ghosts":
+        """So many rows."""
+        mask = torch.ones(rows, lengths.row, dtype=torch.bool, device=META)
+        ids = torch.zeros(rows, lengths.row, dtype=torch.int64, device=META)
+        return cls(ids, mask, mask[:, lengths.prompt :].clone(), mask[:, 0].clone())
+
+    def to(self, device: torch.device) -> "Ghosts":
+        return self
+
+    @property
+    def lengths(self) -> Tensor:
+        found: Any = torch.zeros(len(self), dtype=torch.int64, device=META)
+        found.content = [self.ids.shape[1]] * len(self)
+        return found
+
+    def micro_batch(self, rows: Tensor) -> MicroBatch:
+        tokens = torch.zeros(len(rows) * self.response_mask.shape[1], dtype=torch.int64, device=META)
+        return MicroBatch(rows, self.ids[: len(rows)], rows, tokens, tokens, tokens, tokens)
+
+
+def prime(optimizer: torch.optim.Optimizer, *, gradients: bool) -> None:
+    """Give an optimizer what it has after its first step, and if asked the weights their gradients."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight) if gradients else None
+            averages = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[weight] = {"step": torch.zeros(()), **averages}

@@ -1,0 +1,248 @@
+"""What each phase of a stage holds in memory at its fullest moment, and its arithmetic.
+
+The stages' own code runs, on tensors without content (`tally`): of the update and the judge PPO's trainer itself, of
+SFT and reward training the one step that TRL's trainers make. So a change of theirs is a change of the plan. What comes
+out, in bytes of float32, for W numbers of weights of which T are trained, and micro-batches of n rows of L tokens, N of
+them response tokens; hidden size H, intermediate size I, A heads of which K have keys of their own, V vocabulary:
+
+    weights      4 W        PPO: policy, reference, value and reward models, each folder of a reward model once
+    gradients    4 T        PPO keeps them from one backward pass to the next
+    optimizer    8 T        AdamW's two averages
+    activations  what a backward pass needs; of a Llama's layer 4 n L (14 H + 4 (K / A) H + 4 I), roughly: the inputs
+                 of two norms, four products and the MLP, each once, and what the norms and rotations make on the way
+    logits       4 N V      for each copy that the loss makes
+    cache        8 b (P + R) (K / A) H a layer: keys and values of the b rows that are written at a time
+    saved state  12 T       on a CPU: weights and averages are copied before they are written
+
+The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit.
+"""
+
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_cli.models import reading, shapes
+from rlhf_cli.plan import modes
+from rlhf_cli.plan.ghosts import Ghosts, Lengths, prime
+from rlhf_cli.plan.tally import META, Tally
+from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo import optimizer as default
+from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.ppo.trainer import PPOTrainer
+
+TOGETHER = 2  # micro-batches that are run through: the second one finds the first one's gradients
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase at its fullest moment. `flops`: of an update (PPO), an optimizer step (SFT, reward), the whole (eval)."""
+
+    name: str
+    rows: int  # at a time
+    bytes: dict[str, int]  # by kind
+    flops: float = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The models of a PPO run. Those of `rewards` are only read."""
+
+    policy: Any
+    ref: Any
+    value: Any
+    rewards: dict[str, Any] = field(default_factory=dict)  # by folder
+
+    @property
+    def all(self) -> list[nn.Module]:
+        return [self.policy, self.ref, self.value, *self.rewards.values()]
+
+
+def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str = "full", gpu: bool) -> list[Phase]:
+    """The phases of an update, with what the one before it left."""
+    adapters = None
+    if mode != "full":
+        modes.prepare(models.policy, models.ref, models.value, models.rewards.values(), mode)
+        adapters = default.adamw({"policy": models.policy, "value": models.value}, settings)
+    vocabulary, episodes = _vocabulary(models.policy), settings.episodes_per_update
+    minibatch = episodes // settings.num_mini_batches
+    size = settings.per_device_train_batch_size
+    if settings.micro_batch_tokens != "auto":
+        size = max(1, min(size, settings.micro_batch_tokens // lengths.row))
+    rows = min(minibatch, TOGETHER * size)
+    once = settings.model_copy(update={"num_mini_batches": 1, "num_ppo_epochs": 1, "value_only_updates": 0})
+    with Tally([], vocabulary):  # to share layers, models are compared
+        trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, adapters, num_updates=1)
+    if adapters:
+        modes.freeze(models.value)  # all of a value model learns, as the trainer knows it
+    optimizer = trainer.optimizer
+    for group in optimizer.param_groups:
+        group["foreach"] = gpu  # as torch chooses by itself, where it sees the device
+    prime(optimizer, gradients=True)
+
+    def tally(**how: Any) -> Tally:
+        return Tally(models.all, vocabulary, optimizer)
+
+    found = [writing(models.policy, tally, settings.local_rollout_forward_batch_size or episodes, episodes, lengths)]
+    ghosts = Ghosts.of(rows, lengths)
+    with tally() as judged:
+        for model in models.rewards.values():
+            at_once = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
+            reading.rollout_scores(model, ghosts, max_rows=at_once)
+        experience = trainer.judge(ghosts, torch.zeros(rows, device=META))
+    found.append(Phase("judge", min(size, rows), dict(judged.peak), judged.flops * episodes / rows))
+    with tally() as learnt:
+        trainer.update(experience)
+    work = learnt.flops * episodes / rows * settings.num_ppo_epochs
+    found.append(Phase("update", min(size, rows), dict(learnt.peak), work))
+    return found if gpu else [*found, _saving(models.all, optimizer)]
+
+
+class _NoEngine:
+    """Stands where a trainer expects an engine."""
+
+    def generate(self, prompts: Any) -> Any:
+        raise AssertionError("nothing is written on meta tensors")
+
+
+def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths) -> Phase:
+    """Responses to `in_all` prompts, `rows` at a time: the prompts are read, then each token costs a pass."""
+    rows = min(rows, in_all)
+    with torch.no_grad():
+        with tally() as read:
+            cache = shapes.cache(model)
+            _next(model, cache, rows, lengths.prompt)
+            _move(read.peak, "activations", "cache", sum(each.nbytes for each in _held(cache)))
+        full, half = (shapes.cache(model) for _ in range(2))
+        with Tally([], 0):
+            _next(model, full, rows, lengths.row - 1)
+            _next(model, half, rows, lengths.prompt + lengths.response // 2)
+        with tally() as wrote:
+            wrote.mark("cache", _held(full))
+            _next(model, full, rows, 1, before=lengths.row - 1)
+        with tally() as step:
+            _next(model, half, rows, 1, before=lengths.prompt + lengths.response // 2)
+    peak = max(read.peak, wrote.peak, key=lambda peak: peak.total())
+    work = read.flops + step.flops * (lengths.response - 1)
+    return Phase("rollout", rows, dict(peak), work * in_all / rows)
+
+
+def _held(cache: Any) -> list[Tensor]:
+    return [each for layer in cache.layers for each in (layer.keys, layer.values)]
+
+
+def _move(peak: Counter[str], source: str, kind: str, count: int) -> None:
+    peak[source] -= count
+    peak[kind] += count
+
+
+def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0) -> Tensor:
+    """The token after `width` new ones behind `before` in the cache, drawn as HFEngine does."""
+    ids = torch.zeros(rows, width, dtype=torch.int64, device=META)
+    mask = torch.ones(rows, before + width, dtype=torch.int64, device=META)
+    made = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    scaled = made.logits[:, -1].float() / 1.0
+    noise = torch.empty_like(scaled)
+    return (scaled - noise.log_()).argmax(-1)
+
+
+def _saving(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> Phase:
+    """A state is written: its tensors are copied first."""
+    resident = Tally(models, 0, optimizer)
+    with resident:
+        pass
+    weights = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
+    averages = sum(each.nbytes for state in optimizer.state.values() for each in state.values())
+    return Phase("saving", 0, {**resident.peak, "saved state": weights + averages})
+
+
+# SFT, reward
+
+
+@dataclass(frozen=True)
+class How:
+    """How a step is made."""
+
+    bf16: bool
+    checkpointing: bool
+    mode: str
+    gpu: bool
+
+
+def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How) -> Phase:
+    """An optimizer step on `parts` micro-batches of `rows`, the loss on the responses alone."""
+
+    def loss(micro: Any) -> Tensor:
+        if how.gpu:  # TRL's fused head makes no logits
+            return model.base_model(input_ids=micro.ids, use_cache=False).last_hidden_state.float().sum()
+        logprobs = torch.log_softmax(reading.response_logits(model, micro).float(), -1)
+        with torch.no_grad():
+            _ = -(logprobs.exp() * logprobs).sum(-1)  # the entropy in TRL's log
+        return logprobs.gather(-1, micro.targets[:, None]).sum()
+
+    return _step(model, loss, rows, lengths, parts, how)
+
+
+def reward(model: Any, pairs: int, lengths: Lengths, parts: int, how: How) -> Phase:
+    """An optimizer step on `parts` micro-batches of `pairs`, whose two sides are read together."""
+
+    def loss(micro: Any) -> Tensor:
+        return reading.final_scores(model, micro).sum()
+
+    return _step(model, loss, 2 * pairs, lengths, parts, how)
+
+
+def _step(
+    model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: How
+) -> Phase:
+    if how.checkpointing:
+        reading.checkpoint_activations(model)
+    if how.mode != "full":
+        modes.adapt(model, how.mode)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, foreach=how.gpu)
+    prime(optimizer, gradients=False)
+    with Tally([model], _vocabulary(model), optimizer) as tally:
+        for _ in range(min(parts, TOGETHER)):
+            micro = Ghosts.of(rows, lengths).micro_batch(torch.arange(rows))
+            with reading.recomputing(model):
+                with torch.autocast("meta", dtype=torch.bfloat16, enabled=how.bf16):
+                    found = loss(micro)
+                found.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+    return Phase("step", rows, dict(tally.peak), tally.flops * parts / min(parts, TOGETHER))
+
+
+# Eval
+
+
+def evaluation(policies: list[Any], judges: list[Any], rows: int, in_all: int, lengths: Lengths) -> list[Phase]:
+    """Answers and scores. `policies` are those in memory at once: the SFT model and one beside it."""
+    vocabulary = _vocabulary(policies[0])
+
+    def tally() -> Tally:
+        return Tally([*policies, *judges], vocabulary)
+
+    found = [writing(policies[0], tally, rows, in_all, lengths)]
+    rows = min(rows, in_all)
+    ghosts = Ghosts.of(rows, lengths)
+    with torch.no_grad(), tally() as scored:
+        for judge in judges:
+            reading.rollout_scores(judge, ghosts, max_rows=rows)
+        micro = ghosts.micro_batch(torch.arange(rows))
+        kept = [formulas.token_logprobs(reading.response_logits(each, micro), micro.targets, 1.0) for each in policies]
+        del kept
+    return [*found, Phase("judge", rows, dict(scored.peak), scored.flops * in_all / rows)]
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)

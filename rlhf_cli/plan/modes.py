@@ -1,0 +1,108 @@
+"""Models as adapters would have them: frozen weights with small matrices beside them, in place of weights that learn."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from rlhf_cli.plan.tally import META
+
+Mode = Literal["full", "lora", "qlora", "one-base"]
+MODES: tuple[str, ...] = get_args(Mode)
+RANK = 16
+BLOCK = 64  # weights of 4 bits that share a float32 scale: bitsandbytes' NF4
+
+
+class Adapted(nn.Module):
+    """A linear layer whose frozen weight has two small matrices beside it, which learn (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Module, width: int, height: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(width, RANK, bias=False, device=META)
+        self.up = nn.Linear(RANK, height, bias=False, device=META)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Packed(nn.Module):
+    """A frozen linear layer in 4 bits, opened for each product (QLoRA, arXiv 2305.14314)."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        count = shape[0] * shape[1]
+        self.packed = nn.Buffer(torch.empty(-(-count // 2), dtype=torch.uint8, device=META))
+        self.scales = nn.Buffer(torch.empty(-(-count // BLOCK), device=META))
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = _Opened.apply(x, self.shape)
+        return made
+
+
+class _Opened(torch.autograd.Function):
+    """x W with a W that is made when it is needed, in the backward pass again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.shape = shape
+        return x @ x.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ grad.new_empty(ctx.shape).T, None
+
+
+def prepare(policy: Any, ref: Any, value: nn.Module, rewards: Iterable[Any], mode: str) -> None:
+    """Four models as `mode` would hold them. The reference is the policy with its adapters switched off.
+
+    lora: value and reward models have weights of their own; qlora: theirs too are packed; one-base: they are adapters
+    on the policy's weights.
+    """
+    if mode == "one-base":
+        for model in (value, *rewards):
+            on_one_base(model, policy)
+    for model in (policy, value, *(rewards if mode != "lora" else ())):
+        adapt(model, mode)
+    for model in rewards:
+        model.requires_grad_(False)
+    on_one_base(ref, policy)
+
+
+def adapt(model: Any, mode: str) -> None:
+    """Put adapters beside every linear layer but the head, and let nothing else learn; `qlora`: pack the weights."""
+    for owner, name, layer in list(_linear(model)):
+        width, height = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
+        setattr(owner, name, Adapted(Packed((width, height)) if mode == "qlora" else layer, width, height))
+    freeze(model)
+
+
+def freeze(model: nn.Module) -> None:
+    """Only adapters and a one-label head learn."""
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(".down." in name or ".up." in name or name.startswith("score."))
+
+
+def on_one_base(model: nn.Module, base: nn.Module) -> None:
+    """Let a model use the weights of another in place of its own wherever the two have the same; adapters stay out."""
+    theirs = dict(base.named_modules())
+    for name, module in list(model.named_modules()):
+        other = theirs.get(name)
+        if isinstance(other, Adapted):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, other.base)
+            continue
+        for key, weight in list(module._parameters.items()):
+            same = other and other._parameters.get(key)
+            if weight is not None and same is not None and same.shape == weight.shape:
+                module._parameters[key] = same
+
+
+def _linear(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Owner, name and layer of each linear layer inside a model's body; transformers' Conv1D is one too."""
+    for owner in getattr(model, "base_model", nn.Module()).modules():
+        for name, layer in owner.named_children():
+            if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
+                yield owner, name, layer

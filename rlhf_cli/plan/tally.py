@@ -1,0 +1,197 @@
+"""What a piece of code would take, counted on tensors without content: their shapes are computed, nothing else.
+
+The code runs on torch's `meta` device. A `Tally` around it sees each tensor that is made and hears when it goes: the
+bytes that live at once are what a GPU's allocator would hand out, and the matrix products are its arithmetic. A tensor
+may carry `content`, what the code is to find in it where it asks.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+META = torch.device("meta")
+ATEN = torch.ops.aten
+ATTENTION = ATEN._scaled_dot_product_flash_attention_for_cpu
+# What a tensor is, at a moment; each byte is counted as one of them.
+KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")
+
+
+class Tally:
+    """`with Tally(models, vocabulary) as tally: ...`: bytes by kind at the moment when most live, and operations.
+
+    Within, the weights of `models` live already, with their gradients and what `optimizer` keeps of them. A tensor
+    whose last dimension is `vocabulary` holds logits.
+    """
+
+    def __init__(
+        self, models: Iterable[nn.Module], vocabulary: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self.vocabulary, self.live, self.peak = vocabulary, Counter[str](), Counter[str]()
+        self.flops = 0
+        self._kinds: dict[int, str] = {}
+        self._bytes: dict[int, int] = {}
+        self._models, self._optimizer = list(models), optimizer
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Tally":
+        for model in self._models:
+            self.mark("weights", [*model.parameters(), *model.buffers()])
+            for weight in model.parameters():
+                if weight.grad is not None:
+                    self.mark("gradients", [weight.grad])
+                if weight.requires_grad:
+                    hook = weight.register_post_accumulate_grad_hook(lambda w: self.mark("gradients", [w.grad]))
+                    self._stack.callback(hook.remove)
+        if self._optimizer:
+            for state in self._optimizer.state.values():
+                self.mark("optimizer", [each for each in state.values() if isinstance(each, Tensor)])
+        for change in _Kernels().patches():
+            self._stack.enter_context(change)
+        self._stack.enter_context(_Watch(self))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def mark(self, kind: str, tensors: Iterable[Any]) -> None:
+        """From now on these tensors are of this kind."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._kinds:
+                self.live[self._kinds[key]] -= self._bytes[key]
+            else:
+                self._bytes[key] = storage.nbytes()
+                weakref.finalize(storage, self._gone, key)
+            self._kinds[key] = kind
+            self.live[kind] += self._bytes[key]
+        if self.live.total() > self.peak.total():
+            self.peak = self.live.copy()
+
+    def see(self, made: Tensor) -> None:
+        """A tensor that an operation returned: counted unless it shares the bytes of another."""
+        if made.untyped_storage()._cdata not in self._kinds:
+            self.mark("logits" if made.ndim and made.shape[-1] == self.vocabulary else "activations", [made])
+
+    def _gone(self, key: int) -> None:
+        self.live[self._kinds.pop(key)] -= self._bytes.pop(key)
+
+
+class _Watch(TorchDispatchMode):
+    """Shows a tally each operation, and answers what the code asks of numbers that are not there.
+
+    The answers are those of a run in which nothing is wrong: a number is 1, `all` is true and `any` is not.
+    """
+
+    def __init__(self, tally: Tally) -> None:
+        super().__init__()
+        self.tally = tally
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if call is ATEN._local_scalar_dense.default and args[0].device == META:
+            return getattr(args[0], "content", 1)
+        if call is ATEN.equal.default:
+            return True
+        made = call(*args, **(kwargs or {}))
+        if call.overloadpacket is ATEN.any:
+            made.content = 0
+        if count := COSTS.get(call.overloadpacket):
+            self.tally.flops += count(*args, **(kwargs or {}), out_val=made)
+        for each in tree_iter(made):
+            if isinstance(each, Tensor):
+                self.tally.see(each)
+        return made
+
+
+class _Kernels:
+    """What meta tensors do not do as those of a device: attention without its L x L weights, autocast, lists."""
+
+    def __init__(self) -> None:
+        self.bf16, self.copies = False, dict[int, Tensor]()
+
+    def patches(self) -> Iterator[AbstractContextManager]:
+        """In place of torch's. Not by a mode of torch's, which the backward pass would not see."""
+        yield patch.object(torch, "autocast", self.autocast)
+        yield patch.object(nn.functional, "scaled_dot_product_attention", self._product(_attention))
+        for owner, name in PRODUCTS:
+            yield patch.object(owner, name, self._product(getattr(owner, name)))
+        yield patch.object(Tensor, "tolist", _listed(Tensor.tolist))
+
+    @contextmanager
+    def autocast(self, device: str, dtype: Any = None, enabled: bool = True, **_: Any) -> Iterator[None]:
+        """Within, matrix products run in bfloat16, on copies of float32 weights."""
+        before, self.bf16 = self.bf16, enabled
+        try:
+            yield
+        finally:
+            self.bf16 = before
+            if not before:
+                self.copies.clear()
+
+    def _product(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def product(*args: Any, **kwargs: Any) -> Tensor:
+            if self.bf16:
+                args = tuple(self._short(each) if isinstance(each, Tensor) else each for each in args)
+            return plain(*args, **kwargs)
+
+        return product
+
+    def _short(self, tensor: Tensor) -> Tensor:
+        """In bfloat16; the copy of a weight is kept, as autocast keeps it."""
+        if tensor.dtype != torch.float32:
+            return tensor
+        if not (tensor.is_leaf and tensor.requires_grad):
+            return tensor.bfloat16()
+        if id(tensor) not in self.copies:
+            self.copies[id(tensor)] = tensor.bfloat16()
+        return self.copies[id(tensor)]
+
+
+PRODUCTS = [(nn.functional, "linear"), (torch, "addmm"), (torch, "bmm"), (torch, "matmul")]
+PRODUCTS += [(Tensor, "matmul"), (Tensor, "__matmul__")]
+
+
+def _listed(plain: Callable[[Tensor], list[Any]]) -> Callable[[Tensor], list[Any]]:
+    def listed(tensor: Any) -> list[Any]:
+        if tensor.device != META:
+            return plain(tensor)
+        return tensor.content if hasattr(tensor, "content") else list(range(len(tensor)))
+
+    return listed
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return ATTENTION(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _attention_flops(query: Tensor, key: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Two products of (L, D) and (D, K) a head."""
+    return 4 * query.shape[:3].numel() * key.shape[2] * query.shape[3]
+
+
+def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Five: the weights once more, and the gradients of value, weights, query, key."""
+    return 10 * query.shape[:3].numel() * key.shape[2] * query.shape[3]
+
+
+COSTS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    ATTENTION: _attention_flops,
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
