@@ -39,10 +39,10 @@ def run(
         near = nearest(mode, MODES)
         raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=near and f"did you mean {near}?")
     configs, routed = _configs(path, overrides)
-    chain = Chain(configs, options)
+    chain = Chain(configs, options, prompt)
     plans = []
     for config in configs:
-        found = estimate.of(config, chain, mode, prompt)
+        found = estimate.of(config, chain, mode)
         plans.append(_plan(found, flops, routed[config.stage], chain))
     if as_json:
         terminal.out(json.dumps({"device": loading.device_name(), "memory": loading.memory(), "stages": plans}, indent=2))
@@ -57,7 +57,7 @@ def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[s
         return [load(stage, path, overrides)], {stage: list(overrides)}
     files = pipeline.find_configs(path)
     routed = pipeline.route(overrides, list(files))
-    return pipeline.load_all(files, routed), routed
+    return list(pipeline.load_all(files, routed).values()), routed
 
 
 def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain: Chain) -> dict[str, Any]:

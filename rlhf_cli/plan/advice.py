@@ -17,7 +17,7 @@ def savings(found: Estimate, overrides: Sequence[str], chain: Chain) -> list[tup
     for changes in _ideas(found):
         try:
             config = load(found.config.stage, found.config.file, [*overrides, *changes])
-            smaller = estimate.of(config, chain, found.mode, found.lengths.prompt)
+            smaller = estimate.of(config, chain, found.mode)
         except RLHFError:  # a value that does not go with the others
             continue
         gain = found.fullest.total - smaller.fullest.total

@@ -22,17 +22,20 @@ SAMPLE = 1000  # rows whose tokens are counted
 
 @dataclass(frozen=True)
 class Start:
-    """A model's transformers config, and the tokenizer that belongs to it."""
+    """A model's transformers config, and its tokenizer; None where that is still to be made and no data is read."""
 
     body: Any
     tokenizer: Any
 
 
 class Chain:
-    """Finds what stages start from. A folder that is not finished is what the config beside it will make of it."""
+    """Finds what stages start from. A folder that is not finished is what the config beside it will make of it.
 
-    def __init__(self, configs: Sequence[Config], options: Options) -> None:
-        self.options = options
+    `prompt`: tokens of the longest prompt; no data is read then, and other rows are as long as they may be.
+    """
+
+    def __init__(self, configs: Sequence[Config], options: Options, prompt: int | None) -> None:
+        self.options, self.prompt = options, prompt
         self.made = {config.folder: config for config in configs}
         self.known: dict[Path, Start] = {}
 
@@ -41,6 +44,8 @@ class Chain:
         if not isinstance(config, SFTConfig):
             return self._named(config, key)
         start = self._fresh(config) if config.model.new else self._named(config, key)
+        if start.tokenizer is None:
+            return start
         tokenizer = of_sft.tokenizer(config, deepcopy(start.tokenizer))
         body = deepcopy(start.body)
         text = body.get_text_config()
@@ -75,6 +80,8 @@ class Chain:
         assert config.model.new
         wanted = config.model.new.tokenizer.vocab_size
         body = of_sft.new_body(config, wanted)
+        if self.prompt is not None:
+            return Start(body, None)
         with placed(config.where("model.new.tokenizer")):
             tokenizer = tokenizers.train_tokenizer(_first(config.sources()[of_sft.TRAINED_ON]), wanted)
         return Start(body, tokenizer)
@@ -87,19 +94,16 @@ class Chain:
         maker = self._maker(folder)
         return maker.ppo if isinstance(maker, PPOConfig) else None
 
-    def lengths(self, config: Config, start: Start, prompt: int | None) -> Lengths:
-        """Tokens of the longest rows; `prompt` stands for the data's prompts, and no data is read then.
-
-        Raises RLHFError D01-D14, C13, C17.
-        """
+    def lengths(self, config: Config, start: Start) -> Lengths:
+        """Tokens of the longest rows. Raises RLHFError D01-D14, C13, C17."""
         with terminal.muted_warnings():
             if isinstance(config, SFTConfig):
-                return _of_examples(config, start.tokenizer, whole=prompt is not None)
+                return _of_examples(config, start.tokenizer, whole=self.prompt is not None)
             if isinstance(config, RewardConfig):
-                longest = config.reward.max_length if prompt else _of_pairs(config, start.tokenizer)
+                longest = config.reward.max_length if self.prompt else _of_pairs(config, start.tokenizer)
                 return Lengths(longest - 1, 1)
             response = self._response(config)
-            return Lengths(prompt or _of_prompts(config, start, response), response)
+            return Lengths(self.prompt or _of_prompts(config, start, response), response)
 
     def _response(self, config: Config) -> int:
         if isinstance(config, PPOConfig):

@@ -35,11 +35,11 @@ class Estimate:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def of(config: Config, chain: Chain, mode: str, prompt: int | None) -> Estimate:
+def of(config: Config, chain: Chain, mode: str) -> Estimate:
     """Raises RLHFError as `rlhf check` does, for models and data that are not there or do not fit."""
     starts = {use.key: chain.start(config, use.key) for use in machine.uses(config)}
     first = next(iter(starts.values()))
-    lengths = chain.lengths(config, first, prompt)
+    lengths = chain.lengths(config, first)
     estimates = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _eval}
     models, phases, steps = estimates[config.stage](config, {k: s.body for k, s in starts.items()}, lengths, mode)
     text = first.body.get_text_config()

@@ -212,7 +212,7 @@ def _step(
     prime(optimizer, gradients=False)
     with Tally([model], _vocabulary(model), optimizer) as tally:
         for _ in range(min(parts, TOGETHER)):
-            micro = Ghosts.of(rows, lengths).micro_batch(torch.arange(rows))
+            micro = Ghosts.of(rows, lengths).micro_batch(torch.arange(rows, device=META))
             with reading.recomputing(model):
                 with torch.autocast("meta", dtype=torch.bfloat16, enabled=how.bf16):
                     found = loss(micro)
@@ -238,7 +238,7 @@ def evaluation(policies: list[Any], judges: list[Any], rows: int, in_all: int, l
     with torch.no_grad(), tally() as scored:
         for judge in judges:
             reading.rollout_scores(judge, ghosts, max_rows=rows)
-        micro = ghosts.micro_batch(torch.arange(rows))
+        micro = ghosts.micro_batch(torch.arange(rows, device=META))
         kept = [formulas.token_logprobs(reading.response_logits(each, micro), micro.targets, 1.0) for each in policies]
         del kept
     return [*found, Phase("judge", rows, dict(scored.peak), scored.flops * in_all / rows)]
