@@ -36,7 +36,7 @@ FLOORS = [
     {"inputs.*"},
     {"stages", "stages.trl_training", "demo.*", "preferences.*"},
     {"stages.sft", "stages.reward", "stages.ppo.*", "stages.eval.*", "pipeline", "presets"},
-    {"check.*", "replay.compare", "replay.float64", "replay.recorded"},
+    {"check.*", "plan.*", "replay.compare", "replay.float64", "replay.recorded"},
     {"replay.observe"},
     {"replay"},
     {"cli"},

@@ -16,7 +16,6 @@ from rlhf_cli.plan.estimate import Estimate
 from rlhf_cli.plan.modes import MODES
 from rlhf_cli.plan.tally import KINDS
 
-ORDER = [*KINDS, "saved state"]
 TRL = 220_000_000  # bytes that TRL and datasets add to torch and transformers
 
 
@@ -98,7 +97,7 @@ def _show(plan: dict[str, Any]) -> None:
     models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
     mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
     title = f"{stage}: {models} parameters; prompts of {plan['prompt_tokens']} tokens, {plan['response_tokens']} after them{mode}"
-    kinds = [kind for kind in ORDER if any(phase["bytes"].get(kind) for phase in phases)]
+    kinds = [kind for kind in KINDS if any(phase["bytes"].get(kind) for phase in phases)]
     rows = [[kind, *(room.size(phase["bytes"].get(kind, 0)) for phase in phases)] for kind in kinds]
     rows.append(["total", *(room.size(phase["total"]) for phase in phases)])
     terminal.table(["", *(_column(phase) for phase in phases)], rows, title=title)

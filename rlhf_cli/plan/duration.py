@@ -8,13 +8,14 @@ as rows, and one for what writes, whose every step has one row a response and is
 """
 
 import time
+from statistics import median
 
 import torch
 
 from rlhf_cli.models import loading
 from rlhf_cli.plan.estimate import Estimate
 
-LONG = 0.1  # seconds of a measurement
+LONG, FEWEST = 0.1, 3  # seconds of a measurement, and products
 MOST_ROWS = 4096
 
 
@@ -36,12 +37,11 @@ def rate(rows: int, hidden: int) -> float:
     device = loading.device()
     left = torch.zeros(min(rows, MOST_ROWS), hidden, device=device)
     right = torch.zeros(hidden, 4 * hidden, device=device)
-    count, began = 0, time.perf_counter()
-    while count < 2 or time.perf_counter() - began < LONG:
-        if count == 1:  # the first one warms up
-            began = time.perf_counter()
+    taken: list[float] = []
+    while sum(taken) < LONG or len(taken) < FEWEST:
+        began = time.perf_counter()
         left @ right
         if device.type == "cuda":
             torch.cuda.synchronize()
-        count += 1
-    return 2 * left.numel() * right.shape[1] * (count - 1) / (time.perf_counter() - began)
+        taken.append(time.perf_counter() - began)
+    return 2 * left.numel() * right.shape[1] / median(taken)  # a busy machine stops some of them for long

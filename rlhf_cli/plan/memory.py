@@ -8,13 +8,15 @@ them response tokens; hidden size H, intermediate size I, A heads of which K hav
     weights      4 W        PPO: policy, reference, value and reward models, each folder of a reward model once
     gradients    4 T        PPO keeps them from one backward pass to the next
     optimizer    8 T        AdamW's two averages
-    activations  what a backward pass needs; of a Llama's layer 4 n L (14 H + 4 (K / A) H + 4 I), roughly: the inputs
-                 of two norms, four products and the MLP, each once, and what the norms and rotations make on the way
+    activations  what a backward pass needs. Of a Llama's layer 4 n L (8 H + 2 H K / A + 4 I): each norm keeps its input,
+                 the normalised and its output (6 H), attention its query, its output (2 H), its key and value
+                 (2 H K / A), the MLP its gate before and after, its other factor and their product (4 I)
     logits       4 N V      for each copy that the loss makes
     cache        8 b (P + R) (K / A) H a layer: keys and values of the b rows that are written at a time
-    saved state  12 T       on a CPU: weights and averages are copied before they are written
 
 The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit.
+
+On a CPU that is what tensors take; a process holds more, since glibc's malloc keeps what was freed (docs/plan.md).
 """
 
 
@@ -103,7 +105,7 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
         trainer.update(experience)
     work = learnt.flops * episodes / rows * settings.num_ppo_epochs
     found.append(Phase("update", min(size, rows), dict(learnt.peak), work))
-    return found if gpu else [*found, _saving(models.all, optimizer)]
+    return found
 
 
 class _NoEngine:
@@ -152,16 +154,6 @@ def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0) -> Ten
     scaled = made.logits[:, -1].float() / 1.0
     noise = torch.empty_like(scaled)
     return (scaled - noise.log_()).argmax(-1)
-
-
-def _saving(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> Phase:
-    """A state is written: its tensors are copied first."""
-    resident = Tally(models, 0, optimizer)
-    with resident:
-        pass
-    weights = sum(weight.nbytes for group in optimizer.param_groups for weight in group["params"])
-    averages = sum(each.nbytes for state in optimizer.state.values() for each in state.values())
-    return Phase("saving", 0, {**resident.peak, "saved state": weights + averages})
 
 
 # SFT, reward
