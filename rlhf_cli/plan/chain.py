@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints, data, terminal
+from rlhf_cli import checkpoints, data, sources, terminal
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig, load
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import eval as of_eval
@@ -96,6 +96,8 @@ class Chain:
 
     def lengths(self, config: Config, start: Start) -> Lengths:
         """Tokens of the longest rows. Raises RLHFError D01-D14, C13, C17."""
+        if self.prompt is None:
+            sources.locate({key: source for key, source in config.sources().items() if source.is_here()})
         with terminal.muted_warnings():
             if isinstance(config, SFTConfig):
                 return _of_examples(config, start.tokenizer, whole=self.prompt is not None)

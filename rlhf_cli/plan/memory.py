@@ -122,7 +122,7 @@ def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths) ->
         with tally() as read:
             cache = shapes.cache(model)
             _next(model, cache, rows, lengths.prompt)
-            _move(read.peak, "activations", "cache", sum(each.nbytes for each in _held(cache)))
+            _tell_cache(read.peak, cache)
         full, half = (shapes.cache(model) for _ in range(2))
         with Tally([], 0):
             _next(model, full, rows, lengths.row - 1)
@@ -130,6 +130,7 @@ def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths) ->
         with tally() as wrote:
             wrote.mark("cache", _held(full))
             _next(model, full, rows, 1, before=lengths.row - 1)
+            _tell_cache(wrote.peak, full)
         with tally() as step:
             _next(model, half, rows, 1, before=lengths.prompt + lengths.response // 2)
     peak = max(read.peak, wrote.peak, key=lambda peak: peak.total())
@@ -141,9 +142,11 @@ def _held(cache: Any) -> list[Tensor]:
     return [each for layer in cache.layers for each in (layer.keys, layer.values)]
 
 
-def _move(peak: Counter[str], source: str, kind: str, count: int) -> None:
-    peak[source] -= count
-    peak[kind] += count
+def _tell_cache(peak: Counter[str], cache: Any) -> None:
+    """Each layer's keys and values are made anew as they grow: what the cache is by then is no mere activation."""
+    missing = max(0, sum(each.nbytes for each in _held(cache)) - peak["cache"])
+    peak["activations"] -= missing
+    peak["cache"] += missing
 
 
 def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0) -> Tensor:

@@ -117,7 +117,8 @@ class _Kernels:
     """What meta tensors do not do as those of a device: attention without its L x L weights, autocast, lists."""
 
     def __init__(self) -> None:
-        self.bf16, self.copies = False, dict[int, Tensor]()
+        self.bf16 = self.was_bf16 = False
+        self.copies: dict[int, Tensor] = {}
 
     def patches(self) -> Iterator[AbstractContextManager]:
         """In place of torch's. Not by a mode of torch's, which the backward pass would not see."""
@@ -126,11 +127,13 @@ class _Kernels:
         for owner, name in PRODUCTS:
             yield patch.object(owner, name, self._product(getattr(owner, name)))
         yield patch.object(Tensor, "tolist", _listed(Tensor.tolist))
+        yield patch.object(Tensor, "backward", self._backward(Tensor.backward))
 
     @contextmanager
     def autocast(self, device: str, dtype: Any = None, enabled: bool = True, **_: Any) -> Iterator[None]:
         """Within, matrix products run in bfloat16, on copies of float32 weights."""
         before, self.bf16 = self.bf16, enabled
+        self.was_bf16 |= enabled
         try:
             yield
         finally:
@@ -145,6 +148,13 @@ class _Kernels:
             return plain(*args, **kwargs)
 
         return product
+
+    def _backward(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def backward(*args: Any, **kwargs: Any) -> None:  # layers that are computed again find what they had before
+            with self.autocast(META.type, enabled=self.was_bf16):
+                plain(*args, **kwargs)
+
+        return backward
 
     def _short(self, tensor: Tensor) -> Tensor:
         """In bfloat16; the copy of a weight is kept, as autocast keeps it."""

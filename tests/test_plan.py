@@ -1,0 +1,346 @@
+"""`rlhf plan`: what stages take of memory and time, told without a weight loaded, and true of the real stages."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from bad_inputs import check, foreign_scorer, replace, rlhf
+from plan_cases import Case, measured, write
+from safetensors import safe_open
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from rlhf_cli import room
+from rlhf_cli.cli import app
+from rlhf_cli.inputs import machine
+from rlhf_cli.models import loading, shapes
+from rlhf_cli.plan import duration, modes
+from rlhf_cli.plan.tally import META, Tally
+
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
+
+
+@pytest.fixture
+def three(folder: Path) -> Path:
+    foreign_scorer(folder)
+    replace("ppo.yaml", "total_episodes: 64", "total_episodes: 640\n  response_length: 24")
+    return folder
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def found(*arguments: str) -> dict[str, dict[str, Any]]:
+    """Stage -> what --json says; at a fixed rate, so that nothing is measured."""
+    result = plan(*arguments, "--json", "--flops", "1e9")
+    assert (result.exit_code, result.stderr) == (0, ""), result.stderr
+    return {stage["stage"]: stage for stage in json.loads(result.stdout)["stages"]}
+
+
+def phase(told: dict[str, Any], name: str) -> dict[str, Any]:
+    (one,) = (each for each in told["phases"] if each["name"] == name)
+    return one
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_parameters_are_those_of_the_files(family: str, tmp_path: Path) -> None:
+    for kind, make in (("causal", tiny.causal), ("scorer", tiny.scorer)):
+        make(family).save_pretrained(tmp_path / kind)
+        with safe_open(tmp_path / kind / "model.safetensors", "pt") as file:
+            stored = sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
+        shape = getattr(shapes, kind)(loading.read_config(tmp_path / kind))
+        assert sum(weight.numel() for weight in shape.parameters()) == stored
+        assert all(weight.device == META for weight in shape.parameters())
+
+
+def test_a_run_of_ppo_holds_four_models_two_of_which_learn(three: Path) -> None:
+    policy, scorer = (made.num_parameters() for made in (loading.load_causal("model"), loading.load_scorer("scorer")))
+    told = found("ppo.yaml")["ppo"]
+    assert told["parameters"] == {"policy": policy, "reference": policy, "value": scorer, "reward": scorer}
+    for name in ("rollout", "judge"):
+        held = phase(told, name)["bytes"]
+        assert 0 <= held["weights"] - 4 * (2 * policy + 2 * scorer) < 500  # the angles of rotations
+        assert held["gradients"] == 4 * (policy + scorer)
+        assert held["optimizer"] == 8 * (policy + scorer)
+
+
+def test_a_head_on_the_policy_and_shared_layers_save_their_weights(three: Path) -> None:
+    policy = loading.load_causal("model")
+    head = found("ppo.yaml", "models.value=policy_head")["ppo"]
+    width = policy.config.hidden_size
+    assert phase(head, "rollout")["bytes"]["gradients"] == 4 * (policy.num_parameters() + width)
+    shared = found("ppo.yaml", "ppo.num_shared_layers=1")["ppo"]
+    frozen = sum(w.numel() for part in (policy.model.embed_tokens, policy.model.layers[0]) for w in part.parameters())
+    both = found("ppo.yaml")["ppo"]
+    saved = {
+        kind: phase(both, "rollout")["bytes"][kind] - phase(shared, "rollout")["bytes"][kind]
+        for kind in ("weights", "gradients", "optimizer")
+    }
+    assert saved == {"weights": 4 * frozen, "gradients": 4 * frozen, "optimizer": 8 * frozen}
+
+
+def test_no_weights_are_read(three: Path) -> None:
+    before = found(".")
+    for path in three.rglob("model.safetensors"):
+        path.write_bytes(b"nothing that loads")
+    assert found(".") == before | {stage: before[stage] | {"libraries": told["libraries"], "needed": told["needed"]}
+                                   for stage, told in found(".").items()}  # fmt: skip
+
+
+@on_a_cpu
+def test_the_bound_that_refuses_is_the_plans_less_heads(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One theory: E03 before a training counts the same models, as the least that they can take."""
+    told = phase(found("ppo.yaml")["ppo"], "judge")["bytes"]
+    fixed = told["weights"] + told["gradients"] + told["optimizer"]
+    heads = (4 + 16) * loading.load_scorer("scorer").score.weight.numel()  # the value model's learns
+    monkeypatch.setattr(room, "memory", lambda: fixed - heads)
+    assert "E03" not in check("ppo.yaml").stderr
+    monkeypatch.setattr(room, "memory", lambda: fixed - heads - 1)
+    assert "warning[E03]" in check("ppo.yaml").stderr
+
+
+def test_uses_name_each_folder_of_a_frozen_model_once(three: Path) -> None:
+    from rlhf_cli.config import load
+
+    replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
+    uses = machine.uses(load("ppo", Path("ppo.yaml")))
+    assert [(use.role, use.trained) for use in uses] == [
+        ("policy", True), ("reference", False), ("value", True), ("reward", False),
+    ]  # fmt: skip
+
+
+# Activations.
+
+
+def kept(model: Any, device: Any, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    return ids, model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def counted(family: str, rows: int, length: int, **sizes: Any) -> int:
+    model = shapes.causal(tiny.config(family, **sizes))
+    with Tally([model], 0) as tally:
+        _held = kept(model, META, rows, length)
+        return tally.live["activations"]
+
+
+@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "mistral"])
+def test_activations_are_what_autograd_keeps(family: str) -> None:
+    """Bytes behind a forward pass on no content, against those that a real one saves. A window's mask is apart."""
+    model, saved = tiny.causal(family), dict[int, int]()
+    weights = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *model.buffers()]}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved.setdefault(storage.data_ptr(), storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _held = kept(model, "cpu", 4, 48)
+    real = sum(size for place, size in saved.items() if place not in weights)
+    assert counted(family, 4, 48) == pytest.approx(real, rel=0.05)
+
+
+def test_a_llamas_layer_keeps_what_the_docstring_says() -> None:
+    """4 n L (8 H + 2 H K / A + 4 I): the difference between three layers and two."""
+    rows, length, hidden, middle = 4, 40, 32, 64
+    layer = counted("llama", rows, length, num_hidden_layers=3) - counted("llama", rows, length, num_hidden_layers=2)
+    words = 8 * hidden + 2 * hidden * 2 // 4 + 4 * middle
+    assert layer == pytest.approx(4 * rows * length * words, rel=0.02)
+
+
+def test_checkpointing_and_bf16_and_smaller_batches_take_less(three: Path) -> None:
+    plain = found("ppo.yaml")["ppo"]
+
+    def update(*changes: str) -> dict[str, int]:
+        held: dict[str, int] = phase(found("ppo.yaml", *changes)["ppo"], "update")["bytes"]
+        return held
+
+    whole = update()
+    assert update("ppo.gradient_checkpointing=true")["activations"] < 0.8 * whole["activations"]
+    assert update("ppo.bf16=true")["activations"] < 0.9 * whole["activations"]
+    half = update("ppo.per_device_train_batch_size=8", "ppo.gradient_accumulation_steps=8")
+    assert half["activations"] == pytest.approx(whole["activations"] / 2, rel=0.05)
+    tokens = 8 * (plain["prompt_tokens"] + plain["response_tokens"])
+    assert update(f"ppo.micro_batch_tokens={tokens}") == pytest.approx(half, rel=0.01)
+    assert update("ppo.response_length=12")["logits"] == pytest.approx(whole["logits"] / 2, rel=0.05)
+
+
+def test_the_cache_is_keys_and_values_of_all_layers(three: Path) -> None:
+    config = loading.read_config("model")
+    told = found("ppo.yaml", "--prompt-length", "40")["ppo"]
+    heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    full = 2 * 4 * config.num_hidden_layers * heads * 64 * (40 + 24 - 1)
+    prompts = full * 40 // 63
+    assert phase(told, "rollout")["bytes"]["cache"] in (full, prompts)  # whichever moment is the fuller one
+    few = found("ppo.yaml", "--prompt-length", "1", "ppo.local_rollout_forward_batch_size=16")["ppo"]
+    assert phase(few, "rollout")["bytes"]["cache"] == 2 * 4 * config.num_hidden_layers * heads * 16 * 24
+
+
+# Modes.
+
+
+def test_adapters_take_less_and_one_base_least(three: Path) -> None:
+    told = {mode: found("ppo.yaml", "--mode", mode)["ppo"] for mode in modes.MODES}
+    held = {mode: phase(each, "judge")["bytes"] for mode, each in told.items()}
+    assert held["full"]["gradients"] > held["lora"]["gradients"] == held["qlora"]["gradients"] > 0
+    config = loading.read_config("model")
+    hidden, middle = config.hidden_size, config.intermediate_size
+    keys = hidden * config.num_key_value_heads // config.num_attention_heads
+    layer = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + middle)
+    learns = 2 * config.num_hidden_layers * modes.RANK * layer + hidden
+    assert held["lora"]["gradients"] == 4 * learns and held["lora"]["optimizer"] == 8 * learns
+    numbers = told["full"]["parameters"]
+    adapters = 4 * (learns - hidden)
+    three_bases = adapters + 4 * sum(numbers[name] for name in ("policy", "value", "reward"))
+    assert held["lora"]["weights"] == pytest.approx(three_bases, abs=500)
+    third = adapters // 2 + 2 * 4 * hidden  # the reward model's adapters, and two heads
+    assert held["one-base"]["weights"] == pytest.approx(4 * numbers["policy"] + adapters + third, abs=500)
+    assert held["qlora"]["weights"] < held["lora"]["weights"]
+
+
+def test_an_unknown_mode_names_the_nearest(three: Path) -> None:
+    result = plan("ppo.yaml", "--mode", "qlorra")
+    assert result.exit_code == 2 and "error[C07]: --mode qlorra" in result.stderr
+    assert "hint: did you mean qlora?" in result.stderr
+
+
+def test_help_says_that_the_stages_train_full_weights() -> None:
+    said = " ".join(plan("--help").stdout.replace("│", " ").split())
+    assert "the stages train full weights" in said
+
+
+# Time.
+
+
+def test_time_is_operations_over_the_rate(three: Path) -> None:
+    slow, fast = (json.loads(plan("ppo.yaml", "--json", "--flops", rate).stdout)["stages"][0] for rate in ("1e9", "4e9"))
+    for name, seconds in slow["seconds"].items():
+        assert seconds == pytest.approx(phase(slow, name)["flops"] / 1e9) and seconds == 4 * fast["seconds"][name]
+    assert slow["steps"] == 10 and slow["hours"] == pytest.approx(10 * sum(slow["seconds"].values()) / 3600)
+
+
+def test_operations_are_six_for_each_weight_and_token(three: Path) -> None:
+    """2 forward, 4 backward (Kaplan et al. 2020, section 2.1), of weights in products, and attention's own beside."""
+    told = found("ppo.yaml", "--prompt-length", "40", "ppo.num_ppo_epochs=3", "ppo.num_mini_batches=2")["ppo"]
+    config = loading.read_config("model")
+    body = sum(w.numel() for w in loading.load_causal("model").model.layers.parameters() if w.ndim == 2)
+    tokens, answers = 64 * (40 + 24), 64 * 24
+    attention = 14 * config.num_hidden_layers * config.hidden_size * 64 * 64 * 64  # 4 forward, 10 backward
+    head = 6 * config.vocab_size * config.hidden_size * answers
+    expected = 3 * (2 * (6 * body * tokens + attention) + head)
+    assert phase(told, "update")["flops"] == pytest.approx(expected, rel=0.02)
+    assert phase(told, "judge")["flops"] == pytest.approx(
+        4 * (2 * body * tokens + attention * 4 / 14) + head * 2 / 3, rel=0.02
+    )
+
+
+def test_the_rate_of_this_machine_is_measured() -> None:
+    assert 1e8 < duration.rate(1024, 256) < 1e16
+    assert plan("--help").exit_code == 0
+
+
+# The command.
+
+
+def test_the_chain_is_planned_before_any_of_it_ran(three: Path) -> None:
+    """reward.yaml and ppo.yaml start from what sft.yaml is still to make: of the shape of its own start."""
+    replace("reward.yaml", "model: {path: model}\n", "")
+    replace("ppo.yaml", "models: {sft: model, reward: scorer}\n", "")
+    (three / "eval.yaml").write_text("data: {prompts: prompts.jsonl}\neval: {n: 9, best_of: []}\n")
+    told = found(".")
+    assert list(told) == ["sft", "reward", "ppo", "eval"]
+    assert told["ppo"]["parameters"]["policy"] == told["sft"]["parameters"]["policy"]
+    assert told["eval"]["response_tokens"] == told["ppo"]["response_tokens"] == 24
+    assert found("ppo.yaml")["ppo"]["parameters"] == told["ppo"]["parameters"]  # by itself, with sft.yaml beside it
+    assert not (three / "sft").exists()
+
+
+def test_fresh_weights_are_planned_without_them(three: Path) -> None:
+    new = (
+        "model: {new: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 3, num_attention_heads: 2, "
+        "tie_word_embeddings: true, max_position_embeddings: 256, tokenizer: {train: rows.jsonl, vocab_size: 300}}}"
+    )
+    replace("sft.yaml", "model: {path: model}", new)
+    replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 128")
+    replace("ppo.yaml", "models: {sft: model, reward: scorer}", "models: {value: policy_head}")
+    replace("reward.yaml", "model: {path: model}\n", "")
+    told = found(".")
+    layer = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
+    policy = told["sft"]["parameters"]["policy"]
+    assert (policy - 3 * layer - 16) % 16 == 0 and 256 <= (policy - 3 * layer - 16) // 16 <= 310
+    assert told["ppo"]["parameters"]["policy"] == policy and "value" not in told["ppo"]["parameters"]
+    (three / "rows.jsonl").unlink()
+    assert "error[D01]" in plan("sft.yaml").stderr
+    assert found("sft.yaml", "--prompt-length", "9")["sft"]["parameters"]["policy"] == pytest.approx(policy, rel=0.2)
+
+
+def test_lengths_are_those_of_the_data(three: Path) -> None:
+    said = json.loads(CliRunner().invoke(app, ["check", ".", "--json"]).stdout)["checked"]
+    longest = {(one["stage"], one["what"]): one.get("longest") for one in said}
+    told = found(".")
+    assert told["ppo"]["prompt_tokens"] == longest["ppo", "data.prompts"]
+    for stage in ("sft", "reward"):
+        assert told[stage]["prompt_tokens"] + told[stage]["response_tokens"] == longest[stage, "data.train"]
+
+
+BROKEN = {
+    "a key that does not exist": ("ppo.yaml", "total_episodes: 640", "total_episodez: 640"),
+    "a model that is not there": ("ppo.yaml", "sft: model", "sft: nodel"),
+    "data that is not there": ("ppo.yaml", "prompts: prompts.jsonl", "prompts: promts.jsonl"),
+    "a response that leaves no room": ("ppo.yaml", "response_length: 24", "response_length: 2400"),
+    "more shared layers than there are": ("ppo.yaml", "response_length: 24", "num_shared_layers: 9"),
+    "another stage's file": ("ppo.yaml", "models: ", "stage: ppoo\nmodels: "),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_wrong_is_said_as_by_check(three: Path, what: str) -> None:
+    name, old, new = BROKEN[what]
+    replace(name, old, new)
+    result = plan(name)
+    assert (result.exit_code, result.stdout) == (2, "") and "Traceback" not in result.stderr
+    assert result.stderr == check(name).stderr and result.stderr.startswith("error[")
+
+
+@on_a_cpu
+def test_what_does_not_fit_is_told_with_what_would_help(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(told["fits"] and not told["advice"] for told in found(".").values())
+    monkeypatch.setattr(room, "memory", lambda: 1000)
+    told = found("ppo.yaml")["ppo"]
+    advised = {one["set"]: one["saves"] for one in told["advice"]}
+    assert not told["fits"] and len(advised) >= 4 and list(advised.values()) == sorted(advised.values(), reverse=True)
+    peak = max(one["total"] for one in told["phases"])
+    for what, saves in advised.items():
+        smaller = found("ppo.yaml", *what.split())["ppo"]
+        assert peak - max(one["total"] for one in smaller["phases"]) == saves
+    shown = plan("ppo.yaml", "--flops", "1e9").stdout
+    assert "does not fit" in shown and all(f"{what} saves" in shown for what in advised)
+
+
+def test_the_table(three: Path) -> None:
+    result = plan(".")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    ppo = lines[next(number for number, line in enumerate(lines) if line.startswith("ppo: ")) :]
+    assert ppo[1].split() == ["rollout,", "64", "rows", "judge,", "16", "rows", "update,", "16", "rows"]
+    assert [line.split()[0] for line in ppo[2:9]] == [
+        "weights", "gradients", "optimizer", "cache", "logits", "activations", "total",
+    ]  # fmt: skip
+    assert ppo[9].startswith("memory   ") and ": fits" in ppo[9] and ppo[10].startswith("time     an update: rollout ")
+
+
+def test_it_does_not_wait_for_trl(three: Path) -> None:
+    code = "import sys; from rlhf_cli.cli import app\ntry: app(['plan', '.', '--flops', '1e9'])\nexcept SystemExit: pass\n"
+    code += "print({'trl', 'peft'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
