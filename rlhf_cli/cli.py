@@ -242,7 +242,7 @@ def plan(
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Estimate what each stage takes of memory and time, loading no weights, and what to change where it does not fit."""
+    """Estimate memory and time of each stage, loading no weights, and say what to change where it does not fit."""
     from rlhf_cli import plan
     from rlhf_cli.config import Options
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from bad_inputs import check, foreign_scorer, replace, rlhf
+from bad_inputs import check, foreign_scorer, replace
 from plan_cases import Case, measured, write
 from safetensors import safe_open
 from torch import Tensor
@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from rlhf_cli import room
 from rlhf_cli.cli import app
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import loading, shapes
+from rlhf_cli.models import loading, reading, shapes
 from rlhf_cli.plan import duration, modes
 from rlhf_cli.plan.tally import META, Tally
 
@@ -70,7 +70,7 @@ def test_a_run_of_ppo_holds_four_models_two_of_which_learn(three: Path) -> None:
         held = phase(told, name)["bytes"]
         assert 0 <= held["weights"] - 4 * (2 * policy + 2 * scorer) < 500  # the angles of rotations
         assert held["gradients"] == 4 * (policy + scorer)
-        assert held["optimizer"] == 8 * (policy + scorer)
+        assert held["optimizer"] == pytest.approx(8 * (policy + scorer), abs=500)  # and a count of steps a weight
 
 
 def test_a_head_on_the_policy_and_shared_layers_save_their_weights(three: Path) -> None:
@@ -85,15 +85,16 @@ def test_a_head_on_the_policy_and_shared_layers_save_their_weights(three: Path) 
         kind: phase(both, "rollout")["bytes"][kind] - phase(shared, "rollout")["bytes"][kind]
         for kind in ("weights", "gradients", "optimizer")
     }
-    assert saved == {"weights": 4 * frozen, "gradients": 4 * frozen, "optimizer": 8 * frozen}
+    assert saved == pytest.approx({"weights": 4 * frozen, "gradients": 4 * frozen, "optimizer": 8 * frozen}, abs=100)
 
 
 def test_no_weights_are_read(three: Path) -> None:
     before = found(".")
     for path in three.rglob("model.safetensors"):
         path.write_bytes(b"nothing that loads")
-    assert found(".") == before | {stage: before[stage] | {"libraries": told["libraries"], "needed": told["needed"]}
-                                   for stage, told in found(".").items()}  # fmt: skip
+    after = found(".")
+    assert list(after) == list(before)
+    assert all(after[stage]["phases"] == before[stage]["phases"] for stage in before)
 
 
 @on_a_cpu
@@ -101,10 +102,10 @@ def test_the_bound_that_refuses_is_the_plans_less_heads(three: Path, monkeypatch
     """One theory: E03 before a training counts the same models, as the least that they can take."""
     told = phase(found("ppo.yaml")["ppo"], "judge")["bytes"]
     fixed = told["weights"] + told["gradients"] + told["optimizer"]
-    heads = (4 + 16) * loading.load_scorer("scorer").score.weight.numel()  # the value model's learns
-    monkeypatch.setattr(room, "memory", lambda: fixed - heads)
+    monkeypatch.setattr(room, "memory", lambda: fixed)
     assert "E03" not in check("ppo.yaml").stderr
-    monkeypatch.setattr(room, "memory", lambda: fixed - heads - 1)
+    heads = (4 + 16) * loading.load_scorer("scorer").score.weight.numel()  # the value model's learns
+    monkeypatch.setattr(room, "memory", lambda: fixed - heads - 600)  # angles, and counts of steps
     assert "warning[E03]" in check("ppo.yaml").stderr
 
 
@@ -128,15 +129,17 @@ def kept(model: Any, device: Any, rows: int, length: int) -> tuple[Tensor, Tenso
 
 def counted(family: str, rows: int, length: int, **sizes: Any) -> int:
     model = shapes.causal(tiny.config(family, **sizes))
+    reading.disable_dropout(model)
     with Tally([model], 0) as tally:
         _held = kept(model, META, rows, length)
         return tally.live["activations"]
 
 
-@pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "mistral"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_activations_are_what_autograd_keeps(family: str) -> None:
-    """Bytes behind a forward pass on no content, against those that a real one saves. A window's mask is apart."""
+    """Bytes behind a forward pass on no content, against those that a real one saves."""
     model, saved = tiny.causal(family), dict[int, int]()
+    reading.disable_dropout(model)
     weights = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *model.buffers()]}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -172,18 +175,18 @@ def test_checkpointing_and_bf16_and_smaller_batches_take_less(three: Path) -> No
     assert half["activations"] == pytest.approx(whole["activations"] / 2, rel=0.05)
     tokens = 8 * (plain["prompt_tokens"] + plain["response_tokens"])
     assert update(f"ppo.micro_batch_tokens={tokens}") == pytest.approx(half, rel=0.01)
-    assert update("ppo.response_length=12")["logits"] == pytest.approx(whole["logits"] / 2, rel=0.05)
+    part = update("ppo.logits_at_a_time=96")  # of 16 x 24 response tokens
+    assert part["logits"] == pytest.approx(whole["logits"] / 4, rel=0.05)
 
 
 def test_the_cache_is_keys_and_values_of_all_layers(three: Path) -> None:
+    """At the fuller of two moments: the prompts were read, or the last token but one was written."""
     config = loading.read_config("model")
-    told = found("ppo.yaml", "--prompt-length", "40")["ppo"]
-    heads = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-    full = 2 * 4 * config.num_hidden_layers * heads * 64 * (40 + 24 - 1)
-    prompts = full * 40 // 63
-    assert phase(told, "rollout")["bytes"]["cache"] in (full, prompts)  # whichever moment is the fuller one
-    few = found("ppo.yaml", "--prompt-length", "1", "ppo.local_rollout_forward_batch_size=16")["ppo"]
-    assert phase(few, "rollout")["bytes"]["cache"] == 2 * 4 * config.num_hidden_layers * heads * 16 * 24
+    width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    for rows in (64, 16):
+        few = found("ppo.yaml", "--prompt-length", "20", f"ppo.local_rollout_forward_batch_size={rows}")["ppo"]
+        one = 2 * 4 * config.num_hidden_layers * width * rows
+        assert phase(few, "rollout")["bytes"]["cache"] in (one * 20, one * (20 + 24))
 
 
 # Modes.
@@ -198,7 +201,8 @@ def test_adapters_take_less_and_one_base_least(three: Path) -> None:
     keys = hidden * config.num_key_value_heads // config.num_attention_heads
     layer = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + middle)
     learns = 2 * config.num_hidden_layers * modes.RANK * layer + hidden
-    assert held["lora"]["gradients"] == 4 * learns and held["lora"]["optimizer"] == 8 * learns
+    assert held["lora"]["gradients"] == 4 * learns
+    assert held["lora"]["optimizer"] == pytest.approx(8 * learns, abs=500)
     numbers = told["full"]["parameters"]
     adapters = 4 * (learns - hidden)
     three_bases = adapters + 4 * sum(numbers[name] for name in ("policy", "value", "reward"))
@@ -223,7 +227,9 @@ def test_help_says_that_the_stages_train_full_weights() -> None:
 
 
 def test_time_is_operations_over_the_rate(three: Path) -> None:
-    slow, fast = (json.loads(plan("ppo.yaml", "--json", "--flops", rate).stdout)["stages"][0] for rate in ("1e9", "4e9"))
+    slow, fast = (
+        json.loads(plan("ppo.yaml", "--json", "--flops", rate).stdout)["stages"][0] for rate in ("1e9", "4e9")
+    )
     for name, seconds in slow["seconds"].items():
         assert seconds == pytest.approx(phase(slow, name)["flops"] / 1e9) and seconds == 4 * fast["seconds"][name]
     assert slow["steps"] == 10 and slow["hours"] == pytest.approx(10 * sum(slow["seconds"].values()) / 3600)
@@ -340,7 +346,50 @@ def test_the_table(three: Path) -> None:
 
 
 def test_it_does_not_wait_for_trl(three: Path) -> None:
-    code = "import sys; from rlhf_cli.cli import app\ntry: app(['plan', '.', '--flops', '1e9'])\nexcept SystemExit: pass\n"
+    code = (
+        "import sys; from rlhf_cli.cli import app\ntry: app(['plan', '.', '--flops', '1e9'])\nexcept SystemExit: pass\n"
+    )
     code += "print({'trl', 'peft'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+# The estimate against the real thing.
+
+
+SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4}
+SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 2}
+UPDATES = {"total_episodes": 32, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+UPDATES |= {"num_ppo_epochs": 1, "response_length": 32, "stop_token": "none", "missing_eos_penalty": None}
+CASES = {
+    "a large vocabulary": Case("ppo", {**SIZES, "vocab_size": 50_000}, UPDATES, prompt=16),
+    "deep and narrow": Case(
+        "ppo", {**SIZES, "hidden_size": 192, "intermediate_size": 500, "num_hidden_layers": 16}, UPDATES, prompt=48
+    ),
+    "long responses": Case(
+        "ppo",
+        {**SIZES, "num_hidden_layers": 6},
+        {**UPDATES, "total_episodes": 16, "per_device_train_batch_size": 8, "response_length": 440},
+        prompt=16,
+    ),
+    "supervised": Case(
+        "sft",
+        {**SIZES, "vocab_size": 16_000, "num_hidden_layers": 4},
+        {"max_steps": 2, "per_device_train_batch_size": 8},
+        prompt=64,
+        answer=128,
+    ),
+}
+# glibc's malloc keeps what was freed below these sizes, so that a process holds more than its tensors (docs/plan.md).
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+@on_a_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("what", CASES)
+def test_within_a_quarter_of_the_most_that_a_stage_held(what: str, tmp_path: Path) -> None:
+    case = CASES[what]
+    config = write(case, tmp_path)
+    told = found(str(config))[case.stage]
+    most = measured(case, tmp_path, **GIVES_BACK)
+    assert most > 300e6 and max(one["total"] for one in told["phases"]) == pytest.approx(most, rel=0.25)

@@ -34,7 +34,9 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor], seen: set[int]) -> di
         return {"dict": [[key, _encoded(item, tensors, seen)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_encoded(item, tensors, seen) for item in value]}
-    assert value is None or isinstance(value, bool | int | float | str), f"{type(value).__name__} cannot be kept exactly"
+    assert value is None or isinstance(value, bool | int | float | str), (
+        f"{type(value).__name__} cannot be kept exactly"
+    )
     return {"value": value}
 
 

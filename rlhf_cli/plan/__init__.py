@@ -44,7 +44,9 @@ def run(
         found = estimate.of(config, chain, mode)
         plans.append(_plan(found, flops, routed[config.stage], chain))
     if as_json:
-        terminal.out(json.dumps({"device": loading.device_name(), "memory": loading.memory(), "stages": plans}, indent=2))
+        terminal.out(
+            json.dumps({"device": loading.device_name(), "memory": loading.memory(), "stages": plans}, indent=2)
+        )
     else:
         for plan in plans:
             _show(plan)
@@ -66,6 +68,7 @@ def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain:
     libraries = 0 if on_a_gpu else room.resident() + (TRL if stage in ("sft", "reward") else 0)
     needed = found.fullest.total + libraries
     fits = needed <= loading.memory()
+    ideas = [] if fits else advice.savings(found, overrides, chain)
     seconds = duration.seconds(found, flops)
     return {
         "stage": stage,
@@ -85,34 +88,40 @@ def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain:
         "seconds": seconds,
         "steps": found.steps,
         "hours": sum(seconds.values()) * found.steps / 3600,
-        "advice": [] if fits else [{"set": what, "saves": saved} for what, saved in advice.savings(found, overrides, chain)],
+        "advice": []
+        if fits
+        else [{"set": what, "saves": saved} for what, saved in advice.savings(found, overrides, chain)],
     }
 
 
-STEP = {"sft": "step", "reward": "step", "ppo": "update", "eval": "evaluation"}
+STEP = {"sft": "a step", "reward": "a step", "ppo": "an update", "eval": "an evaluation"}
 
 
 def _show(plan: dict[str, Any]) -> None:
-    stage, phases = plan["stage"], plan["phases"]
-    models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
-    mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
-    title = f"{stage}: {models} parameters; prompts of {plan['prompt_tokens']} tokens, {plan['response_tokens']} after them{mode}"
+    phases = plan["phases"]
     kinds = [kind for kind in KINDS if any(phase["bytes"].get(kind) for phase in phases)]
     rows = [[kind, *(room.size(phase["bytes"].get(kind, 0)) for phase in phases)] for kind in kinds]
     rows.append(["total", *(room.size(phase["total"]) for phase in phases)])
-    terminal.table(["", *(_column(phase) for phase in phases)], rows, title=title)
-    device, there = loading.device_name(), loading.memory()
-    libraries = f" with {room.size(plan['libraries'])} of libraries" if plan["libraries"] else ""
+    terminal.table(["", *(_column(phase) for phase in phases)], rows, title=_title(plan))
+    needed, there = room.size(plan["needed"]), room.size(loading.memory())
+    libraries = f", libraries among it {room.size(plan['libraries'])}" if plan["libraries"] else ""
     verdict = "fits" if plan["fits"] else "does not fit"
-    terminal.out(f"memory   {room.size(plan['needed'])}{libraries}, at its fullest in {plan['fullest']}; {device} has {room.size(there)}: {verdict}")
+    text = f"memory   {needed} in {plan['fullest']}{libraries}; {loading.device_name()} has {there}: {verdict}"
+    terminal.out(text)
     for each in plan["advice"]:
         terminal.out(f"         {each['set']} saves {room.size(each['saves'])}")
     parts = " + ".join(f"{name} {_time(seconds)}" for name, seconds in plan["seconds"].items())
+    terminal.out(f"time     {STEP[plan['stage']]}: {parts}, at least")
     whole = sum(plan["seconds"].values())
-    unit = STEP[stage]
-    terminal.out(f"time     an {unit}: {parts}, at least" if unit[0] in "aeiou" else f"time     a {unit}: {parts}, at least")
     terminal.out(f"         {plan['steps']} x {_time(whole)} = {_time(whole * plan['steps'])}")
     terminal.out()
+
+
+def _title(plan: dict[str, Any]) -> str:
+    models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
+    lengths = f"prompts of {plan['prompt_tokens']} tokens, {plan['response_tokens']} after them"
+    mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
+    return f"{plan['stage']}: {models} parameters; {lengths}{mode}"
 
 
 def _column(phase: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlhf_cli.config import Config, EvalConfig, PPOConfig, load
+from rlhf_cli.config import EvalConfig, PPOConfig, load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import loading
 from rlhf_cli.plan import estimate
@@ -48,8 +48,8 @@ def _ideas(found: Estimate) -> Iterator[list[str]]:
     yield [f"ppo.local_rollout_forward_batch_size={max(1, at_once // 2)}"]
     if config.models.value != "policy_head":
         yield ["models.value=policy_head"]
-    if not settings.num_shared_layers:
-        layers = found.layers // 2
-        yield [f"ppo.num_shared_layers={layers}"]
+    if not settings.num_shared_layers and found.layers > 1:
+        yield [f"ppo.num_shared_layers={found.layers // 2}"]
+    yield ["ppo.logits_at_a_time=64"]
     if isinstance(settings.response_length, int):
         yield [f"ppo.response_length={max(1, settings.response_length // 2)}"]

@@ -1,9 +1,8 @@
 """The estimate of one stage: its models built without content, and its phases counted on them."""
 
 import copy
-
+from collections.abc import Callable
 from dataclasses import dataclass
-
 from typing import Any
 
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
@@ -15,6 +14,8 @@ from rlhf_cli.plan import memory
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.memory import How, Phase
+
+Found = tuple[dict[str, int], list[Phase], int]  # parameters of each model, phases, steps
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,11 @@ def of(config: Config, chain: Chain, mode: str) -> Estimate:
     starts = {use.key: chain.start(config, use.key) for use in machine.uses(config)}
     first = next(iter(starts.values()))
     lengths = chain.lengths(config, first)
-    estimates = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _eval}
+    estimates: dict[str, Callable[..., Found]] = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _eval}
     models, phases, steps = estimates[config.stage](config, {k: s.body for k, s in starts.items()}, lengths, mode)
     text = first.body.get_text_config()
+    mode = "full" if isinstance(config, EvalConfig) else mode  # what is evaluated is loaded whole
     return Estimate(config, mode, models, lengths, text.hidden_size, text.num_hidden_layers, phases, steps)
-
-
-Found = tuple[dict[str, int], list[Phase], int]
 
 
 def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:

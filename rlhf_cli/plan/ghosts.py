@@ -38,13 +38,16 @@ class Ghosts(Rollout):
 
     @property
     def lengths(self) -> Tensor:
-        found: Any = torch.zeros(len(self), dtype=torch.int64, device=META)
-        found.content = [self.ids.shape[1]] * len(self)
-        return found
+        return self._alike(len(self))
 
     def micro_batch(self, rows: Tensor) -> MicroBatch:
         tokens = torch.zeros(len(rows) * self.response_mask.shape[1], dtype=torch.int64, device=META)
-        return MicroBatch(rows, self.ids[: len(rows)], rows, tokens, tokens, tokens, tokens)
+        return MicroBatch(rows, self.ids[: len(rows)], self._alike(len(rows)), tokens, tokens, tokens, tokens)
+
+    def _alike(self, rows: int) -> Tensor:
+        found: Any = torch.zeros(rows, dtype=torch.int64, device=META)
+        found.content = [self.ids.shape[1]] * rows
+        return found
 
 
 def prime(optimizer: torch.optim.Optimizer, *, gradients: bool) -> None:

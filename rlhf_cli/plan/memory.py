@@ -8,10 +8,10 @@ them response tokens; hidden size H, intermediate size I, A heads of which K hav
     weights      4 W        PPO: policy, reference, value and reward models, each folder of a reward model once
     gradients    4 T        PPO keeps them from one backward pass to the next
     optimizer    8 T        AdamW's two averages
-    activations  what a backward pass needs. Of a Llama's layer 4 n L (8 H + 2 H K / A + 4 I): each norm keeps its input,
-                 the normalised and its output (6 H), attention its query, its output (2 H), its key and value
+    activations  what a backward pass needs. Of a Llama's layer 4 n L (8 H + 2 H K / A + 4 I): each norm keeps its
+                 input, the normalised and its output (6 H), attention its query, its output (2 H), its key and value
                  (2 H K / A), the MLP its gate before and after, its other factor and their product (4 I)
-    logits       4 N V      for each copy that the loss makes
+    logits       4 N V      for each copy that the loss makes; in PPO of logits_at_a_time tokens for N
     cache        8 b (P + R) (K / A) H a layer: keys and values of the b rows that are written at a time
 
 The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit.
@@ -19,21 +19,20 @@ The largest phase decides. Rows are as long as the longest: prompts as in the da
 On a CPU that is what tensors take; a process holds more, since glibc's malloc keeps what was freed (docs/plan.md).
 """
 
-
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.models import reading, shapes
+from rlhf_cli.models import loading, reading, shapes
 from rlhf_cli.plan import modes
 from rlhf_cli.plan.ghosts import Ghosts, Lengths, prime
 from rlhf_cli.plan.tally import META, Tally
-from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo import formulas, noise, passes
 from rlhf_cli.ppo import optimizer as default
+from rlhf_cli.ppo.rewards import ModelReward
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.ppo.trainer import PPOTrainer
 
@@ -70,27 +69,35 @@ class Trained:
 
 def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str = "full", gpu: bool) -> list[Phase]:
     """The phases of an update, with what the one before it left."""
-    adapters = None
-    if mode != "full":
-        modes.prepare(models.policy, models.ref, models.value, models.rewards.values(), mode)
-        adapters = default.adamw({"policy": models.policy, "value": models.value}, settings)
     vocabulary, episodes = _vocabulary(models.policy), settings.episodes_per_update
     minibatch = episodes // settings.num_mini_batches
     size = settings.per_device_train_batch_size
     if settings.micro_batch_tokens != "auto":
         size = max(1, min(size, settings.micro_batch_tokens // lengths.row))
     rows = min(minibatch, TOGETHER * size)
-    once = settings.model_copy(update={"num_mini_batches": 1, "num_ppo_epochs": 1, "value_only_updates": 0})
+    held = settings.logits_at_a_time
+    if held == "auto" and not gpu:
+        held = max(passes.FEWEST, passes.CELLS_ON_CPU // vocabulary)
+    once = settings.model_copy(
+        update={
+            "num_mini_batches": 1, "num_ppo_epochs": 1, "value_only_updates": 0, "logits_at_a_time": held,
+            "optim": "adamw_torch",
+        }
+    )  # fmt: skip
+    adapters = None
+    if mode != "full":
+        modes.prepare(models.policy, models.ref, models.value, models.rewards.values(), mode)
+        adapters = default.adamw({"policy": models.policy, "value": models.value}, once)
     with Tally([], vocabulary):  # to share layers, models are compared
         trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, adapters, num_updates=1)
     if adapters:
         modes.freeze(models.value)  # all of a value model learns, as the trainer knows it
     optimizer = trainer.optimizer
     for group in optimizer.param_groups:
-        group["foreach"] = gpu  # as torch chooses by itself, where it sees the device
+        group["foreach"] = gpu and settings.optim == "adamw_torch"  # as torch chooses where it sees the device
     prime(optimizer, gradients=True)
 
-    def tally(**how: Any) -> Tally:
+    def tally() -> Tally:
         return Tally(models.all, vocabulary, optimizer)
 
     found = [writing(models.policy, tally, settings.local_rollout_forward_batch_size or episodes, episodes, lengths)]
@@ -98,7 +105,7 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
     with tally() as judged:
         for model in models.rewards.values():
             at_once = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
-            reading.rollout_scores(model, ghosts, max_rows=at_once)
+            ModelReward(model, at_once, packed=settings.packing)(ghosts)
         experience = trainer.judge(ghosts, torch.zeros(rows, device=META))
     found.append(Phase("judge", min(size, rows), dict(judged.peak), judged.flops * episodes / rows))
     with tally() as learnt:
@@ -155,8 +162,9 @@ def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0) -> Ten
     mask = torch.ones(rows, before + width, dtype=torch.int64, device=META)
     made = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     scaled = made.logits[:, -1].float() / 1.0
-    noise = torch.empty_like(scaled)
-    return (scaled - noise.log_()).argmax(-1)
+    at_once = rows if loading.device().type == "cuda" else min(rows, max(1, noise.CELLS // scaled.shape[1]))
+    keys, counters = ids.new_zeros(at_once, 2, dtype=torch.int32), noise.counters(scaled.shape[1], META)
+    return noise.drawn(scaled[:at_once], keys, 0, counters)
 
 
 # SFT, reward
@@ -178,9 +186,10 @@ def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How) -> Phase:
     def loss(micro: Any) -> Tensor:
         if how.gpu:  # TRL's fused head makes no logits
             return model.base_model(input_ids=micro.ids, use_cache=False).last_hidden_state.float().sum()
-        logprobs = torch.log_softmax(reading.response_logits(model, micro).float(), -1)
-        with torch.no_grad():
-            _ = -(logprobs.exp() * logprobs).sum(-1)  # the entropy in TRL's log
+        logits = reading.response_logits(model, micro).float()
+        logprobs = torch.log_softmax(logits, -1)
+        with torch.no_grad():  # for TRL's log
+            _entropy, _top = -(logprobs.exp() * logprobs).sum(-1), logits.argmax(-1)
         return logprobs.gather(-1, micro.targets[:, None]).sum()
 
     return _step(model, loss, rows, lengths, parts, how)
@@ -195,9 +204,7 @@ def reward(model: Any, pairs: int, lengths: Lengths, parts: int, how: How) -> Ph
     return _step(model, loss, 2 * pairs, lengths, parts, how)
 
 
-def _step(
-    model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: How
-) -> Phase:
+def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: How) -> Phase:
     if how.checkpointing:
         reading.checkpoint_activations(model)
     if how.mode != "full":
@@ -232,7 +239,7 @@ def evaluation(policies: list[Any], judges: list[Any], rows: int, in_all: int, l
     ghosts = Ghosts.of(rows, lengths)
     with torch.no_grad(), tally() as scored:
         for judge in judges:
-            reading.rollout_scores(judge, ghosts, max_rows=rows)
+            ModelReward(judge, rows)(ghosts)
         micro = ghosts.micro_batch(torch.arange(rows, device=META))
         kept = [formulas.token_logprobs(reading.response_logits(each, micro), micro.targets, 1.0) for each in policies]
         del kept

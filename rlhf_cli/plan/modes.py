@@ -1,4 +1,4 @@
-"""Models as adapters would have them: frozen weights with small matrices beside them, in place of weights that learn."""
+"""Models as adapters would have them: small matrices learn, beside weights that are frozen."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args

@@ -102,9 +102,14 @@ class _Watch(TorchDispatchMode):
             return getattr(args[0], "content", 1)
         if call is ATEN.equal.default:
             return True
-        made = call(*args, **(kwargs or {}))
+        if call is ATEN.repeat_interleave.Tensor:
+            made: Any = args[0].new_empty(sum(_content(args[0])))
+        else:
+            made = call(*args, **(kwargs or {}))
         if call.overloadpacket is ATEN.any:
             made.content = 0
+        if call is ATEN.max.default and hasattr(args[0], "content"):
+            made.content = max(args[0].content)
         if count := COSTS.get(call.overloadpacket):
             self.tally.flops += count(*args, **(kwargs or {}), out_val=made)
         for each in tree_iter(made):
@@ -167,7 +172,7 @@ class _Kernels:
         return self.copies[id(tensor)]
 
 
-PRODUCTS = [(nn.functional, "linear"), (torch, "addmm"), (torch, "bmm"), (torch, "matmul")]
+PRODUCTS: list[tuple[Any, str]] = [(nn.functional, "linear"), (torch, "addmm"), (torch, "bmm"), (torch, "matmul")]
 PRODUCTS += [(Tensor, "matmul"), (Tensor, "__matmul__")]
 
 
@@ -175,9 +180,14 @@ def _listed(plain: Callable[[Tensor], list[Any]]) -> Callable[[Tensor], list[Any
     def listed(tensor: Any) -> list[Any]:
         if tensor.device != META:
             return plain(tensor)
-        return tensor.content if hasattr(tensor, "content") else list(range(len(tensor)))
+        return _content(tensor)
 
     return listed
+
+
+def _content(tensor: Any) -> list[Any]:
+    """What the code finds in a list of whole numbers: what it was given, else places in order."""
+    return tensor.content if hasattr(tensor, "content") else list(range(len(tensor)))
 
 
 def _attention(
