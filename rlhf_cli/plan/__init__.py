@@ -88,9 +88,7 @@ def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain:
         "seconds": seconds,
         "steps": found.steps,
         "hours": sum(seconds.values()) * found.steps / 3600,
-        "advice": []
-        if fits
-        else [{"set": what, "saves": saved} for what, saved in advice.savings(found, overrides, chain)],
+        "advice": [{"set": what, "saves": saved} for what, saved in ideas],
     }
 
 
