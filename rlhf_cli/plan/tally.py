@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
 META = torch.device("meta")
@@ -102,14 +102,11 @@ class _Watch(TorchDispatchMode):
             return getattr(args[0], "content", 1)
         if call is ATEN.equal.default:
             return True
-        if call is ATEN.repeat_interleave.Tensor:
-            made: Any = args[0].new_empty(sum(_content(args[0])))
-        else:
+        made = _known(call, args, kwargs or {})
+        if made is None:
             made = call(*args, **(kwargs or {}))
         if call.overloadpacket is ATEN.any:
             made.content = 0
-        if call is ATEN.max.default and hasattr(args[0], "content"):
-            made.content = max(args[0].content)
         if count := COSTS.get(call.overloadpacket):
             self.tally.flops += count(*args, **(kwargs or {}), out_val=made)
         for each in tree_iter(made):
@@ -188,6 +185,27 @@ def _listed(plain: Callable[[Tensor], list[Any]]) -> Callable[[Tensor], list[Any
 def _content(tensor: Any) -> list[Any]:
     """What the code finds in a list of whole numbers: what it was given, else places in order."""
     return tensor.content if hasattr(tensor, "content") else list(range(len(tensor)))
+
+
+def _known(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What follows from known contents alone, such as lengths of rows, with its content; else None."""
+    tensors: list[Any] = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+    if call is ATEN.repeat_interleave.Tensor and not hasattr(tensors[0], "content"):
+        return tensors[0].new_empty(sum(_content(tensors[0])))
+    if not tensors or not all(hasattr(each, "content") for each in tensors):
+        return None
+
+    def real(each: Any) -> Any:
+        known = any(each is tensor for tensor in tensors)
+        return torch.tensor(each.content, dtype=each.dtype) if known else each
+
+    kwargs = {name: torch.device("cpu") if name == "device" and value else value for name, value in kwargs.items()}
+    found = call(*tree_map(real, args), **kwargs)
+    if not isinstance(found, Tensor):
+        return None
+    made: Any = found.to(META)
+    made.content = found.tolist()
+    return made
 
 
 def _attention(
