@@ -396,3 +396,4 @@ def test_within_a_quarter_of_the_most_that_a_stage_held(what: str, tmp_path: Pat
     told = found(str(config))[case.stage]
     most = measured(case, tmp_path, **GIVES_BACK)
     assert most > 300e6 and max(one["total"] for one in told["phases"]) == pytest.approx(most, rel=0.25)
+    assert told["needed"] - told["libraries"] == pytest.approx(measured(case, tmp_path), rel=0.25)

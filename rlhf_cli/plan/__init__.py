@@ -16,6 +16,8 @@ from rlhf_cli.plan.estimate import Estimate
 from rlhf_cli.plan.modes import MODES
 from rlhf_cli.plan.tally import KINDS
 
+# What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 63 % were seen (docs/plan.md).
+HOLES = 0.25
 TRL = 220_000_000  # bytes that TRL and datasets add to torch and transformers
 
 
@@ -66,7 +68,8 @@ def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain:
     config, stage = found.config, found.config.stage
     on_a_gpu = loading.device().type == "cuda"
     libraries = 0 if on_a_gpu else room.resident() + (TRL if stage in ("sft", "reward") else 0)
-    needed = found.fullest.total + libraries
+    holes = 0 if on_a_gpu else round(HOLES * found.fullest.total)
+    needed = found.fullest.total + holes + libraries
     fits = needed <= loading.memory()
     ideas = [] if fits else advice.savings(found, overrides, chain)
     seconds = duration.seconds(found, flops)
@@ -82,6 +85,7 @@ def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain:
             for phase in found.phases
         ],
         "fullest": found.fullest.name,
+        "holes": holes,
         "libraries": libraries,
         "needed": needed,
         "fits": fits,
@@ -102,7 +106,8 @@ def _show(plan: dict[str, Any]) -> None:
     rows.append(["total", *(room.size(phase["total"]) for phase in phases)])
     terminal.table(["", *(_column(phase) for phase in phases)], rows, title=_title(plan))
     needed, there = room.size(plan["needed"]), room.size(loading.memory())
-    libraries = f", libraries among it {room.size(plan['libraries'])}" if plan["libraries"] else ""
+    others = [("libraries", plan["libraries"]), ("what malloc keeps", plan["holes"])]
+    libraries = "".join(f", {name} {room.size(count)}" for name, count in others if count)
     verdict = "fits" if plan["fits"] else "does not fit"
     text = f"memory   {needed} in {plan['fullest']}{libraries}; {loading.device_name()} has {there}: {verdict}"
     terminal.out(text)

@@ -19,6 +19,7 @@ The largest phase decides. Rows are as long as the longest: prompts as in the da
 On a CPU that is what tensors take; a process holds more, since glibc's malloc keeps what was freed (docs/plan.md).
 """
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ from rlhf_cli.ppo import formulas, noise, passes
 from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.rewards import ModelReward
 from rlhf_cli.ppo.settings import PPOSettings
-from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.ppo.trainer import TOKENS_ON_CPU, PPOTrainer
 
 TOGETHER = 2  # micro-batches that are run through: the second one finds the first one's gradients
 
@@ -71,9 +72,10 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
     """The phases of an update, with what the one before it left."""
     vocabulary, episodes = _vocabulary(models.policy), settings.episodes_per_update
     minibatch = episodes // settings.num_mini_batches
-    size = settings.per_device_train_batch_size
-    if settings.micro_batch_tokens != "auto":
-        size = max(1, min(size, settings.micro_batch_tokens // lengths.row))
+    tokens = settings.micro_batch_tokens
+    if tokens == "auto":
+        tokens = sys.maxsize if gpu else TOKENS_ON_CPU
+    size = max(1, min(settings.per_device_train_batch_size, tokens // lengths.row))
     rows = min(minibatch, TOGETHER * size)
     held = settings.logits_at_a_time
     if held == "auto" and not gpu:
@@ -81,7 +83,7 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
     once = settings.model_copy(
         update={
             "num_mini_batches": 1, "num_ppo_epochs": 1, "value_only_updates": 0, "logits_at_a_time": held,
-            "optim": "adamw_torch",
+            "micro_batch_tokens": tokens, "optim": "adamw_torch",
         }
     )  # fmt: skip
     adapters = None

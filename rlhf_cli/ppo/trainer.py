@@ -24,6 +24,7 @@ from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 
+TOKENS_ON_CPU = 640  # of a micro-batch with micro_batch_tokens `auto`: more are no quicker there, and take memory
 Minibatch = tuple[Tensor, ...]  # micro-batches, each the rows of the rollout that are in it
 
 
@@ -177,7 +178,9 @@ class PPOTrainer:
 
     def _split(self, rollout: Rollout, rows: Tensor) -> Minibatch:
         settings = self.settings
-        tokens = None if settings.micro_batch_tokens == "auto" else settings.micro_batch_tokens
+        tokens: int | None = TOKENS_ON_CPU if self.policy.device.type == "cpu" else None
+        if settings.micro_batch_tokens != "auto":
+            tokens = settings.micro_batch_tokens
         size = settings.per_device_train_batch_size
         return tuple(micro_batches(rollout.lengths, rows, max_rows=size, max_tokens=tokens, packed=self.passes.packed))
 

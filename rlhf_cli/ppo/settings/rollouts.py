@@ -56,8 +56,9 @@ class RolloutSettings(Settings):
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description=(
-            "Most tokens, padding included, that one forward pass of judge or update holds, with at most "
-            f"per_device_train_batch_size rows; auto: only the rows bound it. {BENCHMARK}"
+            "Most tokens (of padded rows with their padding) that one forward pass of judge or update holds, with at "
+            "most per_device_train_batch_size rows; auto: 640 on a CPU, on a GPU only the rows bound it. "
+            f"{BENCHMARK}"
         ),
     )
     packing: bool = Field(
