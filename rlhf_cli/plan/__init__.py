@@ -16,8 +16,8 @@ from rlhf_cli.plan.estimate import Estimate
 from rlhf_cli.plan.modes import MODES
 from rlhf_cli.plan.tally import KINDS
 
-# What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 63 % were seen (docs/plan.md).
-HOLES = 0.25
+# What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 75 % were seen (docs/plan.md).
+HOLES = 0.3
 TRL = 220_000_000  # bytes that TRL and datasets add to torch and transformers
 
 
