@@ -96,8 +96,8 @@ snapshots: 3
 seed: 3
     C02 ppo.seed belongs at the top of the file
     hint: write it as seed
-packing: true
-    C02 ppo.packing belongs in sft.yaml, under sft:
+completion_only_loss: true
+    C02 ppo.completion_only_loss belongs in sft.yaml, under sft:
 gamma: one
     C05 ppo.gamma: expected a number > 0 and <= 1, got "one"
 gamma: "0.9"

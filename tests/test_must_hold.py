@@ -193,8 +193,9 @@ def test_the_eos_is_trained_in_step_with_its_advantage():
 def test_the_reward_model_is_fed_the_rollouts_own_ids():
     """Prompt and response with its EOS, flush left, nothing after; and the score is read at that last token."""
     model, seen = tiny.scorer(), []
+    source = ModelReward(model, max_rows=1)
     model.model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
-    scores = ModelReward(model, max_rows=1)(tiny.rollout())
+    scores = source(tiny.rollout())
     rows = [query + response for query, response in zip(tiny.QUERIES, tiny.RESPONSES, strict=True)]
     assert sorted(ids[0].tolist() for ids in seen) == sorted(rows)
     for row, ids in enumerate(rows):

@@ -132,9 +132,9 @@ def test_stop_token_and_stop_token_id():
     assert tiny.trainer(stop_token="none").generate(tiny.prompts()).response_mask.all()
     chosen = tiny.settings(stop_token_id=5)
     assert chosen.stop_token_id == 5  # stages.ppo hands it to the engine
-    asked = replace(tiny.prompts(8), seeds=tuple(range(8)), response_length=20)
+    asked = replace(tiny.prompts(64), seeds=tuple(range(64)), response_length=20)
     found = HFEngine(tiny.causal(), 5, tiny.PAD).generate(asked)
-    assert any(found.response_tokens(row)[-1] == 5 for row in range(8))
+    assert any(found.response_tokens(row)[-1] == 5 for row in range(64))
 
 
 def test_missing_eos_penalty_by_value():
