@@ -50,20 +50,19 @@ def of(config: Config, chain: Chain, mode: str) -> Estimate:
 
 def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
     model = _causal(config, "model.path", bodies, config.model)
-    count, ours = {"policy": model.num_parameters()}, config.sft
-    step = memory.sft(
-        model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, _how(ours, mode)
-    )
-    return count, [step], _steps(config, ours)
+    return _by_trl(config, config.sft, "policy", model, memory.sft, lengths, mode)
 
 
 def _reward(config: RewardConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
     model = _scorer(config, "model.path", bodies, config.model)
-    count, ours = {"reward": model.num_parameters()}, config.reward
-    step = memory.reward(
-        model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, _how(ours, mode)
-    )
-    return count, [step], _steps(config, ours)
+    return _by_trl(config, config.reward, "reward", model, memory.reward, lengths, mode)
+
+
+def _by_trl(config: Any, ours: Any, name: str, model: Any, step: Any, lengths: Lengths, mode: str) -> Found:
+    """A stage of one model that TRL trains; `step` is its function in `memory`."""
+    count = {name: model.num_parameters()}  # before a mode changes the model
+    made = step(model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, _how(ours, mode))
+    return count, [made], _steps(config, ours)
 
 
 def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:

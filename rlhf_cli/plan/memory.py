@@ -35,7 +35,7 @@ from rlhf_cli.ppo import formulas, noise, passes
 from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.rewards import ModelReward
 from rlhf_cli.ppo.settings import PPOSettings
-from rlhf_cli.ppo.trainer import TOKENS_ON_CPU, PPOTrainer
+from rlhf_cli.ppo.trainer import PPOTrainer
 
 TOGETHER = 2  # micro-batches that are run through: the second one finds the first one's gradients
 
@@ -72,14 +72,10 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
     """The phases of an update, with what the one before it left."""
     vocabulary, episodes = _vocabulary(models.policy), settings.episodes_per_update
     minibatch = episodes // settings.num_mini_batches
-    tokens = settings.micro_batch_tokens
-    if tokens == "auto":
-        tokens = sys.maxsize if gpu else TOKENS_ON_CPU
+    tokens = passes.most_tokens(settings, on_cpu=not gpu) or sys.maxsize
     size = max(1, min(settings.per_device_train_batch_size, tokens // lengths.row))
     rows = min(minibatch, TOGETHER * size)
-    held = settings.logits_at_a_time
-    if held == "auto" and not gpu:
-        held = max(passes.FEWEST, passes.CELLS_ON_CPU // vocabulary)
+    held = passes.logits_held(settings, vocabulary, on_cpu=not gpu) or "all"
     once = settings.model_copy(
         update={
             "num_mini_batches": 1, "num_ppo_epochs": 1, "value_only_updates": 0, "logits_at_a_time": held,

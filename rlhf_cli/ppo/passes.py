@@ -15,6 +15,22 @@ from rlhf_cli.ppo.settings import PPOSettings
 
 # What logits_at_a_time `auto` holds: on a CPU what its cache holds, at least so many tokens that the product is quick.
 CELLS_ON_CPU, CELLS, FEWEST = 2**20, 2**27, 64
+TOKENS_ON_CPU = 640  # of a micro-batch with micro_batch_tokens `auto`: more are no quicker there, and take memory
+
+
+def most_tokens(settings: PPOSettings, *, on_cpu: bool) -> int | None:
+    """Tokens of a micro-batch at most; none: only its rows bound it."""
+    if settings.micro_batch_tokens != "auto":
+        return settings.micro_batch_tokens
+    return TOKENS_ON_CPU if on_cpu else None
+
+
+def logits_held(settings: PPOSettings, vocabulary: int, *, on_cpu: bool) -> int | None:
+    """Response tokens whose logits are held at a time; none: all of a micro-batch's."""
+    held = settings.logits_at_a_time
+    if held == "auto":
+        return max(FEWEST, (CELLS_ON_CPU if on_cpu else CELLS) // vocabulary)
+    return None if held == "all" else held
 
 
 @dataclass(frozen=True)
@@ -132,10 +148,8 @@ class Passes:
 
     def parts(self, tokens: int) -> list[slice]:
         """Slices of response tokens whose logits are held at a time: settings.logits_at_a_time."""
-        held = self.settings.logits_at_a_time
-        cells = CELLS_ON_CPU if self.policy.device.type == "cpu" else CELLS
-        step = max(FEWEST, cells // self.policy.config.get_text_config().vocab_size) if held == "auto" else held
-        step = tokens if step == "all" else step
+        vocabulary, on_cpu = self.policy.config.get_text_config().vocab_size, self.policy.device.type == "cpu"
+        step = logits_held(self.settings, vocabulary, on_cpu=on_cpu) or tokens
         return [slice(start, start + step) for start in range(0, tokens, step)]
 
     def _autocast(self) -> AbstractContextManager:

@@ -17,14 +17,13 @@ from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.advantages import gae
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.passes import Learned, Passes
+from rlhf_cli.ppo.passes import Learned, Passes, most_tokens
 from rlhf_cli.ppo.records import Experience, Opinions, Prompts, Rollout, Scored, micro_batches
 from rlhf_cli.ppo.rewards import RewardSource
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 
-TOKENS_ON_CPU = 640  # of a micro-batch with micro_batch_tokens `auto`: more are no quicker there, and take memory
 Minibatch = tuple[Tensor, ...]  # micro-batches, each the rows of the rollout that are in it
 
 
@@ -71,7 +70,7 @@ class PPOTrainer:
         self.passes = Passes(policy, ref, value, settings)
         if settings.gradient_checkpointing:
             reading.checkpoint_activations(policy)
-            if not isinstance(value, reading.ValueHead):
+            if not self.passes.head_on_policy:
                 reading.checkpoint_activations(value)
         self.optimizer = optimizer or default.adamw({"policy": policy, "value": value}, settings)
         self.scheduler = scheduler or default.schedule(self.optimizer, settings, num_updates or settings.num_updates())
@@ -177,11 +176,8 @@ class PPOTrainer:
         return tuple(self._split(rollout, rows) for rows in parts)
 
     def _split(self, rollout: Rollout, rows: Tensor) -> Minibatch:
-        settings = self.settings
-        tokens: int | None = TOKENS_ON_CPU if self.policy.device.type == "cpu" else None
-        if settings.micro_batch_tokens != "auto":
-            tokens = settings.micro_batch_tokens
-        size = settings.per_device_train_batch_size
+        tokens = most_tokens(self.settings, on_cpu=self.policy.device.type == "cpu")
+        size = self.settings.per_device_train_batch_size
         return tuple(micro_batches(rollout.lengths, rows, max_rows=size, max_tokens=tokens, packed=self.passes.packed))
 
     def _read(self, rollout: Rollout, plan: tuple[Minibatch, ...]) -> dict[str, Tensor]:
