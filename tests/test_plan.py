@@ -322,18 +322,19 @@ def test_what_is_wrong_is_said_as_by_check(three: Path, what: str) -> None:
 @on_a_cpu
 def test_what_does_not_fit_is_told_with_what_would_help(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(told["fits"] and not told["advice"] for told in found(".").values())
-    monkeypatch.setattr(room, "memory", lambda: 1000)
-    told = found("ppo.yaml")["ppo"]
+    with monkeypatch.context() as small:
+        small.setattr(room, "memory", lambda: 1000)
+        told = found("ppo.yaml")["ppo"]
+        shown = plan("ppo.yaml", "--flops", "1e9").stdout
     advised = {one["set"]: one["saves"] for one in told["advice"]}
     assert not told["fits"] and list(advised.values()) == sorted(advised.values(), reverse=True)
     halves = "ppo.per_device_train_batch_size=8 ppo.gradient_accumulation_steps=8"
     assert {"models.value=policy_head", "ppo.gradient_checkpointing=true", halves} <= advised.keys()
+    assert "does not fit" in shown and all(f"{what} saves" in shown for what in advised)
     peak = max(one["total"] for one in told["phases"])
     for what, saves in advised.items():
         smaller = found("ppo.yaml", *what.split())["ppo"]
         assert peak - max(one["total"] for one in smaller["phases"]) == saves
-    shown = plan("ppo.yaml", "--flops", "1e9").stdout
-    assert "does not fit" in shown and all(f"{what} saves" in shown for what in advised)
 
 
 def test_the_table(three: Path) -> None:
