@@ -3,15 +3,18 @@ off by its key: packing, logits_at_a_time, optim, and an engine's `thrifty`.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import wraps
 
 import pytest
 import tiny
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_cli.models import packing, reading
+from rlhf_cli.models import packing, reading, vocabulary
 from rlhf_cli.ppo import HFEngine, Prompts, Rollout, noise
+from rlhf_cli.ppo.records import micro_batches
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.replay.naive.responses import exponential
 
@@ -45,6 +48,41 @@ def test_all_fast_paths_are_on_by_default_and_agree_with_the_plain_ones():
 def test_packed_rows_give_the_gradient_of_padded_ones(family):
     assert apart(gradients(family=family, **EXACT), gradients(family=family, packing=False, **EXACT)) <= 1e-12
     assert apart(gradients(family=family), gradients(family=family, packing=False)) <= 1e-5
+
+
+def in_one_rectangle(lengths: list[int], device: torch.device) -> packing.Rows:
+    return packing.Rows([packing.Rectangle.of(lengths, device)])
+
+
+def test_rows_in_one_rectangle_give_the_gradient_of_rows_by_length(monkeypatch):
+    """How rows are attended to on an accelerator, and on a CPU."""
+    for family in ("llama", "mistral"):
+        found = gradients(family=family, **EXACT)
+        with monkeypatch.context() as patch:
+            patch.setattr(packing.Rows, "of", in_one_rectangle)
+            assert apart(gradients(family=family, **EXACT), found) <= 1e-12
+
+
+def test_a_cpu_attends_to_no_padding():
+    lengths, cpu = [7, 7, 5, 7, 3], torch.device("cpu")
+    rows = packing.Rows.of(lengths, cpu)
+    assert [(list(one.lengths), one.width) for one in rows.rectangles] == [([7, 7], 7), ([5], 5), ([7], 7), ([3], 3)]
+    assert rows.width == 7 and all(one.source is None for one in rows.rectangles)
+    tokens = torch.arange(29.0).reshape(1, 1, 29, 1).expand(1, 2, 29, 3)
+    together = in_one_rectangle(lengths, cpu)
+    (rectangle,), (laid,) = together.rectangles, together.split(tokens)
+    assert laid.shape == (5, 2, 7, 3) and laid[2, 1, :5, 0].tolist() == [14, 15, 16, 17, 18]
+    assert torch.equal(rectangle.pack(laid.transpose(1, 2)), tokens.transpose(1, 2))
+    assert in_one_rectangle([4, 4], cpu).rectangles[0].source is None, "no padding, no copy"
+
+
+def test_short_packed_rows_share_a_micro_batch_as_large_as_the_longest_would_make():
+    lengths, rows = torch.tensor([10, 4, 2, 3, 9, 2]), torch.arange(6)
+    packed = [part.tolist() for part in micro_batches(lengths, rows, max_rows=2, packed=True)]
+    assert packed == [[0, 4], [1, 3, 2, 5]]
+    assert [part.tolist() for part in micro_batches(lengths, rows, max_rows=2)] == [[0, 4], [1, 3], [2, 5]]
+    tight = [part.tolist() for part in micro_batches(lengths, rows, max_rows=2, max_tokens=9, packed=True)]
+    assert tight == [[0], [4], [1, 3, 2], [5]]
 
 
 def test_packed_rows_stay_apart_for_a_head_on_the_policy_and_with_recomputed_activations():
@@ -144,6 +182,74 @@ def test_logits_at_a_time_bounds_them(monkeypatch):
     assert made.passes.parts(10**6)[0].stop == 2**20 // tiny.VOCABULARY
     monkeypatch.setattr(made.policy.config, "vocab_size", 2**19)
     assert made.passes.parts(1000)[0].stop == 64, "smaller would be slow"
+
+
+class Operations(TorchDispatchMode):
+    """Which operators run, with the shape of what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.seen.append((func.__name__.split(".")[0], tuple(getattr(found, "shape", ()))))
+        return found
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2"])  # the second one's two matrices are one
+def test_gradients_of_the_words_matrices_are_added_in_place(family):
+    """With logits_at_a_time, autograd makes no matrix of the vocabulary's size; the numbers are its own."""
+    found, made = {}, {}
+    for size in ("all", 3):
+        trainer, judged = tiny.judged(logits_at_a_time=size, family=family, **EXACT)
+        with Operations() as run:
+            found[size] = tiny.gradient(trainer, judged)
+        shape = tuple(trainer.policy.get_input_embeddings().weight.shape)
+        made[size] = {name for name, of in run.seen if of == shape} & {"embedding_dense_backward", "mm", "add_"}
+    assert made["all"] >= {"embedding_dense_backward", "mm"} and not made[3]
+    assert apart(found[3], found["all"]) <= 1e-12
+
+
+def test_gradients_in_place_are_those_of_autograd():
+    """A pad token that learns nothing, a bias of the head, words that come twice, calls that add up; and none without
+    grad mode.
+    """
+    torch.manual_seed(0)
+    ids = torch.tensor([[3, 1, 3], [0, 2, 3]])
+
+    def run(*, in_place: bool) -> list[torch.Tensor]:
+        model = tiny.causal(seed=5).double()
+        embedding, head = torch.nn.Embedding(7, 4, padding_idx=1), torch.nn.Linear(4, 7)
+        with torch.no_grad():
+            for number, weight in enumerate([embedding.weight, head.weight, head.bias]):
+                weight.copy_(torch.linspace(-1, 1, weight.numel()).reshape(weight.shape) * (number + 1))
+        model.set_input_embeddings(embedding)
+        model.set_output_embeddings(head)
+        with vocabulary.gradients_in_place(model) if in_place else nullcontext():
+            for _ in range(2):
+                model.get_output_embeddings()(model.get_input_embeddings()(ids)).square().sum().backward()
+            with torch.no_grad():
+                assert not model.get_input_embeddings()(ids).requires_grad
+        assert "forward" not in vars(embedding) and "forward" not in vars(head)
+        return [embedding.weight.grad, head.weight.grad, head.bias.grad]
+
+    for one, other in zip(run(in_place=True), run(in_place=False), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_in_place_are_those_of_autograd_in_bfloat16():
+    found, wanted = (gradients(bf16=True, logits_at_a_time=size) for size in ("auto", "all"))
+    assert apart(found, wanted) <= 2e-2 < apart(found, gradients())
+
+
+def test_a_gradient_that_somebody_watches_is_autograds():
+    model, seen = tiny.causal(), []
+    model.get_input_embeddings().weight.register_hook(seen.append)
+    with vocabulary.gradients_in_place(model):
+        assert "forward" not in vars(model.get_input_embeddings())
+        model(torch.tensor([[3, 4]])).logits.sum().backward()
+    assert len(seen) == 1
 
 
 # optim

@@ -227,6 +227,7 @@ def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, *args: A
 
 COSTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
+    ATEN.addmm_: flop_registry[ATEN.addmm],
     ATTENTION: _attention_flops,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }

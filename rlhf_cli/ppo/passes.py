@@ -1,13 +1,13 @@
 """The forward and backward passes of a micro-batch through policy, reference and value model."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_cli.models import packing, reading
+from rlhf_cli.models import packing, reading, vocabulary
 from rlhf_cli.ppo import formulas
 from rlhf_cli.ppo.losses import Gauges, PolicyLosses, policy_losses, value_losses
 from rlhf_cli.ppo.records import MicroBatch, Told
@@ -151,6 +151,12 @@ class Passes:
         vocabulary, on_cpu = self.policy.config.get_text_config().vocab_size, self.policy.device.type == "cpu"
         step = logits_held(self.settings, vocabulary, on_cpu=on_cpu) or tokens
         return [slice(start, start + step) for start in range(0, tokens, step)]
+
+    def adding(self) -> AbstractContextManager:
+        """Within, the gradients of embeddings and heads are added in place, but with logits_at_a_time `all`."""
+        if self.settings.logits_at_a_time == "all":
+            return nullcontext()
+        return vocabulary.gradients_in_place(self.policy, *([] if self.head_on_policy else [self.value]))
 
     def _autocast(self) -> AbstractContextManager:
         return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16)

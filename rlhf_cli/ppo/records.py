@@ -4,6 +4,7 @@ Shapes: B rows (episodes), P prompt width, R response width, N response tokens o
 Masks are bool, True = counts.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -179,15 +180,18 @@ def micro_batches(
 ) -> list[Tensor]:
     """Split `rows` (n,) into micro-batches of rows of like length, longest first.
 
-    Each holds at most `max_rows` rows and `max_tokens` tokens, padding included where the rows are not packed (a longer
-    single row stands alone).
+    Each holds at most `max_rows` rows and `max_tokens` tokens, padding included (a longer single row stands alone).
+    Packed rows may be more, as long as they have no more tokens than `max_rows` of the longest would have.
     """
     batches: list[list[int]] = []
     held, real = 0, lengths.tolist()
-    for row in sorted(rows.tolist(), key=lambda r: (-real[r], r)):
+    ordered = sorted(rows.tolist(), key=lambda r: (-real[r], r))
+    most = max_tokens if max_tokens is not None else sys.maxsize
+    if packed and ordered:
+        most, max_rows = min(most, max_rows * real[ordered[0]]), len(ordered)
+    for row in ordered:
         more = real[row] if packed or not batches else real[batches[-1][0]]
-        full = not batches or len(batches[-1]) >= max_rows
-        if full or (max_tokens is not None and held + more > max_tokens):
+        if not batches or len(batches[-1]) >= max_rows or held + more > most:
             batches.append([])
             held, more = 0, real[row]
         batches[-1].append(row)

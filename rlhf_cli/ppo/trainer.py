@@ -231,7 +231,7 @@ class PPOTrainer:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         self.optimizer.zero_grad(set_to_none=True)
-        with reading.recomputing(self.policy, self.value):
+        with reading.recomputing(self.policy, self.value), self.passes.adding():
             found = [self._backward(experience, rows, 1 / tokens) for rows in minibatch]
             ptx = self._learn_ptx(minibatch, epoch)
         gauges = {name: sum(learned.gauges[name].sum() for learned in found) for name in found[0].gauges}

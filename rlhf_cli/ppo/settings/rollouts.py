@@ -39,8 +39,8 @@ class RolloutSettings(Settings):
         16,
         ge=1,
         description=(
-            "Rows of a micro-batch at most; times gradient_accumulation_steps = episodes of an update "
-            f"(16 x 4 = 64 there and here). {TLDR}"
+            "Rows of a micro-batch at most; packed ones: as many as have no more tokens than so many of the longest. "
+            f"Times gradient_accumulation_steps = episodes of an update (16 x 4 = 64 there and here). {TLDR}"
         ),
     )
     gradient_accumulation_steps: int = Field(
@@ -56,8 +56,8 @@ class RolloutSettings(Settings):
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description=(
-            "Most tokens (of padded rows with their padding) that one forward pass of judge or update holds, with at "
-            "most per_device_train_batch_size rows; auto: 640 on a CPU, on a GPU only the rows bound it. "
+            "Most tokens (of padded rows with their padding) that one forward pass of judge or update holds, besides "
+            "what per_device_train_batch_size allows; auto: 640 on a CPU, on a GPU no other bound. "
             f"{BENCHMARK}"
         ),
     )
@@ -72,7 +72,8 @@ class RolloutSettings(Settings):
         "auto",
         description=(
             "Response tokens whose logits judge and update hold at a time; auto: as many as make 1 million logits on a "
-            f"CPU, 134 million on a GPU, at least 64; all: those of a whole micro-batch. {BENCHMARK}"
+            "CPU, 134 million on a GPU, at least 64; all: those of a whole micro-batch, and the gradients of embedding "
+            f"and head are autograd's, not added in place. {BENCHMARK}"
         ),
     )
     local_rollout_forward_batch_size: int | None = Field(
