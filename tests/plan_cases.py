@@ -76,10 +76,11 @@ def write(case: Case, folder: Path) -> Path:
 
 
 def measured(case: Case, folder: Path, **environment: str) -> int:
-    """Bytes at the fullest moment of the stage in `folder`, above what the libraries take."""
+    """Bytes at the fullest moment of the stage, run anew in `folder`, above what the libraries take."""
+    config = write(case, folder)
     names = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     small = write(replace(case, sizes={**case.sizes, **names}, prompt=4, answer=4), folder / "small")
-    code = CHILD.format(stage=case.stage, small=small, config=folder / f"{case.stage}.yaml")
+    code = CHILD.format(stage=case.stage, small=small, config=config)
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr

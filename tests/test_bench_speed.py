@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
+from benchmarks import fast_paths  # noqa: E402
 from benchmarks.speed import demo, figure, floor, goals, ours, reference, start, synthetic, tables  # noqa: E402
 from benchmarks.speed.__main__ import Kept  # noqa: E402
 from benchmarks.speed.job import Job, Laps, real_tokens  # noqa: E402
@@ -276,6 +277,13 @@ def test_padding_and_growth_are_measured(models, monkeypatch):
     assert [point["tokens"] for point in grown["batch"]] == [2 * 13, 4 * 13]
     assert [point["vocabulary"] for point in grown["vocabulary"]] == [300, 600]
     assert all(point["cpu_s"] > 0 for name in ("length", "batch", "vocabulary") for point in grown[name])
+
+
+def test_single_parts_are_measured(monkeypatch, capsys):
+    monkeypatch.setattr(fast_paths, "REPEATS", 1)
+    fast_paths.main()
+    told = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(told) == 6 and all(float(number) > 0 for line in told for number in line[-3:])
 
 
 # The chain

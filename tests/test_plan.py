@@ -373,7 +373,13 @@ CASES = {
     "long responses": Case(
         "ppo",
         {**SIZES, "num_hidden_layers": 6},
-        {**UPDATES, "total_episodes": 16, "per_device_train_batch_size": 8, "response_length": 440},
+        {
+            **UPDATES,
+            "total_episodes": 16,
+            "per_device_train_batch_size": 8,
+            "response_length": 440,
+            "micro_batch_tokens": 4096,
+        },
         prompt=16,
     ),
     "supervised": Case(
@@ -393,8 +399,7 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6553
 @pytest.mark.parametrize("what", CASES)
 def test_within_a_quarter_of_the_most_that_a_stage_held(what: str, tmp_path: Path) -> None:
     case = CASES[what]
-    config = write(case, tmp_path)
-    told = found(str(config))[case.stage]
-    most = measured(case, tmp_path, **GIVES_BACK)
+    told = found(str(write(case, tmp_path / "planned")))[case.stage]
+    most = measured(case, tmp_path / "exact", **GIVES_BACK)
     assert most > 300e6 and max(one["total"] for one in told["phases"]) == pytest.approx(most, rel=0.25)
-    assert told["needed"] - told["libraries"] == pytest.approx(measured(case, tmp_path), rel=0.25)
+    assert told["needed"] - told["libraries"] == pytest.approx(measured(case, tmp_path / "usual"), rel=0.25)
