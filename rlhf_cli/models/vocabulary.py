@@ -44,10 +44,18 @@ def _embed(layer: nn.Embedding, ids: Tensor) -> Tensor:
         words, rows = ids.flatten(), gradient.flatten(0, -2)
         if layer.padding_idx is not None:  # which learns nothing
             rows = rows.masked_fill((words == layer.padding_idx)[:, None], 0)
-        _add(layer.weight, lambda total: total.index_add_(0, words, rows))
+        _add(layer.weight, lambda total: _add_rows(total, words, rows))
 
     found.register_hook(add)
     return found
+
+
+def _add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
+    """By the operator that adds up rows of one place in a fixed order: the same numbers in each run."""
+    if total.device.type == "cpu":
+        total.index_add_(0, places, rows)
+    else:
+        total.index_put_((places,), rows, accumulate=True)
 
 
 def _project(layer: nn.Linear, hidden: Tensor) -> Tensor:
