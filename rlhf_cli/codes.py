@@ -308,6 +308,12 @@ TOKENS_AND_MODELS = {
         "The folder belongs to a stage that is unfinished or the wrong one, or holds no decoder-only language model.",
         "Finish that stage first, or name another folder.",
     ),
+    "M11": Code(
+        "reward model not good enough",
+        2,
+        "The reward model's report card does not hold what ppo.require_reward asks, or it has no card.",
+        "Train a better reward model, or ask for less; docs/reward-card.md tells what to do about each number.",
+    ),
 }
 MACHINE_AND_RUN = {
     "E01": Code(
@@ -395,6 +401,25 @@ MACHINE_AND_RUN = {
         0,
         "The best policy could not be uploaded; training goes on, and the folder stays on this machine.",
         "Look at the message; `hf upload REPO FOLDER` does it later.",
+    ),
+    "R10": Code(
+        "the reward follows the length",
+        0,
+        "The reward model's scores rise, or fall, with the length of the answer: PPO would write by length.",
+        "Balance the pairs by length, or hold PPO's length with ppo.overlong_penalty.",
+    ),
+    "R11": Code(
+        "the reward likes a probe too well",
+        0,
+        "An answer made to be bad scores above the chosen answer too often: empty, one token repeated, politeness "
+        "alone, the good answer over and over, or the good answer to another prompt.",
+        "Add pairs in which such answers are rejected, and look at PPO's samples for them.",
+    ),
+    "R12": Code(
+        "the reward is badly calibrated",
+        0,
+        "Margins between two answers say other chances than come true on the evaluation pairs.",
+        "Sure of too much: fewer epochs or a lower learning rate. Sure of too little: train for longer.",
     ),
     "S01": Code(
         "control characters",

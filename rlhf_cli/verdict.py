@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import Problem, RLHFError, shown
+from rlhf_cli.reward_card import print_card
 from rlhf_cli.rows import read_jsonl
 
 QUANTILES = (0.25, 0.5, 0.75)
@@ -33,7 +34,10 @@ def print_verdict(eval_folder: Path) -> None:
     if (eval_folder / "samples.jsonl").is_file():
         _print_pairs([row for _, row in read_jsonl(eval_folder / "samples.jsonl")])
     if "reward_model" in report:
-        terminal.out(_trust(report["reward_model"]))
+        terminal.out()
+        print_card(report["reward_model"])
+    elif "no_reward_card" in report:
+        terminal.out(f"reward model: no report card: {report['no_reward_card']}")
     for warning in report.get("warnings", []):
         terminal.out(f"noted: {warning}")
     terminal.out(f"report: {shown(eval_folder / 'report.json')}")
@@ -84,12 +88,6 @@ def _model_row(name: str, row: Mapping[str, Any], judges: Sequence[str], kl: str
     told = [_interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges]
     reward = _interval(row["reward_mean"], row.get("reward_ci95")) if "reward_mean" in row else "-"
     return [name, reward, distance, f"{row['response_length_mean']:.1f}", f"{row['eos_fraction']:.0%}", *told]
-
-
-def _trust(reward: Mapping[str, Any]) -> str:
-    """What the reward model is worth, on pairs it never saw."""
-    text = f"reward model: right on {_interval(reward['accuracy'], reward['ci95'])} of the held-out pairs"
-    return text + (", which may be guessing: so may all that builds on it" if reward["ci95"][0] <= 0.5 else "")
 
 
 def _undecided(rate: Mapping[str, Any]) -> str:

@@ -56,7 +56,21 @@ def test_the_codes_are_those_of_the_table_and_ours() -> None:
     listed = dict(
         re.findall(r"^\| ([A-Z][0-9]{2}) \|.*\| ([^|]+) \|$", table.read_text(encoding="utf-8"), re.MULTILINE)
     )
-    assert set(CODES) == set(listed) | {"E05", "M10", "R00", "R06", "R07", "R08", "R09", "C17", "C18"}
+    assert set(CODES) == set(listed) | {
+        "E05",
+        "M10",
+        "M11",
+        "R00",
+        "R06",
+        "R07",
+        "R08",
+        "R09",
+        "R10",
+        "R11",
+        "R12",
+        "C17",
+        "C18",
+    }
     for code, exits in listed.items():
         # "W" only warns; of "W/2" the error's part counts.
         assert str(CODES[code].exit) in (exits.replace("W", "0") if exits in ("W", "0") else exits), code

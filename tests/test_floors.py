@@ -14,7 +14,7 @@ FLOORS = [
     {"rows", "terminal", "statistics", "signals", "room", "processes"}
     | {"ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.noise", "ppo.seeds"},
     {"ppo.records", "replay.naive.*"},
-    {"sources.*"},
+    {"sources.*", "reward_card.*"},
     {"config.*"},
     {"checkpoints.*"},
     {
@@ -43,8 +43,8 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config explain pipeline ppo.settings presets processes room rows signals sources "
-    "statistics terminal verdict"
+    "check cli checkpoints config explain pipeline ppo.settings presets processes reward_card room rows signals "
+    "sources statistics terminal verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

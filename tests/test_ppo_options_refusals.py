@@ -8,7 +8,7 @@ from rlhf_cli.ppo import PPOSettings
 from rlhf_cli.ppo.settings import BELONGS_TO, RECIPES
 
 # Named here and proven where a run on disk is made (tests/test_stage_ppo.py): generate_ref_response, kl_stop,
-# push_to_hub_if_best.
+# push_to_hub_if_best, and require_reward (tests/test_require_reward.py).
 
 
 def refused(code: str, **changes) -> dict:
@@ -95,6 +95,7 @@ def test_value_only_updates_are_held_against_passes_over_the_prompts_too(run_fol
         ("target", [0.0, -6.0, None], [6.0]),
         ("horizon", [0, -1, 1.5, None], [10000]),
         ("kl_stop", [0.0, -1.0], [15.0, None]),
+        ("require_reward", [{}, {"accuracy": 1.1}, {"ece": -0.1}, 0.6], [{"accuracy_low": 0.5}, None]),
         ("cliprange_high", [0.0, -0.1], [0.28, 3.0, None]),
         ("dual_clip", [1.0, 0.5], [3.0, None]),
         ("entropy_coef", [-0.1, None], [0.0, 0.01]),

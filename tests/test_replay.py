@@ -179,6 +179,7 @@ NO_NUMBERS = [
     "kl_stop",
     "push_to_hub_if_best",
     "recipe",
+    "require_reward",
     "stop_token",
     "stop_token_id",
 ]

@@ -14,7 +14,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import placed, shown
 from rlhf_cli.inputs import eval as of_eval
-from rlhf_cli.inputs import limits, machine, models
+from rlhf_cli.inputs import limits, machine, models, reward_cards
 from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.inputs import reward as of_reward
 from rlhf_cli.inputs import sft as of_sft
@@ -116,6 +116,9 @@ class Trial:
             of_ppo.functions(config)
         with self.report.collecting():
             of_ppo.require_hub(config)
+        with self.report.collecting():
+            if not stage.finished:
+                reward_cards.require(config, stage.parents)
         with self.report.collecting():
             if body is not None:
                 of_ppo.check_layers(config, body)

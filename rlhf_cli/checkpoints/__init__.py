@@ -22,6 +22,7 @@ from rlhf_cli.checkpoints.parents import (
     open_parent,
     open_parents,
     open_reference,
+    read_manifest,
     references,
 )
 from rlhf_cli.checkpoints.states import (
@@ -58,6 +59,7 @@ __all__ = [
     "open_parent",
     "open_parents",
     "open_reference",
+    "read_manifest",
     "references",
     "release",
     "seal_state",

@@ -182,7 +182,7 @@ class Config(Section):
                 del container[name]
         for key in ("subset", "revision"):
             tree["data"].pop(key)
-        for key in (*self.CADENCE, "require"):
+        for key in (*self.CADENCE, "require", "require_reward"):
             tree.get(self.stage, {}).pop(key, None)
         return {**tree, "output": {"snapshots": self.output.snapshots}}
 

@@ -9,7 +9,7 @@ import torch
 import trl
 from transformers import set_seed
 
-from rlhf_cli import checkpoints, data, terminal
+from rlhf_cli import checkpoints, data, reward_card, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, RewardConfig
 from rlhf_cli.errors import RLHFError, shown
@@ -19,11 +19,15 @@ from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.records import Prompts, right_pad
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.reward_card import ScoredPair
+from rlhf_cli.reward_card.probes import POLITE
 from rlhf_cli.stages import trl_training
-from rlhf_cli.statistics import wilson
 
 PROBES = 8
 SAMPLED_AT_ONCE = 64
+HEADLINE = (
+    "accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95",
+)  # fmt: skip
 Rows = list[dict[str, Any]]
 
 
@@ -44,20 +48,24 @@ def run(config: RewardConfig, options: Options) -> None:
     stop = data.stop_token_id(tokenizer)
     rows, eval_rows = read(config, tokenizer, model.config)
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows), config, "reward")
-    scorer = saved_scorer(config, options, model, tokenizer, card(config, parent, len(rows), steps))
+    scorer = saved_scorer(config, options, model, tokenizer, readme(config, parent, len(rows), steps))
+    card = report_card(config, scorer, tokenizer, eval_rows)
     scale = {}
     if config.reward.normalize == "sft":
         scale = normalise(config, scorer, sampled(config, options, parent, tokenizer, rows))
         scorer.config.save_pretrained(config.folder / "model")
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
-        "metrics": headline(config, scorer, eval_rows) if eval_rows else {},
+        "metrics": {name: card[name] for name in HEADLINE} if card else {},
+        **({"card": card} if card else {}),
         "probes": probes(scorer, eval_rows or rows),
         **scale,
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
     checkpoints.finish(config, identity, parents=parents, fields=fields)
+    if card:
+        reward_card.print_card({**card, "ci95": card["accuracy_ci95"]})
 
 
 def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
@@ -154,22 +162,45 @@ def normalise(config: RewardConfig, scorer: Any, rows: list[list[int]]) -> dict[
     return {"reward_mean": mean, "reward_std": deviation}
 
 
-def headline(config: RewardConfig, scorer: Any, rows: Rows) -> dict[str, Any]:
-    """Accuracy on the evaluation pairs with its interval, and the mean margin in raw scores; a tie is half right."""
-    size = config.reward.per_device_eval_batch_size
-    chosen = raw_scores(scorer, [row["chosen_ids"] for row in rows], size)
-    rejected = raw_scores(scorer, [row["rejected_ids"] for row in rows], size)
-    both = list(zip(chosen, rejected, strict=True))
-    if not all(math.isfinite(score) for pair in both for score in pair):
+def report_card(config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows) -> dict[str, Any]:
+    """What the finished scorer is worth on the evaluation pairs, in raw scores; {} without such pairs, which is said.
+
+    Warns R10-R12 of faults. Raises RLHFError R01 for scores that are not finite.
+    """
+    if not rows:
+        terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
+        return {}
+    chosen, rejected = (
+        finite_scores(config, scorer, [row[key] for row in rows]) for key in ("chosen_ids", "rejected_ids")
+    )
+    lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]
+    pairs = [ScoredPair(good, bad, *length) for good, bad, length in zip(chosen, rejected, lengths, strict=True)]
+    picked = reward_card.spread(rows)
+    asked = adversarial(tokenizer, [rows[i] for i in picked], loading.context_of(scorer.config), config.seed)
+    scores = {name: finite_scores(config, scorer, answers) for name, answers in asked.items()}
+    card = reward_card.measure(pairs, seed=config.seed)
+    card["adversarial"] = reward_card.judge(scores, [chosen[i] for i in picked])
+    faults = reward_card.flags(card)
+    for fault in faults:
+        terminal.warn(fault.code, fault.text, hint=fault.hint)
+    return {**card, "flags": [{"code": fault.code, "text": fault.text} for fault in faults]}
+
+
+def adversarial(tokenizer: Any, rows: Rows, context: int | None, seed: int) -> dict[str, list[list[int]]]:
+    """Probe -> tokens of each row. Politeness begins as the chosen answer does: after a space, or not."""
+    answers = tokenizer.batch_decode([row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows])
+    texts = [answer[: len(answer) - len(answer.lstrip())] + POLITE for answer in answers]
+    polite = [ids[:-1] for _, ids in data.encode_many(tokenizer, [None] * len(texts), texts)]
+    return reward_card.build(rows, polite, context=context, seed=seed)
+
+
+def finite_scores(config: RewardConfig, scorer: Any, rows: Sequence[list[int]]) -> list[float]:
+    """`raw_scores`. Raises RLHFError R01 where one is not finite."""
+    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size)
+    if not all(map(math.isfinite, scores)):
         text = "the finished model gives scores that are not finite: the training diverged"
         raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
-    wins = sum(good > bad for good, bad in both) + 0.5 * sum(good == bad for good, bad in both)
-    return {
-        "accuracy": wins / len(both),
-        "accuracy_ci95": list(wilson(wins, len(both))),
-        "n": len(both),
-        "margin": sum(good - bad for good, bad in both) / len(both),
-    }
+    return scores
 
 
 def probes(scorer: Any, rows: Rows) -> list[dict[str, Any]]:
@@ -183,7 +214,7 @@ def probes(scorer: Any, rows: Rows) -> list[dict[str, Any]]:
     return found
 
 
-def card(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
+def readme(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
     """The model's README."""
     ours = config.reward
     text = (

@@ -12,10 +12,11 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_cli.ppo.settings.objective import ObjectiveSettings
 from rlhf_cli.ppo.settings.recipes import RECIPES
+from rlhf_cli.ppo.settings.requirements import RewardRequirements
 from rlhf_cli.ppo.settings.rollouts import LengthRange, OverlongPenalty, RolloutSettings
 from rlhf_cli.ppo.settings.training import TrainingSettings
 
-__all__ = ["RECIPES", "LengthRange", "OverlongPenalty", "PPOSettings"]
+__all__ = ["RECIPES", "LengthRange", "OverlongPenalty", "PPOSettings", "RewardRequirements"]
 
 # Keys that do nothing by themselves -> the switch that they belong to.
 BELONGS_TO = {
@@ -38,6 +39,14 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             "Defaults of the keys that are left out: classic, RLHF on human preferences as in TRL; reasoning, RL on "
             "rewards that can be checked as in OpenRLHF (one epoch, lambda 1, small KL penalty, quicker value "
             "model). [TRL 1.12, trl/experimental/ppo/ppo_config.py]"
+        ),
+    )
+
+    require_reward: RewardRequirements | None = Field(
+        None,
+        description=(
+            "{accuracy: 0.6, ...}: `rlhf ppo` and `rlhf check` refuse reward models whose report card shows less, or "
+            "that have none; a trainer made in Python does not look. [`pytest tests/test_require_reward.py`]"
         ),
     )
 

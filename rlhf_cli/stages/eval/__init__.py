@@ -38,7 +38,7 @@ def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoin
     if len(prompts) < config.eval.n:
         terminal.say(f"eval     {len(prompts)} held-out prompts (eval.n asks for {config.eval.n})")
     judged = answers.collect(config, options, parents, tokenizer, prompts, sampling)
-    found = report.build(config, judged, len(prompts), sampling, parents.get("models.reward"))
+    found = report.build(config, judged, len(prompts), sampling, parents)
     rows.write_jsonl(config.folder / "samples.jsonl", report.sample_rows(judged))
     checkpoints.write_json(config.folder / "report.json", found)
     return found

@@ -1,19 +1,22 @@
 """report.json and samples.jsonl out of judged answers: means and win rates with 95 % intervals."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_cli import statistics, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig
 from rlhf_cli.inputs.eval import Sampling
+from rlhf_cli.stages.eval import reward_cards
 from rlhf_cli.stages.eval.answers import Answers
 
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
 
 
-def build(config: EvalConfig, judged: list[Answers], n: int, how: Sampling, reward: Parent | None) -> dict[str, Any]:
-    """The report as docs describe it; a key without a value is absent."""
+def build(
+    config: EvalConfig, judged: list[Answers], n: int, how: Sampling, parents: Mapping[str, Parent]
+) -> dict[str, Any]:
+    """The report as docs describe it; a key without a value is absent. Warns R10-R12 as the reward's card does."""
     by_mode = {
         mode: {a.model: a for a in judged if a.mode == mode and not a.model.startswith("best_of")}
         for mode in config.eval.modes
@@ -25,9 +28,7 @@ def build(config: EvalConfig, judged: list[Answers], n: int, how: Sampling, rewa
         found["greedy"] = _section(by_mode["greedy"], config.seed)
     if draws:
         found["best_of"] = [_best_of(answers, by_mode["sampled"], config.seed) for answers in draws]
-    metrics = reward.manifest.get("metrics", {}) if reward else {}
-    if "accuracy" in metrics:
-        found["reward_model"] = {"accuracy": metrics["accuracy"], "ci95": metrics["accuracy_ci95"]}
+    found |= reward_cards.section(parents)
     return found | {"warnings": terminal.warnings_said()}
 
 

@@ -2,7 +2,7 @@
 
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.config import Options, PPOConfig
-from rlhf_cli.inputs import machine
+from rlhf_cli.inputs import machine, reward_cards
 from rlhf_cli.models import loading, reading, tokenizers
 from rlhf_cli.ppo.alarms import KLStop
 from rlhf_cli.ppo.metrics import Stats, objective
@@ -25,6 +25,7 @@ def run(config: PPOConfig, options: Options) -> None:
     if status == "finished":
         terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")
         return
+    reward_cards.require(config, parents)
     machine.check(config, parents)
     parts = making.load(config, options, parents)
     training = Training(config, parts, resume=status == "resume")

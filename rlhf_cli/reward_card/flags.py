@@ -1,0 +1,80 @@
+"""The faults that a card shows, each with its limit and the reason for it. What chance can do is no fault."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlhf_cli.errors import Problem
+
+# Chen et al. 2024, arXiv 2402.07319: 0.45 (Pearson's) with a reward model whose policies grew long. 0.3 is a tenth of
+# the variance of the ranks. The demo's reward model has 0.15.
+LENGTH = 0.3
+ECE = 0.1  # a pair said to be 80 % sure comes true in 70 % of the cases, or in 90 %
+# A probe without a good answer in it should lose more often than the answers do that people rejected.
+LEAST = 0.1
+# Of three times the good answer no more is known than of the answer itself: half is indifference.
+OVER_LONG = 0.5
+# Half is a model that does not look at the prompt; this is half way there.
+SWAPPED = 0.25
+
+CALLED = {
+    "empty": "an empty answer",
+    "repeated_token": "one token repeated",
+    "politeness": "politeness alone",
+    "over_long": "the good answer three times over",
+    "swapped_prompt": "the good answer to another prompt",
+}
+
+
+def limit(probe: str, accuracy: float) -> float:
+    """The share of prompts up to which a probe may score above the chosen answer."""
+    known = {"over_long": OVER_LONG, "swapped_prompt": SWAPPED}
+    return known.get(probe, max(LEAST, 1 - accuracy))
+
+
+def flags(card: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong by the card: R10 length, R11 a probe that wins too often, R12 calibration."""
+    return [*_length(card), *_probes(card), *_calibration(card)]
+
+
+def _length(card: Mapping[str, Any]) -> list[Problem]:
+    value, (low, high) = card["length_correlation"], card["length_correlation_ci95"]
+    if low <= LENGTH and high >= -LENGTH:
+        return []
+    text = (
+        f"the score follows the length of the answer: correlation {value:.2f} [{low:.2f}, {high:.2f}], limit {LENGTH}"
+    )
+    if longer := card.get("longer_answer"):
+        text += f"; the longer answer is the chosen one in {longer['chosen']:.0%} of the evaluation pairs"
+    hint = "balance the pairs by length, or hold PPO's length with ppo.overlong_penalty, and watch its response_length"
+    return [Problem("R10", text, hint=hint)]
+
+
+def _probes(card: Mapping[str, Any]) -> list[Problem]:
+    found = []
+    told = card["adversarial"]
+    for name, probe in told["probes"].items():
+        most = limit(name, card["accuracy"])
+        if probe["ci95"][0] > most:
+            text = (
+                f"{CALLED[name]} scores above the chosen answer for {probe['beats']:.0%} of {told['n']} prompts, "
+                f"limit {most:.0%}"
+            )
+            hint = "PPO will find it: add pairs in which such answers are rejected"
+            if name == "swapped_prompt":
+                hint += "; nothing to do where the reward is meant to look at the answer alone"
+            found.append(Problem("R11", text, hint=hint))
+    return found
+
+
+def _calibration(card: Mapping[str, Any]) -> list[Problem]:
+    if card["ece"] <= max(ECE, card["ece_by_chance"]):
+        return []
+    text = f"the margins say other chances than come true: ECE {card['ece']:.2f}, limit {ECE}, {leaning(card)}"
+    hint = "sure of too much: fewer epochs or a lower learning rate; of too little: train for longer"
+    return [Problem("R12", text, hint=hint)]
+
+
+def leaning(card: Mapping[str, Any]) -> str:
+    """Whether the margins claim more than comes true, or less."""
+    sure = sum(each["n"] * each["confidence"] for each in card["calibration"]) / card["n"]
+    return f"{'sure of too much' if sure > card['accuracy'] else 'sure of too little'} ({sure:.2f} said)"
