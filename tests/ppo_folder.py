@@ -8,8 +8,9 @@ import tiny
 import yaml
 from typer.testing import CliRunner
 
-from rlhf_cli import rows
+from rlhf_cli import checkpoints, rows
 from rlhf_cli.cli import app
+from rlhf_cli.config import load
 from rlhf_cli.models import loading, tokenizers
 
 PROMPTS = [
@@ -64,6 +65,16 @@ def run_folder(origin: Path, tmp_path: Path) -> Path:
 
 def write(folder: Path, stage: str, config: dict) -> None:
     (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
+
+
+def as_reward_stage(folder: Path, **fields: object) -> None:
+    """reward_model as the finished folder of a reward stage, with these fields in its manifest."""
+    write(folder, "reward", {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}})
+    config = load("reward", folder / "reward.yaml")
+    identity = checkpoints.identity(config, {}, config.sources())
+    checkpoints.begin(config, identity, {}, fresh=False)
+    shutil.copytree(folder / "reward_model", folder / "reward/model")
+    checkpoints.finish(config, identity, parents={}, fields=fields)
 
 
 def rlhf(*arguments: object):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from ppo_folder import EVAL, PPO, PROMPTS, lines, ppo, rlhf, untimed, write
+from ppo_folder import EVAL, PPO, PROMPTS, as_reward_stage, lines, ppo, rlhf, untimed, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -295,30 +295,17 @@ def test_m01_and_m02_models_that_are_not_there_or_not_rewards(run_folder):
     assert wrong.exit_code == 2 and "error[M02]" in wrong.stderr and "no trained reward head" in wrong.stderr
 
 
-def as_reward_stage(folder: Path, probes: list[dict]) -> None:
-    """reward_model as the finished folder of a reward stage that stored `probes`."""
-    from rlhf_cli import checkpoints
-    from rlhf_cli.config import load
-
-    write(folder, "reward", {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}})
-    config = load("reward", folder / "reward.yaml")
-    identity = checkpoints.identity(config, {}, config.sources())
-    checkpoints.begin(config, identity, {}, fresh=False)
-    shutil.copytree(folder / "reward_model", folder / "reward/model")
-    checkpoints.finish(config, identity, parents={}, fields={"probes": probes})
-
-
 def test_m09_scores_that_do_not_come_back(run_folder):
     model = AutoModelForSequenceClassification.from_pretrained(run_folder / "reward_model")
     asked = [([40, 41, 42], [50, 1]), ([43], [51, 52, 53, 1])]
     scores = [model(input_ids=torch.tensor([p + r])).logits.item() for p, r in asked]
     probes = [{"prompt_ids": p, "response_ids": r, "score": s} for (p, r), s in zip(asked, scores, strict=True)]
-    as_reward_stage(run_folder, probes)
+    as_reward_stage(run_folder, probes=probes)
     write(run_folder, "ppo", {**PPO, "models": {"sft": "sft_model"}})
     assert ppo(run_folder).exit_code == 0, "the same scores pass"
     probes[1]["score"] += 0.01
     shutil.rmtree(run_folder / "reward")
-    as_reward_stage(run_folder, probes)
+    as_reward_stage(run_folder, probes=probes)
     result = ppo(run_folder, "--fresh")
     assert result.exit_code == 1 and "error[M09]" in result.stderr
     assert (

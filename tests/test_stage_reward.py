@@ -249,6 +249,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
     assert stopped.value.code == 143
     resumed = train(configs[1])
     assert resumed["model_sha256"] == straight["model_sha256"] and resumed["probes"] == straight["probes"]
+    assert resumed["card"] == straight["card"]
     lines = [[{k: v for k, v in line.items() if k != "time_s"} for line in metrics_of(config)] for config in configs]
     assert lines[0] == lines[1]
 
