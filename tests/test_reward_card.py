@@ -2,14 +2,16 @@
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from scipy.stats import spearmanr
 
 from rlhf_cli import reward_card
-from rlhf_cli.reward_card import ScoredPair, measures, probes, shown
-from rlhf_cli.reward_card.flags import CALLED
+from rlhf_cli.ppo.settings import RewardRequirements
+from rlhf_cli.reward_card import ScoredPair, faults, measures, probes, shown
+from rlhf_cli.reward_card.faults import CALLED
 
 THREE_TO_ONE, NINE_TO_ONE = math.log(3), math.log(9)  # margins that say 75 % and 90 %
 
@@ -234,6 +236,14 @@ def test_the_table_shows_every_number_and_its_limit(capsys: pytest.CaptureFixtur
     assert row["beaten by an empty answer"].endswith(" 0.20") and "0.050" in row["beaten by an empty answer"]
     assert row["beaten by the good answer three times over"].endswith(" 0.50")
     assert lines[-1].startswith("margins: below -4: 0, to -2: 7, ") and lines[-1].endswith("to 4: 113, above: 5")
+
+
+def test_the_page_has_the_limits_and_the_keys_of_the_code() -> None:
+    page = (Path(__file__).parent.parent / "docs/reward-card.md").read_text(encoding="utf-8")
+    assert all(name in page for name in (*CALLED.values(), *RewardRequirements.model_fields))
+    assert f"beyond {faults.LENGTH} " in page and f"R12 above {faults.ECE}," in page
+    assert f"half way there, {faults.SWAPPED}." in page and f"at least {faults.LEAST}." in page
+    assert faults.OVER_LONG == 0.5 and f"up to {probes.PROBED} pairs" in page and probes.TIMES == 3
 
 
 def test_every_probe_has_a_name_for_people() -> None:

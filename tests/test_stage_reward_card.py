@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data, rows
 from rlhf_cli.models import tokenizers
-from rlhf_cli.reward_card.flags import CALLED
+from rlhf_cli.reward_card.faults import CALLED
 from rlhf_cli.stages import reward as reward_stage
 
 pytestmark = pytest.mark.training

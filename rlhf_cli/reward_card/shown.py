@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_cli import terminal
-from rlhf_cli.reward_card.flags import CALLED, ECE, LENGTH, leaning, limit
+from rlhf_cli.reward_card.faults import CALLED, ECE, LENGTH, leaning, limit
 
 
 def print_card(card: Mapping[str, Any]) -> None:
