@@ -2,11 +2,12 @@
 
 import math
 import random
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy.stats import spearmanr
+from scipy.stats import binom, spearmanr
 
 from rlhf_cli import reward_card
 from rlhf_cli.ppo.settings import RewardRequirements
@@ -54,6 +55,16 @@ def test_what_chance_does_to_twenty_pairs() -> None:
     pairs = [pair(THREE_TO_ONE)] * 20
     assert measures.error_by_chance(pairs) == pytest.approx(0.2)
     assert measures.error_by_chance(pairs * 100) < 0.025
+
+
+def test_what_chance_does_to_two_bins_adds_up() -> None:
+    """Against every outcome of 20 pairs at 75 % and 20 at 90 %, with its chance."""
+    off = [[(abs(k / 20 - p) / 2, binom.pmf(k, 20, p)) for k in range(21)] for p in (0.75, 0.9)]
+    outcomes = sorted((a + b, chance * other) for a, chance in off[0] for b, other in off[1])
+    below = list(accumulate(chance for _, chance in outcomes))
+    exact = next(error for (error, _), share in zip(outcomes, below, strict=True) if share >= 0.95)
+    found = measures.error_by_chance([pair(THREE_TO_ONE)] * 20 + [pair(NINE_TO_ONE)] * 20)
+    assert found == pytest.approx(exact, abs=0.0126)  # one outcome more or less in either bin
 
 
 def test_the_correlation_is_of_ranks() -> None:

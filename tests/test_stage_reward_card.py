@@ -30,7 +30,8 @@ def longer_is_better(draw: random.Random) -> dict[str, str]:
     """Chosen is the longer answer, whatever it says."""
     thing, (short, long) = draw.choice(THINGS), sorted(draw.sample((1, 2, 3, 4), 2))
     chosen, rejected = (answer(draw, thing, ["good", "bad"], length) for length in (long, short))
-    return {"prompt": f"Tell me about the {thing}.", "chosen": chosen, "rejected": rejected}
+    prompt = "Please. " * draw.randint(0, 5) + f"Tell me about the {thing}."  # whose length must not count
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def kinder_is_better(draw: random.Random) -> dict[str, str]:
