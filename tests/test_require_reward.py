@@ -1,6 +1,5 @@
 """ppo.require_reward: PPO does not start on a reward model whose report card shows less, through the real CLI."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +127,9 @@ def test_what_is_finished_stays_finished_and_a_changed_requirement_makes_nothing
     again = ppo(run_folder)
     assert again.exit_code == 0 and "finished already" in again.stderr
     assert "M11" not in rlhf("check", run_folder / "ppo.yaml").output
-    shutil.rmtree(run_folder / "ppo")
-    assert ppo(run_folder).exit_code == 2
+    refused = ppo(run_folder, "--fresh")
+    assert refused.exit_code == 2 and "error[M11]" in refused.stderr
+    assert (run_folder / "ppo/manifest.json").exists() and not (run_folder / ".old").exists()
 
 
 def test_check_waits_for_a_reward_stage_that_is_still_to_run(run_folder: Path) -> None:

@@ -21,11 +21,12 @@ def run(config: PPOConfig, options: Options) -> None:
     """
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
+    if options.fresh or checkpoints.examine(config, identity).state != "finished":
+        reward_cards.require(config, parents)  # before --fresh moves anything aside
     status = checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
     if status == "finished":
         terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")
         return
-    reward_cards.require(config, parents)
     machine.check(config, parents)
     parts = making.load(config, options, parents)
     training = Training(config, parts, resume=status == "resume")
