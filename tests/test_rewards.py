@@ -89,7 +89,10 @@ def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
         ({"models": {"one": "m"}}, "an ensemble needs two models"),
         ({"model": "m", "combine": "min"}, "combine has no effect without models"),
         ({"models": {"a": "m", "b": "m"}, "std_coef": 2.0}, "std_coef has no effect without combine: mean_minus_std"),
-        ({"model": "m", "models": {"a": "m", "b": "m"}}, "give one of model, models and function"),
+        (
+            {"model": "m", "models": {"a": "m", "b": "m"}},
+            "give one of model, models, function, builtin, url and pipeline",
+        ),
     ],
 )
 def test_c17_an_odd_ensemble(run_folder, source, says):
