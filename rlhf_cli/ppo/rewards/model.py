@@ -42,7 +42,7 @@ class RetoldReward(ModelReward):
     Responses are decoded by the policy's `tokenizer` without special tokens and encoded again, with the stop token
     where they ended with `stop_token_id`. A prompt's tokens are looked up in `prompts`, made of its text or
     conversation as given; one that is not there is decoded and encoded too.
-    Raises RLHFError R05 for a row of more than `context` tokens, or with no prompt left.
+    Raises RLHFError R05 for a row of more than `context` tokens, with no prompt left, or that cannot be encoded.
     """
 
     name: str
@@ -62,8 +62,12 @@ class RetoldReward(ModelReward):
     def retold(self, prompts: list[list[int]], responses: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and responses in the model's own tokens, of those in the policy's."""
         known = [self.prompts.get(tuple(ids)) for ids in prompts]
-        asked = [self._text(ids) if there is None else None for ids, there in zip(prompts, known, strict=True)]
-        encoded = self.encode(asked, [self._text(ids) for ids in responses])
+        try:
+            asked = [self._text(ids) if there is None else None for ids, there in zip(prompts, known, strict=True)]
+            encoded = self.encode(asked, [self._text(ids) for ids in responses])
+        except Exception as error:  # whatever a tokenizer of others may raise
+            text = f"reward `{self.name}`: its tokenizer raised {type(error).__name__}: {error}"
+            raise RLHFError("R05", text, hint="encode one of the responses with it by itself") from error
         found: tuple[list[list[int]], list[list[int]]] = ([], [])
         for row, (prompt, response) in enumerate(encoded):
             there, ended = known[row], responses[row][-1] == self.stop_token_id

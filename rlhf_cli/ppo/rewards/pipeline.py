@@ -50,6 +50,7 @@ def make(section: Any, place: Place) -> TextReward:
         tokenizer = tokenizers.load_tokenizer(place.model, trust_remote_code=trust)
         model = loading.load_classifier(place.model, trust_remote_code=trust)
         loading.check_vocabulary(model, tokenizer)
+    tokenizer.padding_side = "right"  # where an encoder counts positions from
     pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=loading.device())
     return Classifier(pipeline, label, section.number, section.reads, section.batch_size)
 
