@@ -37,7 +37,7 @@ class Server:
                 code, text = answer(body)
                 try:
                     self.send_response(code)
-                    if code == 307:
+                    if code in (302, 307):
                         self.send_header("Location", text.decode())
                     self.send_header("Content-Length", str(len(text)))
                     self.end_headers()
@@ -127,6 +127,7 @@ def test_a_slow_answer_is_not_waited_for(server: Server, waits: list[float]) -> 
         (says(200, '{"scores": [1, true]}'), "returned True for row 1", 1),
         (says(200, '{"scores": [1, "2"]}'), "returned '2' for row 1", 1),
         (says(200, " " * 200), "more than 100 bytes", 1),
+        (says(302, "http://127.0.0.1:1/elsewhere"), "answered 302", 1),
         (says(307, "http://127.0.0.1:1/elsewhere"), "answered 307", 1),
     ],
 )

@@ -99,10 +99,10 @@ class _NoRedirects(HTTPRedirectHandler):
 
 def make(section: Any, place: Place) -> Endpoint:
     """The endpoint of `url:`, which is not asked yet. Raises RLHFError C17 for an odd port, or a bad header."""
-    odd_headers = [partial(_check_header, *header, place) for header in section.headers.items()]
-    all_of(partial(_check_port, section.url, place), *odd_headers)
-    headers = {name: os.environ[variable] for name, variable in section.headers.items()}
-    return Endpoint(section.url, section.timeout, section.retries, section.batch_size, headers)
+    headers = [partial(_check_header, name, variable, place) for name, variable in section.headers.items()]
+    all_of(partial(_check_port, section.url, place), *headers)
+    values = {name: os.environ[variable] for name, variable in section.headers.items()}
+    return Endpoint(section.url, section.timeout, section.retries, section.batch_size, values)
 
 
 def _check_port(url: str, place: Place) -> None:
