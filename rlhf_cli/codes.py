@@ -231,10 +231,10 @@ TOKENS_AND_MODELS = {
         "Take one of the two out of the template or the tokenizer.",
     ),
     "T04": Code(
-        "reward model of another tokenizer",
+        "model of another tokenizer",
         2,
-        "The reward model reads other token ids than the policy writes.",
-        "Train the reward model from the SFT checkpoint, or call it from a Python function: rewards.NAME.function.",
+        "A policy or value model reads other token ids than the policy writes.",
+        "Train it from the SFT checkpoint. A reward model may differ where models.value is policy_head or a PATH.",
     ),
     "T05": Code(
         "another chat template",
@@ -373,9 +373,9 @@ MACHINE_AND_RUN = {
         "Raise kl_coef or lower the learning rate; model/ holds the best policy, manifest.json says of which step.",
     ),
     "R05": Code(
-        "reward function failed",
+        "source of reward failed",
         1,
-        "A reward function raised an error or returned something unusable.",
+        "A source of reward raised an error, did not answer, or gave something unusable; the updates before are saved.",
         "It must return one finite number for each response.",
     ),
     "R06": Code(

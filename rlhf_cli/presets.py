@@ -29,6 +29,10 @@ class Preset:
 PRESETS = {
     "demo": Preset("a small world with a judge that knows the truth: minutes on a CPU", world.Sizes()),
     "ci": Preset("the same world, tiny: the whole chain in about a minute, for a CI", world.Sizes(0, 600, 600, 60)),
+    "functions": Preset(
+        "PPO from a Python function alone, no reward model: the same world, minutes on a CPU",
+        world.Sizes(0, 3000, 0, 60),
+    ),
     "preferences": Preset("your own pairs and a base model: --data pairs.jsonl --base MODEL"),
     "reviews": Preset(
         "film reviews turned friendly: real sentences, two text files of your own, an independent judge",

@@ -70,7 +70,7 @@ TESTS: dict[str, list[str]] = {
     "T03": [f"{MODELS}::test_t03_two_start_tokens"],
     "T04": [
         f"{MODELS}::test_t04_a_reward_model_of_another_tokenizer",
-        "test_stage_ppo::test_t04_a_judge_of_another_tokenizer",
+        "test_rewards_retold::test_t04_the_value_model_is_no_copy_of_such_a_model",
     ],
     "T05": [
         f"{MODELS}::test_t05_template_differs_between_stages",

@@ -173,10 +173,10 @@ def ppo_config(run: Path, value: str = "reward", **rewards: SimpleNamespace) -> 
 
 
 def test_ppo_needs_the_reward_model_only_where_something_reads_it(tmp_path: Path) -> None:
-    function = SimpleNamespace(model=None, models={}, function="a.b:c")
-    foreign = SimpleNamespace(model="/models/x", models={}, function=None)
-    vote = SimpleNamespace(model=None, models={"a": "/models/x", "b": "/models/y"}, function=None)
-    unnamed = SimpleNamespace(model=None, models={}, function=None)
+    function = SimpleNamespace(model=None, models={}, pipeline=None)
+    foreign = SimpleNamespace(model="/models/x", models={}, pipeline=None)
+    vote = SimpleNamespace(model=None, models={"a": "/models/x", "b": "/models/y"}, pipeline=None)
+    classifier = SimpleNamespace(model=None, models={}, pipeline="/models/z")
 
     def keys(config: Any) -> list[str]:
         return [reference.key for reference in checkpoints.references(config)]
@@ -184,7 +184,7 @@ def test_ppo_needs_the_reward_model_only_where_something_reads_it(tmp_path: Path
     assert keys(ppo_config(tmp_path)) == ["models.sft", "models.reward"]
     assert keys(ppo_config(tmp_path, short=function)) == ["models.sft", "models.reward"]
     assert keys(ppo_config(tmp_path, value="/v", short=function)) == ["models.sft", "models.value"]
-    assert keys(ppo_config(tmp_path, value="/v", reward=unnamed)) == ["models.sft", "models.reward", "models.value"]
+    assert keys(ppo_config(tmp_path, value="/v", r=classifier)) == ["models.sft", "models.value", "rewards.r.pipeline"]
     assert keys(ppo_config(tmp_path, other=foreign)) == ["models.sft", "models.reward", "rewards.other.model"]
     members = ["rewards.vote.models.a", "rewards.vote.models.b"]
     assert keys(ppo_config(tmp_path, value="/v", vote=vote)) == ["models.sft", "models.value", *members]

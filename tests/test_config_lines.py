@@ -334,8 +334,11 @@ def test_a_judge_cannot_be_called_reward_and_names_are_plain() -> None:
     ("source", "start"),
     [
         ("{function: 'os.system'}", 'error[C05]: ppo.yaml:2: rewards.x.function: "os.system" has the wrong form'),
-        ("{weight: 1}", "error[C17]: ppo.yaml:2: rewards.x: give one of model, models and function"),
-        ("{model: a, function: 'a:b'}", "error[C17]: ppo.yaml:2: rewards.x: give one of model, models and function"),
+        ("{weight: 1}", "error[C17]: ppo.yaml:2: rewards.x: give one of model, models, function, builtin"),
+        (
+            "{model: a, function: 'a:b'}",
+            "error[C17]: ppo.yaml:2: rewards.x: give one of model, models, function, builtin",
+        ),
         ("{weigth: 1, model: a}", "error[C01]: ppo.yaml:2: unknown key rewards.x.weigth\nhint: did you mean weight?"),
         ("3", "error[C05]: ppo.yaml:2: rewards.x: expected keys and values, got 3"),
     ],

@@ -43,11 +43,13 @@ def test_each_folder_of_configs_is_a_preset() -> None:
     assert all("\n" not in text for text in presets.available().values())
 
 
-@pytest.mark.parametrize("name", ["demo", "ci"])
+@pytest.mark.parametrize("name", ["demo", "ci", "functions"])
 def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path, child: Child) -> None:
     folder = tmp_path / "a run"
     presets.init(name, folder, seed=11)
-    files = [(stage, folder / f"{stage}.yaml") for stage in STAGES]
+    stages = [stage for stage in STAGES if name != "functions" or stage != "reward"]
+    files = [(stage, folder / f"{stage}.yaml") for stage in stages]
+    assert (folder / "data/pairs.jsonl").exists() == (folder / "reward.yaml").exists() == ("reward" in stages)
     if name == "demo":
         files.append(("sft", folder / "base/sft.yaml"))
     for stage, file in files:
@@ -57,7 +59,7 @@ def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path
             assert next(source.rows()), key
     other = tmp_path / "other"
     presets.init(name, other, seed=12)
-    assert (other / "data/pairs.jsonl").read_bytes() != (folder / "data/pairs.jsonl").read_bytes()
+    assert (other / "data/sft.jsonl").read_bytes() != (folder / "data/sft.jsonl").read_bytes()
 
 
 def test_the_demo_makes_its_base_model_in_a_child_and_fails_with_it(tmp_path: Path, child: Child) -> None:

@@ -266,6 +266,18 @@ def test_sentiment_without_any_reward_model(hub: Hub, tmp_path: Path) -> None:
 
 
 @pytest.mark.training
+def test_functions_needs_neither_a_hub_nor_a_reward_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fewer = {"sft": ["sft.max_steps=20"], "ppo": ["ppo.total_episodes=16"]}
+    found = run_all("functions", run, fewer)
+    check_ppo(run)
+    assert found["ppo"]["parents"].keys() == {"models.sft"} and not (run / "reward").exists()
+    scores = lines(run / "ppo/samples.jsonl")[0]["scores"]
+    assert scores.keys() == {"on_topic", "brief", "fresh"} and 0 <= scores["on_topic"] <= 1
+    assert {"reward", "gold"} == lines(run / "eval/samples.jsonl")[0]["scores"].keys()
+
+
+@pytest.mark.training
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma", "llama3"])
 def test_instruct_on_chat_models(family: str, hub: Hub, tmp_path: Path) -> None:
     put_instruct(hub, family)

@@ -1,16 +1,21 @@
 """Sources of reward: an ensemble by hand, a source's own clip, and both through the real `rlhf ppo`."""
 
+import importlib
 import math
 import shutil
+import sys
 
+import families
 import pytest
 import tiny
 import torch
 import yaml
-from ppo_folder import PPO, lines, ppo, rlhf, write
+from ppo_folder import PPO, PROMPTS, lines, ppo, rlhf, write
 
+from rlhf_cli import rows
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo import Rollout
+from rlhf_cli.models import tokenizers
+from rlhf_cli.ppo import PPOTrainer, Rollout
 from rlhf_cli.ppo.rewards import COMBINE, EnsembleReward
 
 ROLLOUT = Rollout.from_lists([[5], [6]], [[3, 2], [4, 2]], stop_token_id=2)
@@ -89,10 +94,75 @@ def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
         ({"models": {"one": "m"}}, "an ensemble needs two models"),
         ({"model": "m", "combine": "min"}, "combine has no effect without models"),
         ({"models": {"a": "m", "b": "m"}, "std_coef": 2.0}, "std_coef has no effect without combine: mean_minus_std"),
-        ({"model": "m", "models": {"a": "m", "b": "m"}}, "give one of model, models and function"),
+        (
+            {"model": "m", "models": {"a": "m", "b": "m"}},
+            "give one of model, models, function, builtin, url and pipeline",
+        ),
     ],
 )
 def test_c17_an_odd_ensemble(run_folder, source, says):
     write(run_folder, "ppo", {**PPO, "rewards": {"vote": source}})
     refused = ppo(run_folder)
     assert refused.exit_code == 2 and "error[C17]" in refused.stderr and says in refused.stderr
+
+
+BREAKS = {
+    "model": ("rlhf_cli.ppo.rewards.model.RetoldReward._text", {"model": "other"}),
+    "function": ("len_reward.score", {"function": "len_reward:score"}),
+    "async": ("len_reward.later", {"function": "len_reward:later"}),
+    "builtin": ("rlhf_cli.ppo.rewards.builtin.len", {"builtin": "length", "parameters": {"most": 3}}),
+    "pipeline": ("rlhf_cli.ppo.rewards.pipeline.Classifier.__call__", {"pipeline": "kind", "label": "POSITIVE"}),
+}
+LENGTHS = """
+def score(prompts, responses):
+    return [float(len(response)) for response in responses]
+
+async def later(prompts, responses):
+    return score(prompts, responses)
+"""
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_r05_whatever_kind_fails_leaves_a_state_to_go_on_from(run_folder, monkeypatch, kind):
+    """It ends in the very weights of a run without the fault; tests/test_rewards_url.py has the same of an endpoint."""
+    (run_folder / "len_reward.py").write_text(LENGTHS)
+    sys.modules.pop("len_reward", None)
+    monkeypatch.syspath_prepend(run_folder)
+    rows.write_jsonl(run_folder / "other.jsonl", [{"text": "zebra quartz"}])
+    shutil.copytree(run_folder / "reward_model", run_folder / "other")
+    tokenizers.train_tokenizer(run_folder / "other.jsonl", 270).save_pretrained(run_folder / "other")
+    families.write_sentiment_classifier(run_folder / "kind", PROMPTS)
+    target, source = BREAKS[kind]
+    models = {"sft": "sft_model", "value": "policy_head"}
+    write(run_folder, "ppo", {**PPO, "models": models, "rewards": {"mine": source}})
+    assert ppo(run_folder, "-s", "output.save_steps=4").exit_code == 0
+    wanted = (run_folder / "ppo/model/model.safetensors").read_bytes()
+    with monkeypatch.context() as patch:
+        breaks_in_the_third_update(patch, target)
+        failed = ppo(run_folder, "--fresh", "-s", "output.save_steps=4")
+    assert failed.exit_code == 1 and "error[R05]: reward `" in failed.stderr, failed.output
+    assert "mine" in failed.stderr and "Traceback" not in failed.stderr
+    assert [path.name for path in (run_folder / "ppo/state").glob("step_*")] == ["step_000002"]
+    again = ppo(run_folder, "-s", "output.save_steps=4")
+    assert again.exit_code == 0 and "resumes at step 2 of 4" in again.stderr, again.output
+    assert (run_folder / "ppo/model/model.safetensors").read_bytes() == wanted
+
+
+def breaks_in_the_third_update(patch, target):
+    """From the third update on `target` raises, whoever asks it."""
+    holder, _, name = target.rpartition(".")
+    try:
+        place = importlib.import_module(holder)
+    except ModuleNotFoundError:
+        module, _, cls = holder.rpartition(".")
+        place = getattr(importlib.import_module(module), cls)
+    plain, updates = getattr(place, name, len), []
+    learn = PPOTrainer.update
+    patch.setattr(PPOTrainer, "update", lambda self, experience: (updates.append(1), learn(self, experience))[1])
+
+    def broken(*arguments):
+        if len(updates) >= 2:
+            raise OSError("the third time")
+        return plain(*arguments)
+
+    patch.setattr(place, name, broken, raising=False)

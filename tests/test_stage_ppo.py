@@ -17,8 +17,6 @@ from ppo_folder import EVAL, PPO, PROMPTS, as_reward_stage, lines, ppo, rlhf, un
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_cli import rows
-from rlhf_cli.models import tokenizers
 from rlhf_cli.ppo import HFEngine, Rollout
 from rlhf_cli.stages.eval import answers
 
@@ -250,28 +248,8 @@ def test_every_update_takes_other_prompts(run_folder):
     assert asked[2] != asked[0] and asked[3] != asked[1]
 
 
-def test_t04_a_judge_of_another_tokenizer(run_folder):
-    rows.write_jsonl(run_folder / "other.jsonl", [{"prompt": "entirely different words zebra quartz"}])
-    shutil.copytree(run_folder / "reward_model", run_folder / "judge")
-    tokenizers.train_tokenizer(run_folder / "other.jsonl", 270).save_pretrained(run_folder / "judge")
-    assert ppo(run_folder).exit_code == 0
-    result = rlhf("eval", "-c", run_folder / "eval.yaml", "-s", f"judges.strange={run_folder / 'judge'}")
-    assert result.exit_code == 2 and "error[T04]" in result.stderr and "judges.strange" in result.stderr
-
-
-def test_t04_reward_of_another_tokenizer(run_folder):
-    rows.write_jsonl(run_folder / "other.jsonl", [{"prompt": "entirely different words zebra quartz"}])
-    tokenizers.train_tokenizer(run_folder / "other.jsonl", 270).save_pretrained(run_folder / "reward_model")
-    result = ppo(run_folder)
-    assert (
-        result.exit_code == 2
-        and "error[T04]" in result.stderr
-        and "models.reward" in result.stderr
-        and "hint:" in result.stderr
-    )
-
-
 def test_t05_reward_of_another_template(run_folder):
+    """Its copy would be the value model, which reads the policy's tokens."""
     for name, template in (
         ("sft_model", "{{ messages[0].content }}"),
         ("reward_model", "Q: {{ messages[0].content }}"),

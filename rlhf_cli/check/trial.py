@@ -113,7 +113,7 @@ class Trial:
         start = self._chain(stage)
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
-            of_ppo.functions(config)
+            of_ppo.text_rewards(config, self.options, stage.parents, load=False)
         with self.report.collecting():
             of_ppo.require_hub(config)
         with self.report.collecting():
@@ -122,19 +122,21 @@ class Trial:
         with self.report.collecting():
             if body is not None:
                 of_ppo.check_layers(config, body)
-        scorers = self._scorers(stage, tokenizer)
+        scorers, own = self._scorers(stage, tokenizer)
         with self.report.collecting():
             if tokenizer is not None and body is not None:
                 vocabulary = max(len(tokenizer), body.get_text_config().vocab_size)
                 stop = of_ppo.stop_token(config, tokenizer, vocabulary)
                 for key, scorer in scorers.items():
-                    of_ppo.warn_pad(scorer, stop, config.where(key))
+                    stops = data.stop_token_id(own[key]) if key in own else stop
+                    of_ppo.warn_pad(scorer, stops, config.where(key))
         prompts, held_out = (
             self._rows(stage, f"data.{key}", partial(of_ppo.read, config, key, tokenizer, body))
             for key in ("prompts", "eval_prompts")
         )
         self._rows(stage, "data.ptx_data", partial(of_ppo.read_ptx, config, tokenizer, body))
         if prompts is not None:
+            self._retold(stage, scorers, own, [*prompts, *(held_out or [])])
             with self.report.collecting():
                 of_ppo.check_rows(config, prompts, held_out)
             self.report.add("ppo", "batches", of_ppo.arithmetic(config, len(prompts)))
@@ -147,7 +149,7 @@ class Trial:
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
             of_eval.functions(config)
-        self._scorers(stage, tokenizer)
+        scorers, own = self._scorers(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
             settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
@@ -157,11 +159,12 @@ class Trial:
                 length = of_eval.sampling(config, settings, Path(config.models.ppo), None).response_length
         rows = self._rows(stage, "data.prompts", partial(of_eval.read, config, tokenizer, body, length))
         if rows is not None:
+            self._retold(stage, scorers, own, list(rows))
             for other in self.trained_on:
                 data.warn_shared(other, rows, where=config.where("data.prompts"))
 
     def _chain(self, stage: Stage) -> Start | None:
-        """Where PPO and evaluation start; every model that they name must read text as models.sft does."""
+        """Where PPO and evaluation start; every model but those that only score must read text as models.sft does."""
         config, options = stage.config, self.options
         start = self._start(stage, "models.sft")
         known = dict(stage.parents)
@@ -170,7 +173,7 @@ class Trial:
                 known[key] = replace(promised.parent, key=key)
         if "models.sft" in known:
             with self.report.collecting():
-                tokenizers.check_alike(known, config.where, trust_remote_code=options.trust_remote_code)
+                models.check_alike(config, options, known)
         for key, parent in stage.parents.items():
             if key in POLICIES:
                 with self.report.collecting(), placed(config.where(key)):
@@ -181,20 +184,42 @@ class Trial:
                         loading.check_ids(body.get_text_config().vocab_size, start.tokenizer, None)
         return start
 
-    def _scorers(self, stage: Stage, tokenizer: Any) -> dict[str, Any]:
-        """Key -> transformers config, of each reward model that is there; one that several keys name is told once."""
+    def _scorers(self, stage: Stage, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Key -> transformers config, of each reward model that is there; one that several keys name is told once.
+
+        Beside it key -> tokenizer, of those that do not read the policy's tokens.
+        """
         found: dict[str, Any] = {}
+        own: dict[str, Any] = {}
         seen: set[Path] = set()
+        start = self._policy(stage)
         for key, parent in stage.parents.items():
-            if key not in POLICIES and parent.path not in seen:
+            if machine.is_scorer(key) and parent.path not in seen:
                 seen.add(parent.path)
                 with self.report.collecting(), placed(stage.config.where(key)):
                     scorer = loading.scorer_config(parent.model, self.options.trust_remote_code)
-                    self.report.add(stage.config.stage, key, f"{shown(parent.path)}: {scorer.model_type}, one label")
+                    theirs = start and models.own_tokenizer(stage.config, self.options, start, parent)
+                    how = "; encoded anew for it" if theirs else ""
+                    told = f"{shown(parent.path)}: {scorer.model_type}, one label{how}"
+                    self.report.add(stage.config.stage, key, told)
                     found[key] = scorer
+                    own |= {key: theirs} if theirs else {}
                     if tokenizer is not None:
-                        loading.check_ids(scorer.get_text_config().vocab_size, tokenizer, None)
-        return found
+                        loading.check_ids(scorer.get_text_config().vocab_size, theirs or tokenizer, None)
+        return found, own
+
+    def _policy(self, stage: Stage) -> Parent | None:
+        """The policy that is there, or that an earlier stage of the run would leave, as far as it is known."""
+        if parent := stage.parents.get("models.sft"):
+            return parent
+        promised = self.promised.get(stage.waits["models.sft"]) if "models.sft" in stage.waits else None
+        return replace(promised.parent, key="models.sft") if promised else None
+
+    def _retold(self, stage: Stage, scorers: dict[str, Any], own: dict[str, Any], prompts: list[data.Prompt]) -> None:
+        """The prompts, as reward models with a tokenizer of their own will read them."""
+        for key, theirs in own.items():
+            with self.report.collecting():
+                models.retold_prompts(stage.config, key, theirs, prompts, scorers[key])
 
     def _start(self, stage: Stage, key: str) -> Start | None:
         """What the stage starts from; the tokenizer is the caller's to change."""
@@ -225,6 +250,7 @@ class Trial:
             seen.add(parent.path)
             load = models.causal if config.stage == "sft" or key in POLICIES else models.scorer
             load = models.scorer_to_train if config.stage == "reward" else load
+            load = models.classifier if key.endswith(".pipeline") else load
             with self.report.collecting():
                 model = load(config, options, parent, models.tokenizer(config, options, parent))
                 if parent.manifest.get("probes") and load is models.scorer:

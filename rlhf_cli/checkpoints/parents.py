@@ -62,13 +62,13 @@ def references(config: Any) -> list[Reference]:
     for name, source in config.rewards.items():
         models |= {f"rewards.{name}.model": source.model} if source.model else {}
         models |= {f"rewards.{name}.models.{member}": path for member, path in source.models.items()}
+        models |= {f"rewards.{name}.pipeline": source.pipeline} if source.pipeline else {}
     return found + [Reference(key, path, ("reward",)) for key, path in models.items()]
 
 
 def _needs_reward(config: Any) -> bool:
-    """Whether PPO reads models.reward: as its only reward, as the one named `reward`, or to start the value model."""
-    unnamed = any(not (source.model or source.models or source.function) for source in config.rewards.values())
-    return config.models.value == "reward" or not config.rewards or unnamed
+    """Whether PPO reads models.reward by that key: to start the value model. As a source it has a key of its own."""
+    return config.models.value == "reward" or not config.rewards
 
 
 def _is_function(value: str) -> bool:
@@ -285,7 +285,8 @@ def check_same_tokenizer(
             f"{_short(first)} at {shown(a.path)})",
             where=where,
             hint=f"train the model of {b.key} from the checkpoint of {a.key}"
-            + ("; or set models.value: policy_head" if b.key == "models.value" else ""),
+            + ("; or set models.value: policy_head" if b.key == "models.value" else "")
+            + ("; or set models.value: policy_head, or a PATH, not to copy it" if b.key == "models.reward" else ""),
         )
     both_known = all("template_sha256" in side for side in (left, right))
     first, second = left.get("template_sha256"), right.get("template_sha256")

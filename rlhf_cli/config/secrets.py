@@ -8,6 +8,7 @@ from rlhf_cli.errors import Problem
 from rlhf_cli.redaction import TOKEN, redacted
 
 PASSWORD = re.compile(r"://[^/\s@:]*:[^/\s@]+@")  # https://name:PASSWORD@host
+QUERY = re.compile(r"://[^\s#]*[?&][\w-]*(token|key|secret|password|signature)=[^&\s]", re.IGNORECASE)
 SECRET_KEY = re.compile(
     r"(.*_)?(hub_token|hf_token|auth_token|access_token|api_token|api_?key|secret|password)", re.IGNORECASE
 )
@@ -33,4 +34,4 @@ def _secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
 
 def _is_secret(name: str, value: str) -> bool:
     named_so = value != "" and SECRET_KEY.fullmatch(name) is not None
-    return named_so or TOKEN.search(value) is not None or PASSWORD.search(value) is not None
+    return named_so or TOKEN.search(value) is not None or any(form.search(value) for form in (PASSWORD, QUERY))

@@ -22,7 +22,10 @@ CHARM = 0.06  # what a rater adds for each courtesy: the bias that PPO can explo
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows the files get; the prompts are always all there are. Without texts there is no base/data."""
+    """How many rows the files get; the prompts are always all there are.
+
+    Without texts there is no base/data, without pairs no file of them.
+    """
 
     texts: int = 18_000
     demonstrations: int = 9_600
@@ -54,7 +57,8 @@ def write(folder: Path, seed: int, sizes: Sizes) -> None:
     if sizes.texts:
         (folder / "base/data").mkdir(parents=True, exist_ok=True)
         write_jsonl(folder / "base/data/text.jsonl", texts(train, sizes.texts, random.Random(f"{seed} texts")))
-    for make, name, count in ((demonstrations, "sft", sizes.demonstrations), (pairs, "pairs", sizes.pairs)):
+    files = [(demonstrations, "sft", sizes.demonstrations), (pairs, "pairs", sizes.pairs)]
+    for make, name, count in files[: 2 if sizes.pairs else 1]:
         write_jsonl(folder / f"data/{name}.jsonl", make(train, count, random.Random(f"{seed} {name}")))
         held_out_rows = make(held_out, sizes.evaluation, random.Random(f"{seed} {name} eval"))
         write_jsonl(folder / f"data/{name}_eval.jsonl", held_out_rows)

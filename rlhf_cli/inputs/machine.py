@@ -23,6 +23,11 @@ NOT_COUNTED = ("__metadata__", "lm_head.", "score.")  # a reward model has no lm
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
+def is_scorer(key: str) -> bool:
+    """Whether a key of ppo.yaml or eval.yaml names a model with one label: a reward model, a value model or a judge."""
+    return key not in POLICIES and not key.endswith(".pipeline")
+
+
 def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = True) -> None:
     """Warns E01. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run.
 
@@ -108,7 +113,7 @@ def uses(config: Config) -> list[Use]:
     if config.models.value != "policy_head":
         key = "models.reward" if config.models.value == "reward" else "models.value"
         found.append(Use("value", key, trained=True))
-    read = {path: key for key, path in reversed(named.items()) if key not in ("models.sft", "models.value")}
+    read = {path: key for key, path in reversed(named.items()) if is_scorer(key) and key != "models.value"}
     return found + [Use("reward", key, trained=False) for key in reversed(read.values())]
 
 

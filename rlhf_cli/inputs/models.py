@@ -1,18 +1,25 @@
 """Models out of the folders that a config names, each checked against the tokenizer that writes its tokens."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from rlhf_cli import checkpoints
+from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Config, Options
 from rlhf_cli.errors import RLHFError, placed
+from rlhf_cli.inputs.machine import POLICIES
 from rlhf_cli.models import loading, reading, tokenizers
 from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.ppo.rewards import ModelReward, RetoldReward
 
 # Another padding moves a score by about 1e-6 in float32; in bfloat16, with deviation 1, by some hundredths.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+RETOLD = "has a tokenizer or template of its own, so the policy's text is encoded for it anew"
 
 
 def tokenizer(config: Config, options: Options, parent: Parent) -> Any:
@@ -33,6 +40,80 @@ def scorer(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any
     """A trained reward model, on the CPU. Raises RLHFError M01-M03, M06-M08."""
     with placed(config.where(parent.key)):
         model = loading.load_scorer(parent.model, **_how(config, options))
+        loading.check_vocabulary(model, tokenizer)
+    return model
+
+
+def check_alike(config: Any, options: Options, parents: Mapping[str, Parent]) -> None:
+    """Refuses policies and value models that read text in another way than models.sft (T04, T05).
+
+    What only scores may: models.reward stands in a PPO run only where the value model starts as its copy.
+    """
+    same = (*POLICIES, "models.value", *(["models.reward"] if config.stage == "ppo" else []))
+    known = {key: parent for key, parent in parents.items() if key in same}
+    tokenizers.check_alike(known, config.where, trust_remote_code=options.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What reward models are given to read: how the policy writes, and to which prompts."""
+
+    sft: Parent
+    tokenizer: Any
+    stop_token_id: int | None
+    prompts: Sequence[data.Prompt]
+
+
+def own_tokenizer(config: Any, options: Options, sft: Parent, parent: Parent) -> Any:
+    """The tokenizer of a reward model that reads text in another way than the policy; None where it reads its tokens.
+
+    Raises RLHFError M01, M08.
+    """
+    with placed(config.where(parent.key)):
+        if tokenizers.read_alike(sft, parent, trust_remote_code=options.trust_remote_code):
+            return None
+    return tokenizer(config, options, parent)
+
+
+def retold_prompts(
+    config: Any, key: str, theirs: Any, prompts: Sequence[data.Prompt], body: Any
+) -> dict[tuple[int, ...], list[int]]:
+    """Each prompt's tokens -> those that `theirs` makes of its text or conversation, for a model of config `body`.
+
+    Raises RLHFError C13 for a prompt that fills its context, D06, D14 for a conversation that its template refuses or
+    cannot render.
+    """
+    texts = {tuple(prompt.ids): prompt.text for prompt in prompts}
+    with placed(config.where(key)):
+        encoded = data.encode_many(theirs, list(texts.values()), [None] * len(texts))
+        longest, context = max((len(ids) for ids, _ in encoded), default=0), loading.context_of(body)
+        if context is not None and longest >= context:
+            text = f"{key}: a prompt has {longest} of its tokens, and its model reads {context} at most"
+            raise RLHFError("C13", text, hint="take longer prompts out, or name another reward model")
+    return dict(zip(texts, (ids for ids, _ in encoded), strict=True))
+
+
+def reward(
+    config: Any, key: str, writing: Writing, model: Any, theirs: Any, *, rows: int, packed: bool = True
+) -> ModelReward:
+    """A loaded reward model as a source that reads `rows` at a time; `theirs` as `own_tokenizer` gives it.
+
+    Raises RLHFError as `retold_prompts` does.
+    """
+    if theirs is None:
+        return ModelReward(model, rows, packed=packed)
+    terminal.say(f"{config.stage:<8} {key}: {RETOLD}")
+    prompts = retold_prompts(config, key, theirs, writing.prompts, model.config)
+    return RetoldReward(
+        model, rows, packed=packed, name=key, tokenizer=writing.tokenizer, encode=partial(data.encode_many, theirs),
+        stop_token_id=writing.stop_token_id, context=loading.context_of(model.config), prompts=prompts,
+    )  # fmt: skip
+
+
+def classifier(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
+    """The text classifier of a reward's `pipeline`, on the CPU. Raises RLHFError M01, M02, M06-M08."""
+    with placed(config.where(parent.key)):
+        model = loading.load_classifier(parent.model, trust_remote_code=options.trust_remote_code)
         loading.check_vocabulary(model, tokenizer)
     return model
 

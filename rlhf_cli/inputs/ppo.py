@@ -1,13 +1,16 @@
 """What `rlhf ppo` starts from."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rlhf_cli import data, terminal
-from rlhf_cli.config import PPOConfig
+from rlhf_cli.checkpoints import Parent
+from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.inputs import limits
 from rlhf_cli.models import loading, publishing
-from rlhf_cli.ppo.rewards import TextReward, load_function
+from rlhf_cli.ppo import rewards
 
 
 def stop_token(config: PPOConfig, tokenizer: Any, vocab_size: int) -> int | None:
@@ -70,13 +73,32 @@ def _check_turn(config: PPOConfig, updates: int) -> None:
         raise RLHFError("C17", text, where=config.where("ppo.value_only_updates"), hint=hint)
 
 
-def functions(config: PPOConfig) -> dict[str, TextReward]:
-    """The Python functions among the rewards, by name. Raises RLHFError C17."""
-    return {
-        name: load_function(source.function, folder=config.file.parent, where=config.where(f"rewards.{name}.function"))
-        for name, source in config.rewards.items()
-        if source.function
-    }
+def text_rewards(
+    config: PPOConfig, options: Options, parents: Mapping[str, Parent], *, load: bool = True
+) -> dict[str, rewards.TextReward]:
+    """The sources of reward that read text, by name; without `load` no weights are read, only looked at.
+
+    One whose model is not among the parents is left out. Raises RLHFError with what is wrong with any of them: C01,
+    C05-C07, C17, and M01, M03, M07, M08 of a model.
+    """
+    found: dict[str, rewards.TextReward] = {}
+
+    def make(name: str) -> None:
+        source, key = config.rewards[name], f"rewards.{name}"
+        model = parents.get(f"{key}.pipeline")
+        if not source.pipeline or model:
+            place = rewards.Place(
+                config.file.parent,
+                lambda inner: config.where(f"{key}.{inner}"),
+                model.model if model else None,
+                options.trust_remote_code,
+                load,
+            )
+            found[name] = rewards.make(source.kind, source, place)
+
+    models = ("model", "models")
+    all_of(*(partial(make, name) for name, source in config.rewards.items() if source.kind not in models))
+    return found
 
 
 def warn_pad(body: Any, stop_token_id: int | None, where: str) -> None:

@@ -120,15 +120,30 @@ def load_scorer(
 
 def scorer_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
     """The config of a reward model's folder. Raises RLHFError M02 where it has no head, M03 for several labels."""
-    config = read_config(folder, trust_remote_code)
-    if not is_classifier(config):
-        raise _no_head(folder, f"it is a {(config.architectures or [config.model_type])[0]}")
+    config = classifier_config(folder, trust_remote_code)
     if config.num_labels != 1:
         raise RLHFError(
             "M03",
             f"{shown(folder)} has a head of {config.num_labels} labels, a reward model needs one",
             hint="train a reward model with `rlhf reward`, or name one with num_labels 1",
         )
+    return config
+
+
+def load_classifier(folder: Path | str, *, trust_remote_code: bool = False) -> Any:
+    """The trained sequence classifier of a folder, of any labels, on the CPU. Raises RLHFError M01, M02, M07, M08."""
+    classifier_config(folder, trust_remote_code)
+    model, missing = _load(AutoModelForSequenceClassification, folder, "auto", None, trust_remote_code)
+    if missing:
+        raise _no_head(folder, f"the weights of {', '.join(missing[:3])} are missing")
+    return model
+
+
+def classifier_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
+    """The config of a sequence classifier's folder. Raises RLHFError M02 where it has no head, M01, M07, M08."""
+    config = read_config(folder, trust_remote_code)
+    if not is_classifier(config):
+        raise _no_head(folder, f"it is a {(config.architectures or [config.model_type])[0]}")
     return config
 
 

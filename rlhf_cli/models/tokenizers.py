@@ -161,6 +161,17 @@ def check_alike(parents: Mapping[str, Parent], where: Callable[[str], str], *, t
         raise RLHFError.of(problems)
 
 
+def read_alike(first: Parent, other: Parent, *, trust_remote_code: bool) -> bool:
+    """Whether two models read text alike: one's tokens are the other's. Raises RLHFError M01, M08."""
+    try:
+        check_alike({"models.sft": first, other.key: other}, str, trust_remote_code=trust_remote_code)
+    except RLHFError as error:
+        if error.problems[0].code not in ("T04", "T05"):
+            raise
+        return False
+    return True
+
+
 def special_ids(tokenizer: Any) -> dict[str, int | None]:
     """{pad, bos, eos}: ids, None where the tokenizer has no such token."""
     return {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}

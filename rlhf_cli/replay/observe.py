@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf_cli.models.reading import ValueHead
 from rlhf_cli.ppo.records import Rollout
-from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, TextReward
+from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RetoldReward, TextReward, answers
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.replay import float64, naive
 
@@ -142,7 +142,7 @@ class Remembered:
         key = repr((prompts, responses))
         if key not in self.answers:
             with float64.suspended():
-                self.answers[key] = list(self.function(prompts, responses))
+                self.answers[key] = answers(self.function, prompts, responses)
         return self.answers[key]
 
 
@@ -167,6 +167,8 @@ def _source(trainer: PPOTrainer, name: str, models: dict[str, Any]) -> naive.Sou
 
     def scorer(each: str, said: ModelReward | FunctionReward) -> naive.Scorer:
         if isinstance(said, ModelReward):
+            if isinstance(said, RetoldReward):
+                return lambda prompts, responses: naive.model_scores(models[each], *said.retold(prompts, responses))
             return partial(naive.model_scores, models[each])
         return partial(naive.function_scores, said.function, said.tokenizer)
 

@@ -6,7 +6,7 @@ from rlhf_cli import checkpoints, data, rows, terminal, verdict
 from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import machine, models
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import loading
 from rlhf_cli.stages.eval import answers, report
 
 
@@ -29,7 +29,7 @@ def run(config: EvalConfig, options: Options) -> None:
 def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoints.Parent]) -> dict[str, Any]:
     """Write samples.jsonl and report.json; returns the report."""
     machine.check(config, parents)
-    tokenizers.check_alike(parents, config.where, trust_remote_code=options.trust_remote_code)
+    models.check_alike(config, options, parents)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
     tokenizer = models.tokenizer(config, options, sft)
     sampling = inputs.sampling(config, inputs.trained_by(ppo), ppo.path, data.stop_token_id(tokenizer))

@@ -15,7 +15,7 @@ from rlhf_cli.inputs import models
 from rlhf_cli.models import loading, reading
 from rlhf_cli.ppo import formulas
 from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
-from rlhf_cli.ppo.rewards import ModelReward, call_text_reward
+from rlhf_cli.ppo.rewards import call_text_reward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
 
@@ -46,7 +46,8 @@ def collect(
     how: inputs.Sampling,
 ) -> list[Answers]:
     """Everything generated and scored: each policy in each mode, then best-of-n of the SFT policy."""
-    desk = _Desk(config, tokenizer, prompts, how, _judges(config, options, parents, tokenizer))
+    writing = models.Writing(parents["models.sft"], tokenizer, how.stop_token_id, prompts)
+    desk = _Desk(config, tokenizer, prompts, how, _judges(config, options, parents, writing))
     names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
     rounds = len(names) * len(config.eval.modes) + max(config.eval.best_of, default=0)
     found: list[Answers] = []
@@ -68,12 +69,15 @@ def collect(
     return found + [best_of(draws[:n]) for n in config.eval.best_of]
 
 
-def _judges(config: EvalConfig, options: Options, parents: Mapping[str, Parent], tokenizer: Any) -> dict[str, Judge]:
+def _judges(
+    config: EvalConfig, options: Options, parents: Mapping[str, Parent], writing: models.Writing
+) -> dict[str, Judge]:
     """Name -> judge. `reward` is what PPO was trained on."""
 
     def by_model(parent: Parent) -> Judge:
-        model = models.scorer(config, options, parent, tokenizer).to(loading.device()).eval()
-        source = ModelReward(model, config.eval.per_device_batch_size)
+        theirs = models.own_tokenizer(config, options, writing.sft, parent)
+        model = models.scorer(config, options, parent, theirs or writing.tokenizer).to(loading.device()).eval()
+        source = models.reward(config, parent.key, writing, model, theirs, rows=config.eval.per_device_batch_size)
         return lambda prompts, responses, rollout: source(rollout).tolist()
 
     def by_function(name: str) -> Judge:

@@ -11,8 +11,8 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.inputs import models
 from rlhf_cli.inputs import ppo as inputs
-from rlhf_cli.models import loading, reading, tokenizers
-from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource
+from rlhf_cli.models import loading, reading
+from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource, TextReward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 
@@ -36,7 +36,8 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     if settings.bf16 and not loading.can_use("bfloat16"):
         settings = settings.model_copy(update={"bf16": False})
     inputs.require_hub(config)
-    tokenizers.check_alike(parents, config.where, trust_remote_code=options.trust_remote_code)
+    models.check_alike(config, options, parents)
+    texts = inputs.text_rewards(config, options, parents)
     tokenizer = models.tokenizer(config, options, sft)
     policy = models.causal(config, options, sft, tokenizer).to(loading.device())
     inputs.check_layers(config, policy.config)
@@ -45,7 +46,8 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     held_out = "data.eval_prompts" in config.sources()
     eval_prompts = inputs.read(config, "eval_prompts", tokenizer, policy.config) if held_out else None
     inputs.check_rows(config, prompts, eval_prompts)
-    scorers = _Scorers(config, options, parents, tokenizer, stop_token_id)
+    writing = models.Writing(sft, tokenizer, stop_token_id, [*prompts, *(eval_prompts or [])])
+    scorers = _Scorers(config, options, parents, writing)
     for key, parent in parents.items():
         if parent.manifest.get("probes"):
             models.check_probes(scorers.frozen(key), parent, where=config.where(key))
@@ -58,7 +60,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
         policy,
         ref,
         scorers.value(policy),
-        _sources(config, tokenizer, scorers),
+        _sources(config, texts, scorers),
         engine,
         settings,
         weights={name: source.weight for name, source in config.rewards.items()},
@@ -78,22 +80,34 @@ class _Scorers:
     config: PPOConfig
     options: Options
     parents: Mapping[str, Parent]
-    tokenizer: Any
-    stop_token_id: int | None
-    loaded: dict[Path, Any] = field(default_factory=dict)
+    writing: models.Writing
+    loaded: dict[Path, tuple[Any, Any]] = field(default_factory=dict)
 
-    def load(self, key: str) -> Any:
-        """A model of one's own."""
-        return models.scorer(self.config, self.options, self.parents[key], self.tokenizer).to(loading.device())
+    def load(self, key: str, theirs: Any = None) -> Any:
+        """A model of one's own, that reads the policy's tokens unless it has a tokenizer of its own (`theirs`)."""
+        tokenizer = theirs or self.writing.tokenizer
+        return models.scorer(self.config, self.options, self.parents[key], tokenizer).to(loading.device())
 
     def frozen(self, key: str) -> Any:
         """A model that is only read."""
-        folder = self.parents[key].model
-        if folder not in self.loaded:
-            model = self.load(key).eval().requires_grad_(False)
-            self.loaded[folder] = model
-            inputs.warn_pad(model.config, self.stop_token_id, self.config.where(key))
-        return self.loaded[folder]
+        return self._read(key)[0]
+
+    def reward(self, key: str) -> ModelReward:
+        """A frozen model as a source, on the policy's tokens or on its own."""
+        ours = self.config.ppo
+        rows = ours.local_rollout_forward_batch_size or ours.per_device_train_batch_size
+        return models.reward(self.config, key, self.writing, *self._read(key), rows=rows, packed=ours.packing)
+
+    def _read(self, key: str) -> tuple[Any, Any]:
+        """A frozen model, and its tokenizer where it is not the policy's."""
+        parent = self.parents[key]
+        if parent.model not in self.loaded:
+            theirs = models.own_tokenizer(self.config, self.options, self.writing.sft, parent)
+            model = self.load(key, theirs).eval().requires_grad_(False)
+            self.loaded[parent.model] = model, theirs
+            stop = data.stop_token_id(theirs) if theirs else self.writing.stop_token_id
+            inputs.warn_pad(model.config, stop, self.config.where(key))
+        return self.loaded[parent.model]
 
     def value(self, policy: Any) -> Any:
         """The value model, made as models.value says."""
@@ -114,20 +128,14 @@ def _ptx(config: PPOConfig, tokenizer: Any, body: Any) -> list[tuple[list[int], 
     return [pair for pair in pairs if pair[1]]
 
 
-def _sources(config: PPOConfig, tokenizer: Any, scorers: _Scorers) -> dict[str, RewardSource]:
-    rows = config.ppo.local_rollout_forward_batch_size or config.ppo.per_device_train_batch_size
-    functions = inputs.functions(config)
-
-    def model(key: str) -> ModelReward:
-        return ModelReward(scorers.frozen(key), rows, packed=config.ppo.packing)
-
+def _sources(config: PPOConfig, texts: Mapping[str, TextReward], scorers: _Scorers) -> dict[str, RewardSource]:
     found: dict[str, RewardSource] = {}
     for name, source in config.rewards.items():
-        if name in functions:
-            found[name] = FunctionReward(name, functions[name], tokenizer)
+        if name in texts:
+            found[name] = FunctionReward(name, texts[name], scorers.writing.tokenizer)
         elif source.models:
-            members = {member: model(f"rewards.{name}.models.{member}") for member in source.models}
+            members = {member: scorers.reward(f"rewards.{name}.models.{member}") for member in source.models}
             found[name] = EnsembleReward(members, source.combine, source.std_coef)
         else:
-            found[name] = model(f"rewards.{name}.model")
+            found[name] = scorers.reward(f"rewards.{name}.model")
     return found

@@ -1,77 +1,28 @@
-"""Sources that score responses. A source is any callable `Rollout -> (B,) float32`, or -> Opinions of an ensemble;
-to add a kind, add a class here.
-"""
+"""`function:`: a Python function of texts, plain or async; and how any reward that reads text is asked."""
 
+import asyncio
 import importlib
+import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import packing, reading
-from rlhf_cli.ppo.records import Opinions, Rollout
-
-TextReward = Callable[[list[str], list[str]], Sequence[float]]
-
-
-class RewardSource(Protocol):
-    def __call__(self, rollout: Rollout) -> Tensor | Opinions:
-        """Raw score (B,) float32 of each row."""
-        ...
-
-
-@dataclass
-class ModelReward:
-    """A one-label sequence classifier that shares the policy's tokenizer:
-
-    it reads the rollout's own ids, at the last real token. `packed`: its rows end to end, where the model can
-    (models/packing.py).
-    """
-
-    model: Any
-    max_rows: int = 64
-    max_tokens: int | None = None
-    packed: bool = True
-
-    def __post_init__(self) -> None:
-        self.packed = self.packed and packing.enable([self.model])
-
-    def __call__(self, rollout: Rollout) -> Tensor:
-        return reading.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
-
-
-@dataclass
-class EnsembleReward:
-    """Several reward models as one source: `combine` is a key of COMBINE (Coste et al. 2023, arXiv 2310.02743)."""
-
-    members: dict[str, ModelReward]
-    combine: str = "mean"
-    std_coef: float = 1.0
-
-    def __call__(self, rollout: Rollout) -> Opinions:
-        scores = {name: member(rollout) for name, member in self.members.items()}
-        opinions = Opinions(torch.stack(list(scores.values())).mean(0), scores)
-        return replace(opinions, score=COMBINE[self.combine](opinions, self.std_coef))
-
-
-COMBINE: dict[str, Callable[[Opinions, float], Tensor]] = {
-    "mean": lambda opinions, _: opinions.score,
-    "min": lambda opinions, _: torch.stack(list(opinions.members.values())).amin(0),
-    "mean_minus_std": lambda opinions, std_coef: opinions.score - std_coef * opinions.disagreement,
-}
+from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.ppo.rewards.source import Failed, Place, TextReward
 
 
 @dataclass
 class FunctionReward:
     """A Python function of (prompts, responses), two lists of text without special tokens, that returns a list of
-    numbers.
+    numbers; a coroutine is awaited.
 
     Raises RLHFError R05 where the function raises, returns the wrong count, or a non-number.
     """
@@ -89,8 +40,10 @@ class FunctionReward:
 def call_text_reward(name: str, function: TextReward, prompts: list[str], responses: list[str]) -> list[float]:
     """The function's scores as floats, one a row. Raises RLHFError R05 as FunctionReward does."""
     try:
-        scores = list(function(prompts, responses))
-    except (Exception, SystemExit) as error:
+        scores = answers(function, prompts, responses)
+    except Failed as error:
+        raise RLHFError("R05", f"reward `{name}`: {error}", hint=error.hint) from error
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
         raise RLHFError(
             "R05",
             f"reward `{name}` raised {type(error).__name__}: {error}",
@@ -110,6 +63,27 @@ def call_text_reward(name: str, function: TextReward, prompts: list[str], respon
                 hint="return a finite number",
             )
     return [float(score) for score in scores]
+
+
+def answers(function: TextReward, prompts: list[str], responses: list[str]) -> list[Any]:
+    """What the function returns, as a list; what it has to be awaited for is awaited. Raises what it raises."""
+    found: Any = function(prompts, responses)
+    return list(_loop().run(_awaited(found)) if inspect.isawaitable(found) else found)
+
+
+@cache
+def _loop() -> asyncio.Runner:
+    """One loop for all calls: a client that a function keeps open belongs to the loop that it was opened on."""
+    return asyncio.Runner()
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def make(section: Any, place: Place) -> TextReward:
+    """The function that `function:` names. Raises RLHFError C17."""
+    return load_function(section.function, folder=place.folder, where=place.where("function"))
 
 
 def load_function(spec: str, *, folder: Path | None = None, where: str | None = None) -> TextReward:

@@ -1,0 +1,48 @@
+"""docs/rewards.md: every example loads, every kind has one, every parameter of a built-in is told."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf_cli import config
+from rlhf_cli.config.stages import KINDS
+from rlhf_cli.ppo.rewards import Place, make
+from rlhf_cli.ppo.rewards.builtin import READY
+
+PAGE = (Path(__file__).parents[1] / "docs/rewards.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+REST = "data: {prompts: p.jsonl}\nppo: {total_episodes: 64}\n"
+
+
+def loaded(folder: Path, text: str) -> config.PPOConfig:
+    (folder / "ppo.yaml").write_text(text + REST, encoding="utf-8")
+    return config.load("ppo", folder / "ppo.yaml")
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_an_example_loads(text: str, tmp_path: Path) -> None:
+    found = loaded(tmp_path, text)
+    for source in found.rewards.values():
+        if source.kind == "builtin":
+            scores = make("builtin", source, Place(tmp_path, str))(["p"], ["a b c"])
+            assert len(list(scores)) == 1
+
+
+def test_every_kind_and_every_option_has_an_example(tmp_path: Path) -> None:
+    written = [source for text in EXAMPLES for source in yaml.safe_load(text)["rewards"].values() if source]
+    keys = {key for source in written for key in source}
+    assert keys == set(config.keys("ppo")["rewards"].annotation.__args__[1].model_fields)
+    assert set(KINDS) <= keys
+
+
+def test_every_parameter_of_a_builtin_is_told() -> None:
+    written = {s["builtin"]: s["parameters"] for text in EXAMPLES for s in yaml.safe_load(text)["rewards"].values()
+               if s and len(yaml.safe_load(text)["rewards"]) == len(READY) and "builtin" in s}  # fmt: skip
+    assert written.keys() == READY.keys()
+    for name, ready in READY.items():
+        (line,) = re.findall(rf"^\| `{name}` \|.*$", PAGE, re.MULTILINE)
+        parameters = set(inspect.signature(ready).parameters)
+        assert set(written[name]) == parameters and all(f"`{each}`" in line for each in parameters)

@@ -1,0 +1,176 @@
+"""Reward models with a tokenizer and a chat template of their own: decoded, re-templated, encoded again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import families
+import pytest
+import tiny
+import torch
+from ppo_folder import PPO, PROMPTS, lines, ppo, rlhf, write
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from rlhf_cli import rows
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.ppo import ModelReward, Rollout
+from rlhf_cli.ppo.rewards import RetoldReward
+
+TEXTS = ["entirely different words zebra quartz", *PROMPTS]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def foreign(folder: Path, name: str = "foreign", family: str | None = None) -> None:
+    """A reward model that reads other tokens than the policy writes."""
+    rows.write_jsonl(folder / "other.jsonl", [{"text": text} for text in TEXTS[:1]])
+    made = tokenizers.train_tokenizer(folder / "other.jsonl", 270)
+    if family:
+        made = families.tokenizer(families.FAMILIES[family], TEXTS)
+    size = {"vocab_size": len(made), "max_position_embeddings": 256, "pad_token_id": 0}
+    loading.save_model(tiny.scorer(**size, bos_token_id=None), made, folder / name, "A model of others.")
+
+
+def with_foreign(folder: Path, **source: object) -> None:
+    rewards = {"other": {"model": "foreign", **source}}
+    write(folder, "ppo", {**PPO, "models": {"sft": "sft_model", "value": "policy_head"}, "rewards": rewards})
+
+
+def by_transformers(folder: Path, begins: str, row: dict, stop: str) -> float:
+    """What transformers itself says: prompt and response are cut into tokens apart, the end is one token."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    spells = AutoTokenizer.from_pretrained(folder)
+    ids = [i for text in (begins, row["response"]) for i in spells(text, add_special_tokens=False)["input_ids"]]
+    ids += [spells.convert_tokens_to_ids(stop)] if row["ended"] or not row["response"] else []
+    with torch.no_grad():
+        return float(model(torch.tensor([ids])).logits[0, 0])
+
+
+def test_ppo_asks_a_model_of_another_tokenizer_by_text(run_folder):
+    foreign(run_folder)
+    with_foreign(run_folder)
+    result = ppo(run_folder)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("rewards.other.model: has a tokenizer or template of its own") == 1
+    samples = lines(run_folder / "ppo/samples.jsonl")
+    wanted = [by_transformers(run_folder / "foreign", row["prompt"], row, "<eos>") for row in samples]
+    assert samples and [row["scores"]["other"] for row in samples] == pytest.approx(wanted, abs=1e-4)
+    found = rlhf("check", run_folder / "ppo.yaml")
+    assert found.exit_code == 0 and "encoded anew for it" in found.stdout
+    replayed = rlhf("replay", run_folder, "--step", "3")
+    assert replayed.exit_code == 0, replayed.output
+
+
+def test_a_judge_of_another_tokenizer_scores_the_text(run_folder):
+    foreign(run_folder)
+    assert ppo(run_folder).exit_code == 0
+    result = rlhf("eval", "-c", run_folder / "eval.yaml", "-s", f"judges.strange={run_folder / 'foreign'}")
+    assert result.exit_code == 0, result.output
+    assert "judges.strange: has a tokenizer or template of its own" in result.stderr
+    row = next(row for row in lines(run_folder / "eval/samples.jsonl"))
+    assert "strange" in row["scores"]
+
+
+def test_t04_the_value_model_is_no_copy_of_such_a_model(run_folder):
+    foreign(run_folder)
+    with_foreign(run_folder)
+    for value, says in (("reward", "models.reward has another tokenizer"), ("./foreign", "models.value has another")):
+        models = {"sft": "sft_model", "reward": "foreign", "value": value}
+        write(run_folder, "ppo", {**PPO, "models": models})
+        for refused in (ppo(run_folder), rlhf("check", run_folder / "ppo.yaml")):
+            assert refused.exit_code == 2 and "error[T04]" in refused.stderr and says in refused.stderr
+            assert "set models.value: policy_head" in refused.stderr
+
+
+def test_the_same_tokenizer_reads_the_very_tokens(run_folder, monkeypatch):
+    monkeypatch.setattr(RetoldReward, "__call__", lambda *_: pytest.fail("encoded anew"))
+    result = ppo(run_folder, "-s", "ppo.total_episodes=8")
+    assert result.exit_code == 0 and "of its own" not in result.stderr
+
+
+def conversations(folder: Path, turns: list[dict]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "sft_model")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "sft_model")
+    asked = [{"messages": [*turns, {"role": "user", "content": text}]} for text in PROMPTS]
+    rows.write_jsonl(folder / "prompts.jsonl", asked)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma"])
+def test_conversations_are_rendered_by_its_own_template(run_folder, family):
+    conversations(run_folder, [])
+    foreign(run_folder, family=family)
+    with_foreign(run_folder)
+    result = ppo(run_folder, "-s", "ppo.total_episodes=8")
+    assert result.exit_code == 0, result.output
+    spells = AutoTokenizer.from_pretrained(run_folder / "foreign")
+    for row in lines(run_folder / "ppo/samples.jsonl")[:3]:
+        asked = [{"role": "user", "content": row["prompt"].removeprefix("<user>").removesuffix("<a>")}]
+        begins = spells.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        wanted = by_transformers(run_folder / "foreign", begins, row, families.FAMILIES[family].stop)
+        assert row["scores"]["other"] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_template_that_refuses_the_prompts_is_found_before_the_run(run_folder):
+    conversations(run_folder, [{"role": "system", "content": "Be kind."}])
+    foreign(run_folder, family="gemma")
+    with_foreign(run_folder)
+    for refused in (ppo(run_folder), rlhf("check", run_folder / "ppo.yaml")):
+        assert refused.exit_code == 2 and "error[D06]" in refused.stderr
+        assert "System role not supported" in refused.stderr and "ppo.yaml" in refused.stderr
+    shutil.rmtree(run_folder / "foreign")
+    foreign(run_folder)  # without any template
+    refused = rlhf("check", run_folder / "ppo.yaml")
+    assert refused.exit_code == 2 and "error[D14]" in refused.stderr
+
+
+class Letters:
+    """A tokenizer of one letter a token; 99 is special."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(chr(97 + i) for i in ids if i != 99)
+
+
+def pairs_of_letters(prompts, responses):
+    """Another cut of the same text: two letters a token, and stop token 7."""
+    cut = [[(ord(text[i]) - 97) for i in range(0, len(text), 2)] if text is not None else [] for text in prompts]
+    return list(
+        zip(cut, [[(ord(text[i]) - 97) for i in range(0, len(text), 2)] + [7] for text in responses], strict=True)
+    )
+
+
+def retold(**changes) -> RetoldReward:
+    how = {"name": "r", "tokenizer": Letters(), "encode": pairs_of_letters, "stop_token_id": 99, **changes}
+    return RetoldReward(tiny.scorer(), 4, **how)
+
+
+def test_what_is_retold_by_hand():
+    prompts, responses = [[1, 2, 3], [4, 5]], [[6, 8, 9, 99], [6, 8]]
+    assert retold().retold(prompts, responses) == ([[1, 3], [4]], [[6, 9, 7], [6]]), "no stop where none was written"
+    assert retold(prompts={(4, 5): [11, 12]}).retold(prompts, responses)[0] == [[1, 3], [11, 12]]
+    assert retold(stop_token_id=None).retold(prompts, responses)[1] == [[6, 9], [6]]
+    assert retold().retold([[1]], [[99]]) == ([[1]], [[7]])
+    plain = ModelReward(tiny.scorer(), 4)
+    rollout = Rollout.from_lists(prompts, responses, stop_token_id=99)
+    again = Rollout.from_lists([[1, 3], [4]], [[6, 9, 7], [6]])
+    assert retold()(rollout).tolist() == plain(again).tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "says"), [([[1] * 9], "row 0 has 6 tokens, its model reads 5"), ([[99]], "nothing")]
+)
+def test_r05_a_row_that_it_cannot_read(prompts, says):
+    with pytest.raises(RLHFError, match=f"R05.*reward `r`.*{says}"):
+        retold(context=5).retold(prompts, [[1]])
+
+
+def test_c13_a_prompt_that_fills_its_context(run_folder):
+    foreign(run_folder)
+    config = json.loads((run_folder / "foreign/config.json").read_text())
+    (run_folder / "foreign/config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
+    with_foreign(run_folder)
+    for refused in (ppo(run_folder), rlhf("check", run_folder / "ppo.yaml")):
+        assert refused.exit_code == 2 and "error[C13]" in refused.stderr and "reads 20 at most" in refused.stderr
