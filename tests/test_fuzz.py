@@ -71,12 +71,18 @@ def cases(count: int) -> Any:
 
 
 @pytest.fixture
-def here(folder: Path) -> Path:
-    """The tests' folder with all that TEXTS name."""
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tests' folder with all that TEXTS name, moved two deeper: `../..` holds nothing of other tests."""
     foreign_scorer(folder)
     shutil.copy(folder / "rows.jsonl", folder / "good-rows.jsonl")
     rows.write_jsonl(folder / "messages.jsonl", [{"messages": turns(f"Number {n}?", "Yes.")} for n in range(8)])
-    return folder
+    deeper = folder / "two" / "deeper"
+    files = list(folder.iterdir())
+    deeper.mkdir(parents=True)
+    for path in files:
+        path.rename(deeper / path.name)
+    monkeypatch.chdir(deeper)
+    return deeper
 
 
 def turns(*texts: str) -> list[dict[str, str]]:

@@ -47,11 +47,16 @@ def scorer(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any
 def check_alike(config: Any, options: Options, parents: Mapping[str, Parent]) -> None:
     """Refuses policies and value models that read text in another way than models.sft (T04, T05).
 
-    What only scores may: models.reward stands in a PPO run only where the value model starts as its copy.
+    What only scores may: models.reward stands in a PPO run only where the value model starts as its copy. But what
+    evaluation scores with is looked at before anything is written, too: M01, M08.
     """
     same = (*POLICIES, "models.value", *(["models.reward"] if config.stage == "ppo" else []))
     known = {key: parent for key, parent in parents.items() if key in same}
     tokenizers.check_alike(known, config.where, trust_remote_code=options.trust_remote_code)
+    for key, parent in parents.items() if config.stage == "eval" else ():
+        if key not in known:
+            with placed(config.where(key)):
+                tokenizers.read_alike(parents["models.sft"], parent, trust_remote_code=options.trust_remote_code)
 
 
 @dataclass(frozen=True)
