@@ -421,6 +421,12 @@ MACHINE_AND_RUN = {
         "Margins between two answers say other chances than come true on the evaluation pairs.",
         "Sure of too much: fewer epochs or a lower learning rate. Sure of too little: train for longer.",
     ),
+    "R13": Code(
+        "the watchdog fired",
+        1,
+        "A sign that the policy games its reward is beyond its limit in ppo.watchdog; watchdog.jsonl has each reading.",
+        "Read samples.jsonl. Raise kl_coef or mend the reward; after a stop model/ holds the best policy.",
+    ),
     "S01": Code(
         "control characters",
         0,

@@ -30,7 +30,7 @@ FLOORS = [
         "ppo.optimizer",
         "ppo.scoring",
     },
-    {"ppo.rollout", "ppo.rewards.*", "ppo.passes", "ppo.alarms"},
+    {"ppo.rollout", "ppo.rewards.*", "ppo.passes", "ppo.alarms", "ppo.watchdog"},
     {"ppo.trainer"},
     {"ppo"},
     {"inputs.*"},

@@ -180,6 +180,7 @@ NO_NUMBERS = [
     "push_to_hub_if_best",
     "recipe",
     "require_reward",
+    "watchdog",
     "stop_token",
     "stop_token_id",
 ]

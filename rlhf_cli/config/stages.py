@@ -25,7 +25,7 @@ from rlhf_cli.config.sections import (
 )
 from rlhf_cli.config.training import RewardSettings, SFTSettings
 from rlhf_cli.errors import nearest
-from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
 from rlhf_cli.sources import Source
 
 STAGE = (
@@ -234,7 +234,8 @@ class RewardSource(Section):
     weight: float = Field(
         1.0,
         description=(
-            "Factor of this source in the sum. "
+            "Factor of this source in the sum. 0 makes it a held-out judge: scored, logged, and watched by "
+            "ppo.watchdog, but not optimised; the first of them says which policy is the best. "
             "[`pytest tests/test_config.py::test_rewards_default_to_the_reward_model`]"
         ),
     )
@@ -257,6 +258,9 @@ class RewardSource(Section):
             )
         if len(self.models) == 1:
             raise PydanticCustomError("C17", "an ensemble needs two models", {"hint": "write model: for a single one"})
+        if self.clip is not None and self.weight == 0:
+            text = "clip has no effect on a source of weight 0"
+            raise PydanticCustomError("C17", text, {"hint": "take it out", "key": "clip"})
         for key, kinds in OPTIONS.items():
             needs = "combine: mean_minus_std" if key == "std_coef" else " or ".join(kinds)
             used = self.kind in kinds and (key != "std_coef" or self.combine == "mean_minus_std")
@@ -309,6 +313,36 @@ class PPOConfig(Config):
             }
             raise PydanticCustomError("C17", "{text}", context)
         return self
+
+    @model_validator(mode="after")
+    def _something_is_optimised(self) -> Self:
+        if self.rewards and len(self.judges) == len(self.rewards):
+            text = "all rewards have weight 0: there is nothing to optimise"
+            raise PydanticCustomError("C17", text, {"hint": "give one of them a weight", "key": "rewards"})
+        return self
+
+    @model_validator(mode="after")
+    def _the_watchdog_has_what_it_watches(self) -> Self:
+        ensembles = [name for name, source in self.rewards.items() if source.models]
+        needs = {
+            "judge": (self.judges, "a source of weight 0 in rewards"),
+            "disagreement": (ensembles, "an ensemble in rewards"),
+        }
+        if (watchdog := self.ppo.watchdog) is None:
+            return self
+        for signal, (found, what) in needs.items():
+            acts = signal in watchdog.actions
+            if not found and (acts or getattr(watchdog, signal) != WatchdogSettings.model_fields[signal].default):
+                key = f"ppo.watchdog.{'actions.' if acts else ''}{signal}"
+                text = f"{key} has no effect without {what}"
+                context = {"text": text, "hint": "docs/reward-hacking.md shows one", "key": key}
+                raise PydanticCustomError("C17", "{text}", context)
+        return self
+
+    @property
+    def judges(self) -> list[str]:
+        """The held-out judges: sources of weight 0, which are scored and logged, and watched by the watchdog."""
+        return [name for name, source in self.rewards.items() if source.weight == 0]
 
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""

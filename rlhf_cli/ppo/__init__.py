@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rlhf_cli.ppo.rollout import HFEngine
     from rlhf_cli.ppo.settings import PPOSettings
     from rlhf_cli.ppo.trainer import PPOTrainer
+    from rlhf_cli.ppo.watchdog import Watchdog
 
 _HOMES = {
     "Experience": "records",
@@ -22,6 +23,7 @@ _HOMES = {
     "HFEngine": "rollout",
     "PPOSettings": "settings",
     "PPOTrainer": "trainer",
+    "Watchdog": "watchdog",
 }
 __all__ = [
     "Experience",
@@ -32,6 +34,7 @@ __all__ = [
     "PPOTrainer",
     "Prompts",
     "Rollout",
+    "Watchdog",
     "formulas",
 ]
 

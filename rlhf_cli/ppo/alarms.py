@@ -17,8 +17,12 @@ FEW = 0.05  # share of responses that end: fewer are no learning signal for the 
 NOISE = 4.0  # standard errors that an estimate of KL may lie below 0
 
 
-class KLStop(RLHFError):
-    """R04: objective/kl_k1 passed ppo.kl_stop."""
+class RunStop(RLHFError):
+    """The run ends here, and keeps its best policy. `key` is the setting that asks for it."""
+
+    def __init__(self, code: str, text: str, *, key: str, hint: str) -> None:
+        super().__init__(code, text, hint=hint)
+        self.key = key
 
 
 @dataclass
@@ -29,13 +33,13 @@ class Alarms:
     told: list[str] = field(default_factory=list)
 
     def look(self, step: int, experience: Experience, stats: Stats, settings: PPOSettings) -> list[Problem]:
-        """Warnings about update `step`. Raises RLHFError R02 after ten updates of equal rewards, KLStop."""
+        """Warnings about update `step`. Raises RLHFError R02 after ten updates of equal rewards, RunStop R04."""
         kl = stats["objective/kl_k1"]
         if settings.kl_stop is not None and kl > settings.kl_stop:
             text = (
                 f"step {step}: KL to the SFT policy is {kl:.4g} nats a response, over ppo.kl_stop {settings.kl_stop:g}"
             )
-            raise KLStop("R04", text, hint="raise ppo.kl_coef, or lower ppo.learning_rate")
+            raise RunStop("R04", text, key="ppo.kl_stop", hint="raise ppo.kl_coef, or lower ppo.learning_rate")
         found = {
             "equal": self._equal(step, experience),
             "endless": self._endless(step, experience, settings),

@@ -29,6 +29,7 @@ def objective(experience: Experience, *, in_reward: bool) -> Stats:
         "objective/kl_coef": kl_coef,
         "objective/response_length": float(rollout.response_lengths.float().mean()),
         "objective/eos_fraction": float(rollout.ended.float().mean()),
+        "objective/repetition": float(rollout.repetition.mean()),
         "val/num_eos_tokens": int(rollout.ended.sum()),
         "val/explained_variance": float(formulas.explained_variance(experience.values, experience.returns, mask)),
         "tokens/real": int(rollout.mask.sum()),

@@ -7,6 +7,7 @@ Masks are bool, True = counts.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -146,6 +147,16 @@ class Rollout:
     @property
     def lengths(self) -> Tensor:
         return self.mask.sum(1)
+
+    @cached_property
+    def repetition(self) -> Tensor:
+        """Share of a response's runs of three tokens that it has had before, (B,) float32; 0 for a shorter one."""
+        shares = []
+        for ids, length in zip(self.ids[:, self.prompt_width :].tolist(), self.response_lengths.tolist(), strict=True):
+            said = ids[:length]
+            runs = list(zip(said, said[1:], said[2:], strict=False))
+            shares.append(1 - len(set(runs)) / len(runs) if runs else 0.0)
+        return torch.tensor(shares)
 
     def prompt_tokens(self, row: int) -> list[int]:
         return self.ids[row, : self.prompt_width][self.mask[row, : self.prompt_width]].tolist()

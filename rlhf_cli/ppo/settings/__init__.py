@@ -15,8 +15,9 @@ from rlhf_cli.ppo.settings.recipes import RECIPES
 from rlhf_cli.ppo.settings.requirements import RewardRequirements
 from rlhf_cli.ppo.settings.rollouts import LengthRange, OverlongPenalty, RolloutSettings
 from rlhf_cli.ppo.settings.training import TrainingSettings
+from rlhf_cli.ppo.settings.watchdog import WatchdogSettings
 
-__all__ = ["RECIPES", "LengthRange", "OverlongPenalty", "PPOSettings", "RewardRequirements"]
+__all__ = ["RECIPES", "LengthRange", "OverlongPenalty", "PPOSettings", "RewardRequirements", "WatchdogSettings"]
 
 # Keys that do nothing by themselves -> the switch that they belong to.
 BELONGS_TO = {
@@ -50,6 +51,14 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         ),
     )
 
+    watchdog: WatchdogSettings | None = Field(
+        default_factory=WatchdogSettings,
+        description=(
+            "Signs that the policy games its reward, and what is done about them (docs/reward-hacking.md); null: "
+            "nothing is watched. [`pytest tests/test_watchdog.py`]"
+        ),
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _start_from_the_recipe(cls, keys: Any) -> Any:
@@ -75,6 +84,14 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             if getattr(self, key) != type(self).model_fields[key].default and not getattr(self, switch):
                 text = f"{key} has no effect without {switch}"
                 raise PydanticCustomError("C17", "{text}", {"text": text, "hint": f"add {switch}: true", "key": key})
+        return self
+
+    @model_validator(mode="after")
+    def _the_watchdog_has_something_to_multiply(self) -> Self:
+        acting = {self.watchdog.action, *self.watchdog.actions.values()} if self.watchdog else set()
+        if self.kl_coef == 0 and "raise_kl_coef" in acting:
+            text = "watchdog: raise_kl_coef multiplies kl_coef, and 0 stays 0"
+            raise PydanticCustomError("C17", text, {"hint": "set kl_coef above 0, e.g. 0.01", "key": "watchdog"})
         return self
 
     @model_validator(mode="after")

@@ -95,8 +95,8 @@ class RolloutSettings(Settings):
         None,
         pattern=r"^[\w.-]+/[\w.-]+$",
         description=(
-            "Repository OWNER/NAME of the hub that receives the policy whenever score less KL penalty is at its best; "
-            f"made private where it is new. {TRL_STEP}"
+            "Repository OWNER/NAME of the hub that receives the policy whenever score less KL penalty, or a held-out "
+            f"judge's score, is at its best; made private where it is new. {TRL_STEP}"
         ),
     )
 

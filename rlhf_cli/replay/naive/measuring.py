@@ -30,6 +30,7 @@ def metrics(start: Start, judged: Judged, steps: list[Step], epochs: int) -> Num
         "objective/kl_coef": start.kl_coef,
         "objective/response_length": sum(lengths) / rows,
         "objective/eos_fraction": ends / rows,
+        "objective/repetition": sum(repeated(response) for response in start.responses) / rows,
         "val/num_eos_tokens": float(ends),
         "val/explained_variance": explained_variance(judged),
         "tokens/real": float(sum(lengths) + sum(len(prompt) for prompt in start.prompts)),
@@ -51,6 +52,12 @@ def disagreements(start: Start, judged: Judged) -> dict[str, float]:
             apart = [math.sqrt(variance([raw[row] for raw in said.values()])) for row in start.rows]
             found[f"objective/disagreement/{name}"] = sum(apart) / len(apart)
     return found
+
+
+def repeated(response: list[int]) -> float:
+    """Share of the runs of three tokens that stood in the response before."""
+    runs = [tuple(response[place : place + 3]) for place in range(len(response) - 2)]
+    return sum(run in runs[:place] for place, run in enumerate(runs)) / len(runs) if runs else 0.0
 
 
 def mean_sum(rows: list[list[float]]) -> float:

@@ -2,9 +2,10 @@
 
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.config import Options, PPOConfig
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import machine, reward_cards
 from rlhf_cli.models import loading, reading, tokenizers
-from rlhf_cli.ppo.alarms import KLStop
+from rlhf_cli.ppo.alarms import RunStop
 from rlhf_cli.ppo.metrics import Stats, objective
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.stages.ppo import parts as making
@@ -16,8 +17,8 @@ HEADLINE = ("objective/scores", "objective/kl_k1", "objective/response_length", 
 def run(config: PPOConfig, options: Options) -> None:
     """Train a policy by PPO and leave RUN/ppo. Goes on from the last state where there is one.
 
-    Where ppo.kl_stop ends the run, RUN/ppo is finished with the best policy so far, and the error is raised all the
-    same: R04. Raises M05 where that policy's snapshot came to harm.
+    Where ppo.kl_stop or the watchdog ends the run, RUN/ppo is finished with the best policy so far, and the error is
+    raised all the same: R04, R13. Raises M05 where that policy's snapshot came to harm.
     """
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
@@ -30,11 +31,11 @@ def run(config: PPOConfig, options: Options) -> None:
     machine.check(config, parents)
     parts = making.load(config, options, parents)
     training = Training(config, parts, resume=status == "resume")
-    stopped: KLStop | None = None
+    stopped: RunStop | None = None
     step, told = parts.updates, {"model_is": "the last step"}
     try:
         training.run()
-    except KLStop as stop:
+    except RunStop as stop:
         stopped, step = stop, training.snapshots.best_step
         how = loading.how(config.models, options.trust_remote_code)
         best = checkpoints.state_at(training.snapshots.folder, step)
@@ -54,11 +55,11 @@ def run(config: PPOConfig, options: Options) -> None:
         raise _kept(stopped, config, step)
 
 
-def _kept(stop: KLStop, config: PPOConfig, step: int) -> KLStop:
+def _kept(stop: RunStop, config: PPOConfig, step: int) -> RLHFError:
     """The error with what was kept in spite of it."""
     (problem,) = stop.problems
     kept = f"{checkpoints.shown(config.folder / 'model')} holds the best policy, of step {step}"
-    return KLStop("R04", problem.text, where=config.where("ppo.kl_stop"), hint=f"{problem.hint}; {kept}")
+    return RLHFError(problem.code, problem.text, where=config.where(stop.key), hint=f"{problem.hint}; {kept}")
 
 
 def headline(config: PPOConfig, parts: making.Parts) -> Stats:

@@ -6,20 +6,22 @@ from statistics import fmean
 from typing import Any
 
 from rlhf_cli import checkpoints
+from rlhf_cli.config import PPOConfig
 from rlhf_cli.models import loading, publishing
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.stages.ppo.parts import Parts
 
-METRIC = "objective/scores - objective/kl_coef * objective/kl"  # what PPO maximises, wherever the KL penalty goes
+# What PPO maximises, wherever the KL penalty goes. Where a judge is held out, the best policy is the judge's choice.
+METRIC = "objective/scores - objective/kl_coef * objective/kl"
 
 
 @dataclass
 class Best:
-    """The step with the highest mean of METRIC since the point before it."""
+    """The step with the highest mean of a metric since the point before it."""
 
     step: int | None = None
     value: float | None = None
-    window: list[float] = field(default_factory=list)  # METRIC of the updates since the last point
+    window: list[float] = field(default_factory=list)  # of the updates since the last point
 
     def beaten_at(self, step: int) -> bool:
         """Close the window at `step`: whether that is the best so far."""
@@ -33,21 +35,23 @@ class Best:
 class Snapshots:
     """RUN/ppo/snapshots: `count` of them spread over the updates, the last among them, and the best of some points."""
 
-    def __init__(self, folder: Path, parts: Parts, count: int, cost: checkpoints.Cost, *, push_to: str | None = None):
-        self.folder, self.parts, self.best, self.push_to = folder / "snapshots", parts, Best(), push_to
-        self.cost = cost
+    def __init__(self, config: PPOConfig, parts: Parts, cost: checkpoints.Cost):
+        self.folder, self.parts, self.best, self.cost = config.folder / "snapshots", parts, Best(), cost
+        self.push_to, count = config.ppo.push_to_hub_if_best, config.output.snapshots
+        self.metric = f"objective/score/{config.judges[0]}" if config.judges else METRIC
         self.even = spread(parts.updates, count)
         self.points = {1} | spread(parts.updates, 10)  # not output.save_steps: what is best must not depend on it
 
     def look(self, step: int, stats: Stats) -> None:
         """After update `step`: keep the policy where it is time to, or where it is the best so far."""
-        self.best.window.append(stats["objective/scores"] - stats["objective/kl_coef"] * stats["objective/kl"])
+        maximised = stats["objective/scores"] - stats["objective/kl_coef"] * stats["objective/kl"]
+        self.best.window.append(maximised if self.metric == METRIC else stats[self.metric])
         better = step in self.points and self.best.beaten_at(step)
         if better or step in self.even:
             self._save(step)
         if better and self.push_to:
             publishing.push(
-                self.path(step), self.push_to, f"Policy after {step} PPO updates, {METRIC} {self.best.value:.4g}"
+                self.path(step), self.push_to, f"Policy after {step} PPO updates, {self.metric} {self.best.value:.4g}"
             )
 
     def tidy(self, step: int) -> None:
@@ -66,7 +70,7 @@ class Snapshots:
 
     def fields(self) -> dict[str, Any]:
         """What the manifest says of it."""
-        return {"best": {"step": self.best.step, "metric": METRIC, "value": self.best.value}}
+        return {"best": {"step": self.best.step, "metric": self.metric, "value": self.best.value}}
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self.best)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from rlhf_cli import checkpoints, data, terminal
@@ -9,15 +10,16 @@ from rlhf_cli.config import PPOConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.models import trees
-from rlhf_cli.ppo.alarms import Alarms
+from rlhf_cli.ppo.alarms import Alarms, RunStop
 from rlhf_cli.ppo.finite import NotFinite
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.ppo.watchdog import Firing, Watchdog
 from rlhf_cli.signals import StopWish
 from rlhf_cli.stages.ppo.parts import Parts
 from rlhf_cli.stages.ppo.samples import SampleTables
 from rlhf_cli.stages.ppo.snapshots import Snapshots
-from rlhf_cli.tracking import MetricsLog
+from rlhf_cli.tracking import Log, MetricsLog
 
 RATIO_TOLERANCE = 1e-3  # in float32 it is 0, the update runs on the judge's own micro-batches
 
@@ -28,15 +30,15 @@ class Training:
     def __init__(self, config: PPOConfig, parts: Parts, *, resume: bool):
         self.config, self.parts, self.trainer = config, parts, parts.trainer
         self.states, self.alarms, self.cost = config.folder / "state", Alarms(), checkpoints.Cost()
-        self.snapshots = Snapshots(
-            config.folder, parts, config.output.snapshots, self.cost, push_to=config.ppo.push_to_hub_if_best
-        )
+        self.watchdog = Watchdog(config.ppo, config.judges)
+        self.snapshots = Snapshots(config, parts, self.cost)
         state = checkpoints.latest_state(self.states) if resume else None
         logs: dict[str, Any] = {}
         if state:
             tree = trees.load_tree(state)
             self.trainer.load_state_dict(tree["trainer"])
             self.alarms = Alarms(**tree["alarms"])
+            self.watchdog.load_state_dict(tree["watchdog"])
             self.snapshots.load_state_dict(tree["best"])
             logs = tree["logs"]
             self.snapshots.tidy(self.trainer.updates)
@@ -44,11 +46,13 @@ class Training:
         self.saved_at = self.trainer.updates
         self.metrics = MetricsLog(config.folder / "metrics.jsonl", logs.get("metrics"))
         self.samples = SampleTables(config.folder / "samples.jsonl", parts, config.ppo, logs.get("samples"))
+        self.firings = Log(config.folder / "watchdog.jsonl", logs.get("watchdog"))
+        self.logs: dict[str, Log] = {"metrics": self.metrics, "samples": self.samples.log, "watchdog": self.firings}
 
     def run(self) -> None:
         """All updates that are still to make. SIGTERM or SIGINT: saves after the step and exits 143 or 130.
 
-        Raises RLHFError R01, R02, R05, KLStop.
+        Raises RLHFError R01, R02, R05, RunStop R04 and R13.
         """
         config, trainer, updates = self.config, self.trainer, self.parts.updates
         terminal.say(f"ppo      {inputs.arithmetic(config, len(self.parts.prompts))}")
@@ -92,14 +96,32 @@ class Training:
         for problem in self.alarms.look(step, self.trainer.experience, stats, self.config.ppo):
             terminal.warn(problem.code, problem.text, hint=problem.hint)
 
+        self._obey(self.watchdog.look(step, self.trainer.experience))
+
+    def _obey(self, firings: Sequence[Firing]) -> None:
+        """Log what the watchdog found, and do what the settings say about it. Raises RunStop R13."""
+        hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/reward-hacking.md)"
+        for firing in firings:
+            self.firings.append(asdict(firing) | {"kl_coef": self.trainer.kl_coef})
+        for firing in firings:
+            if firing.action == "stop":
+                raise RunStop("R13", firing.text, key=f"ppo.watchdog.{firing.signal}", hint=hint)
+            told = ""
+            if firing.action == "raise_kl_coef":
+                self.trainer.kl_coef *= self.watchdog.settings.kl_factor
+                told = f"; kl_coef is {self.trainer.kl_coef:.4g} from here on"
+            if told or firing.times == 1:
+                terminal.warn("R13", firing.text + told, hint=hint)
+
     def _save(self) -> None:
         """A state to resume from."""
         self.saved_at = step = self.trainer.updates
         tree = {
             "trainer": self.trainer.state_dict(),
             "alarms": self.alarms.state_dict(),
+            "watchdog": self.watchdog.state_dict(),
             "best": self.snapshots.state_dict(),
-            "logs": {"metrics": self.metrics.mark(step), "samples": self.samples.log.mark(step)},
+            "logs": {name: log.mark(step) for name, log in self.logs.items()},
         }
         name = f"step_{step:06d}"
         with self.cost.one():

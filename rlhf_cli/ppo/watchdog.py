@@ -1,0 +1,142 @@
+"""Signs that the policy games its reward, where its reward alone looks fine. Reads only; who asks it acts.
+
+A reading is the mean over the responses of the last `window` updates. It is held against the first update's responses,
+which are the SFT policy's own, or, of a held-out judge, against the judge's best reading so far.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.ppo.moments import Moments
+from rlhf_cli.ppo.records import Experience
+from rlhf_cli.ppo.settings import LengthRange, PPOSettings, WatchdogSettings
+from rlhf_cli.ppo.settings.watchdog import Action, Signal
+
+NOISE = 4.0  # standard errors that a reading must have moved besides: an update of a run in CI has eight responses
+
+# Whether a reading `now` is beyond a limit, given what it is held against and the standard error of the difference.
+BEYOND: dict[Signal, Callable[[float, float, float, float], bool]] = {
+    "judge": lambda now, best, limit, error: best - now > limit * error,
+    "disagreement": lambda now, first, limit, error: now > limit * first and now - first > NOISE * error,
+    "kl": lambda now, first, limit, error: now > limit,
+    "length": lambda now, first, limit, error: (
+        not first / limit <= now <= first * limit and abs(now - first) > NOISE * error
+    ),
+    "repetition": lambda now, first, limit, error: now - first > max(limit, NOISE * error),
+    "eos": lambda now, first, limit, error: first - now > max(limit, NOISE * error),
+}
+SAYS: dict[Signal, str] = {
+    "judge": "the held-out judge `{source}` gives {reading:.4g}, at its best it gave {reference:.4g}; "
+    "{limit:g} standard errors are allowed",
+    "disagreement": "the members of `{source}` are {reading:.4g} apart, of the SFT policy's responses {reference:.4g}; "
+    "{limit:g} times that is allowed",
+    "kl": "KL to the SFT policy is {reading:.4g} nats a token; {limit:g} is allowed",
+    "length": "responses have {reading:.4g} tokens, the SFT policy's {reference:.4g}; {limit:g} times as many or few "
+    "are allowed",
+    "repetition": "{reading:.1%} of the runs of three tokens are repeated, of the SFT policy's {reference:.1%}; "
+    "{limit:.1%} more is allowed",
+    "eos": "{reading:.1%} of the responses end by themselves, of the SFT policy's {reference:.1%}; {limit:.1%} less is "
+    "allowed",
+}
+
+
+@dataclass(frozen=True)
+class Firing:
+    """A signal beyond its limit after update `step`, and what the settings say is to be done."""
+
+    step: int
+    signal: Signal
+    source: str | None  # the name of the judge or of the ensemble
+    reading: float
+    reference: float  # what it is held against; with kl, which is held against its limit alone, the first update's
+    limit: float
+    action: Action
+    times: int  # that this signal of this source has fired by now
+
+    @property
+    def text(self) -> str:
+        """In a sentence."""
+        return f"step {self.step}: {SAYS[self.signal].format(**asdict(self))}"
+
+
+@dataclass
+class Watch:
+    """One signal of one source."""
+
+    first: Moments  # of the first update
+    best: Moments  # with the highest mean, of the first update and all whole windows
+    recent: list[Moments]  # of the updates of the window, and of none before a firing
+    fired: int = 0
+
+
+class Watchdog:
+    """Watches a run by `settings.watchdog`. `judges` are the sources of reward that are held out, with weight 0."""
+
+    def __init__(self, settings: PPOSettings, judges: Sequence[str]) -> None:
+        self.settings, self.judges = settings.watchdog or WatchdogSettings(), judges
+        drawn = isinstance(settings.response_length, LengthRange)
+        self.blind: set[Signal] = {"length", "eos"} if drawn else {"eos"} if settings.stop_token == "none" else set()
+        self.on = settings.watchdog is not None
+        self.watches: dict[str, Watch] = {}
+
+    def look(self, step: int, experience: Experience) -> list[Firing]:
+        """What fires after update `step`. A signal that did fires again only after another whole window."""
+        found = [self._look(step, signal, source, now) for (signal, source), now in self._readings(experience).items()]
+        return [firing for firing in found if firing]
+
+    def _readings(self, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
+        """Of each signal that is watched, by its source where it has one: a number for each response, (B,)."""
+        if not self.on:
+            return {}
+        rollout, scored, mask = experience.rollout, experience.scored, experience.mask
+        kl = torch.where(mask, experience.logprobs - experience.ref_logprobs, 0)
+        found: dict[tuple[Signal, str | None], Tensor] = {
+            ("kl", None): kl.sum(1) / mask.sum(1),
+            ("length", None): rollout.response_lengths,
+            ("repetition", None): rollout.repetition,
+            ("eos", None): rollout.ended,
+            **{("judge", name): scored.sources[name] for name in self.judges},
+            **{("disagreement", name): said.disagreement for name, said in scored.opinions.items()},
+        }
+        return {key: now for key, now in found.items() if self._limit(key[0]) is not None}
+
+    def _limit(self, signal: Signal) -> float | None:
+        return None if signal in self.blind else getattr(self.settings, signal)
+
+    def _look(self, step: int, signal: Signal, source: str | None, now: Tensor) -> Firing | None:
+        update, limit = Moments.of(now), self._limit(signal)
+        assert limit is not None
+        watch = self.watches.setdefault(f"{signal} {source or ''}".strip(), Watch(update, update, []))
+        watch.recent = [*watch.recent, update][-self.settings.window :]
+        if len(watch.recent) < self.settings.window:
+            return None
+        reading = reduce(add, watch.recent)
+        against = watch.best if signal == "judge" else watch.first
+        beyond = BEYOND[signal](reading.mean, against.mean, limit, math.hypot(reading.error, against.error))
+        watch.best = max(watch.best, reading, key=lambda moments: moments.mean)
+        if not beyond:
+            return None
+        watch.recent, watch.fired = [], watch.fired + 1
+        action = self.settings.action_on(signal)
+        return Firing(step, signal, source, reading.mean, against.mean, limit, action, watch.fired)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next look depends on, but the settings."""
+        return {name: asdict(watch) for name, watch in self.watches.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict()`."""
+        self.watches = {
+            name: Watch(
+                Moments(**told["first"]), Moments(**told["best"]), [Moments(**one) for one in told["recent"]],
+                told["fired"],
+            )
+            for name, told in state.items()
+        }  # fmt: skip
