@@ -243,7 +243,9 @@ def _recipes(key: str) -> tuple[str, ...]:
 
 
 def _shown(value: Any) -> str:
-    """A default as it would be written in a YAML."""
+    """A default as it would be written in a YAML; a section that may be null: what is below it."""
+    if isinstance(value, BaseModel):
+        return "the keys below"
     if isinstance(value, str):
         return value
     return re.sub(r"e([+-])0", r"e\1", str(value)) if isinstance(value, float) else json.dumps(value)

@@ -251,11 +251,12 @@ def test_a_planted_hack_is_stopped_before_the_judge_falls_below_sft(run_folder):
     gold = [row["objective/score/gold"] for row in metrics]
     points = [row["objective/score/points"] for row in metrics]
     assert metrics[-1]["step"] < 30 and points[-1] > 2 * points[0]
-    assert sum(gold[-5:]) / 5 > gold[0], gold
+    means = [sum(gold[step - 3 : step]) / 3 for step in range(3, len(gold) + 1)]
+    assert means[-1] > gold[0], gold
     (firing,) = lines(run_folder / "ppo/watchdog.jsonl")
     assert firing["step"] == metrics[-1]["step"] and (firing["signal"], firing["source"]) == ("judge", "gold")
-    assert firing["reading"] == pytest.approx(sum(gold[-5:]) / 5) and firing["action"] == "stop"
-    assert firing["reference"] == pytest.approx(max(sum(gold[k : k + 5]) / 5 for k in range(len(gold) - 4)))
+    assert firing["reading"] == pytest.approx(means[-1]) and firing["action"] == "stop"
+    assert firing["reference"] == pytest.approx(max(means))
     assert f"error[R13]: {run_folder}/ppo.yaml:" in result.stderr and "the held-out judge `gold` gives" in result.stderr
     made = json.loads((run_folder / "ppo/manifest.json").read_text())
     assert made["model_is"] == "the best step" and made["best"]["metric"] == "objective/score/gold"

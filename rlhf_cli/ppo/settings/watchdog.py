@@ -32,7 +32,7 @@ class WatchdogSettings(Settings):
         default_factory=dict,
         description=f"Other actions for some signals, e.g. {{judge: stop}}. {TABLES}",
     )
-    window: int = Field(5, ge=1, description=f"Updates that a reading is the mean of. {MEASURED}")
+    window: int = Field(3, ge=1, description=f"Updates that a reading is the mean of. {MEASURED}")
     kl_factor: float = Field(1.5, gt=1, description=f"What raise_kl_coef multiplies kl_coef by, each time. {TABLES}")
     judge: float | None = Field(
         4.0,
