@@ -10,7 +10,7 @@ from rlhf_cli.ppo.settings.base import Settings
 Signal = Literal["judge", "disagreement", "kl", "length", "repetition", "eos"]
 Action = Literal["warn", "raise_kl_coef", "stop"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
-MEASURED = "[`pytest -m slow tests/test_watchdog_demo.py`]"
+MEASURED = "[`pytest tests/test_watchdog_demo.py -m slow`]"
 TABLES = "[`pytest tests/test_watchdog.py`]"
 
 
