@@ -261,7 +261,7 @@ def test_the_best_policy_that_a_state_knows_stays_until_another_state_is_saved(t
     """A run that goes on from that state may end with it."""
     monkeypatch.setattr(Snapshots, "_save", lambda self, step: self.path(step).mkdir(parents=True))
     settings = SimpleNamespace(push_to_hub_if_best=None)
-    config = SimpleNamespace(folder=tmp_path, judges=[], ppo=settings, output=SimpleNamespace(snapshots=1))
+    config = SimpleNamespace(folder=tmp_path, held_out=[], ppo=settings, output=SimpleNamespace(snapshots=1))
     kept = Snapshots(config, SimpleNamespace(updates=10), checkpoints.Cost())
     numbers = {"objective/kl": 0.0, "objective/kl_coef": 0.0}
     for step, score in enumerate((1.0, 2.0, 3.0, 0.0), 1):

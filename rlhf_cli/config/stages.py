@@ -316,7 +316,7 @@ class PPOConfig(Config):
 
     @model_validator(mode="after")
     def _something_is_optimised(self) -> Self:
-        if self.rewards and len(self.judges) == len(self.rewards):
+        if self.rewards and len(self.held_out) == len(self.rewards):
             text = "all rewards have weight 0: there is nothing to optimise"
             raise PydanticCustomError("C17", text, {"hint": "give one of them a weight", "key": "rewards"})
         return self
@@ -325,7 +325,7 @@ class PPOConfig(Config):
     def _the_watchdog_has_what_it_watches(self) -> Self:
         ensembles = [name for name, source in self.rewards.items() if source.models]
         needs = {
-            "judge": (self.judges, "a source of weight 0 in rewards"),
+            "judge": (self.held_out, "a source of weight 0 in rewards"),
             "disagreement": (ensembles, "an ensemble in rewards"),
         }
         if (watchdog := self.ppo.watchdog) is None:
@@ -340,7 +340,7 @@ class PPOConfig(Config):
         return self
 
     @property
-    def judges(self) -> list[str]:
+    def held_out(self) -> list[str]:
         """The held-out judges: sources of weight 0, which are scored and logged, and watched by the watchdog."""
         return [name for name, source in self.rewards.items() if source.weight == 0]
 

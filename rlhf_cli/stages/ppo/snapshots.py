@@ -38,7 +38,7 @@ class Snapshots:
     def __init__(self, config: PPOConfig, parts: Parts, cost: checkpoints.Cost):
         self.folder, self.parts, self.best, self.cost = config.folder / "snapshots", parts, Best(), cost
         self.push_to, count = config.ppo.push_to_hub_if_best, config.output.snapshots
-        self.metric = f"objective/score/{config.judges[0]}" if config.judges else METRIC
+        self.metric = f"objective/score/{config.held_out[0]}" if config.held_out else METRIC
         self.even = spread(parts.updates, count)
         self.points = {1} | spread(parts.updates, 10)  # not output.save_steps: what is best must not depend on it
 

@@ -30,7 +30,7 @@ class Training:
     def __init__(self, config: PPOConfig, parts: Parts, *, resume: bool):
         self.config, self.parts, self.trainer = config, parts, parts.trainer
         self.states, self.alarms, self.cost = config.folder / "state", Alarms(), checkpoints.Cost()
-        self.watchdog = Watchdog(config.ppo, config.judges)
+        self.watchdog = Watchdog(config.ppo, config.held_out)
         self.snapshots = Snapshots(config, parts, self.cost)
         state = checkpoints.latest_state(self.states) if resume else None
         logs: dict[str, Any] = {}
