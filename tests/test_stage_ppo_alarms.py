@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli import checkpoints
-from rlhf_cli.stages.ppo.snapshots import Best, Snapshots, spread
+from rlhf_cli.stages.ppo.snapshots import POINTS, Best, Snapshots, spread
 
 pytestmark = pytest.mark.training
 
@@ -179,7 +179,7 @@ def test_the_best_policy_is_kept_beside_the_even_ones(run_folder):
     names = {path.name for path in (run_folder / "ppo/snapshots").glob("step_*")}
     assert names == {"step_000006", "step_000012", f"step_{best['step']:06d}"}
     values, before = {}, 0
-    for point in sorted({1} | spread(12, 10)):
+    for point in sorted({1} | spread(12, POINTS)):
         window = [row["objective/rlhf_reward"] for row in metrics[before:point]]
         values[point], before = sum(window) / len(window), point
     assert best["value"] == pytest.approx(max(values.values())) and values[best["step"]] == max(values.values())

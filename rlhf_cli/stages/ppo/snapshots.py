@@ -13,6 +13,7 @@ from rlhf_cli.stages.ppo.parts import Parts
 
 # What PPO maximises, wherever the KL penalty goes. Where a judge is held out, the best policy is the judge's choice.
 METRIC = "objective/scores - objective/kl_coef * objective/kl"
+POINTS = 20
 
 
 @dataclass
@@ -40,7 +41,8 @@ class Snapshots:
         self.push_to, count = config.ppo.push_to_hub_if_best, config.output.snapshots
         self.metric = f"objective/score/{config.held_out[0]}" if config.held_out else METRIC
         self.even = spread(parts.updates, count)
-        self.points = {1} | spread(parts.updates, 10)  # not output.save_steps: what is best must not depend on it
+        # Not output.save_steps: what is best must not depend on it. A run may be stopped in its first tenth.
+        self.points = {1} | spread(parts.updates, POINTS)
 
     def look(self, step: int, stats: Stats) -> None:
         """After update `step`: keep the policy where it is time to, or where it is the best so far."""
