@@ -98,7 +98,7 @@ def test_the_best_policy_is_pushed_each_time_it_is_beaten(run_folder, hub):
     made = [commit["made"] for commit in handler.commits if "made" in commit]
     pushed = [commit for commit in handler.commits if "files" in commit]
     assert made[0]["name"] == "policy" and made[0]["organization"] == "lab" and made[0]["visibility"] == "private"
-    assert pushed[0]["summary"].startswith("Policy after 1 PPO updates, objective/scores - objective/kl_coef")
+    assert pushed[0]["summary"].startswith("Policy after 0 PPO updates, objective/scores - objective/kl_coef")
     best = json.loads((run_folder / "ppo/manifest.json").read_text())["best"]["step"]
     assert pushed[-1]["summary"].startswith(f"Policy after {best} PPO updates")
     files = pushed[-1]["files"]

@@ -181,7 +181,7 @@ def test_the_best_policy_is_kept_beside_the_even_ones(run_folder):
     values, before = {}, 0
     for point in sorted({1} | spread(12, POINTS)):
         window = [row["objective/rlhf_reward"] for row in metrics[before:point]]
-        values[point], before = sum(window) / len(window), point
+        values[point - 1], before = sum(window) / len(window), point  # by the policy after the update before
     assert best["value"] == pytest.approx(max(values.values())) and values[best["step"]] == max(values.values())
 
 
@@ -190,7 +190,7 @@ def test_best_by_hand():
     for step, reward in enumerate([1.0, 0.0, 3.0, 5.0, 0.0], start=1):
         best.window.append(reward)
         if step in (1, 3, 5):
-            seen.append((best.beaten_at(step), best.step, best.value))
+            seen.append((best.beaten_by(step), best.step, best.value))
     assert seen == [(True, 1, 1.0), (True, 3, 1.5), (True, 5, 2.5)]
 
 
@@ -264,14 +264,19 @@ def test_the_best_policy_that_a_state_knows_stays_until_another_state_is_saved(t
     config = SimpleNamespace(folder=tmp_path, held_out=[], ppo=settings, output=SimpleNamespace(snapshots=1))
     kept = Snapshots(config, SimpleNamespace(updates=10), checkpoints.Cost())
     numbers = {"objective/kl": 0.0, "objective/kl_coef": 0.0}
+    kept.keep(0)
+    there = []
     for step, score in enumerate((1.0, 2.0, 3.0, 0.0), 1):
         kept.look(step, numbers | {"objective/scores": score})
+        kept.keep(step)
         if step == 2:
+            there.append(checkpoints.state_steps(kept.folder))
             kept.tidy(2)
-            assert checkpoints.state_steps(kept.folder) == [2]
-    assert checkpoints.state_steps(kept.folder) == [2, 3]
+        there.append(checkpoints.state_steps(kept.folder))
+    # The best by step 2 is the policy after step 1; that of step 2 itself waits for the numbers of step 3.
+    assert there == [[0, 1], [0, 1, 2], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
     kept.path(10).mkdir()  # the last one is of those that stay
     kept.tidy(10)
-    assert checkpoints.state_steps(kept.folder) == [3, 10]
-    kept.tidy(3)
-    assert checkpoints.state_steps(kept.folder) == [3]
+    assert checkpoints.state_steps(kept.folder) == [2, 10]
+    kept.tidy(2)
+    assert checkpoints.state_steps(kept.folder) == [2]

@@ -41,6 +41,7 @@ def run(config: PPOConfig, options: Options) -> None:
         best = checkpoints.state_at(training.snapshots.folder, step)
         parts.trainer.policy.load_state_dict(loading.load_causal(best, **how).state_dict())
         told = {"model_is": "the best step", "stopped": stop.problems[0].text}
+        training.snapshots.tidy(parts.trainer.updates, at_the_end=True)
     save_models(config, parts, step)
     fields = {
         **tokenizers.token_fields(parts.tokenizer, parts.stop_token_id),

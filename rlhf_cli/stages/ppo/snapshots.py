@@ -18,14 +18,17 @@ POINTS = 20
 
 @dataclass
 class Best:
-    """The step with the highest mean of a metric since the point before it."""
+    """The step whose policy has the highest mean of a metric, over the responses up to its own since the point before.
+
+    An update's numbers are of responses that the policy before it wrote: they tell nothing of the policy after it.
+    """
 
     step: int | None = None
     value: float | None = None
     window: list[float] = field(default_factory=list)  # of the updates since the last point
 
-    def beaten_at(self, step: int) -> bool:
-        """Close the window at `step`: whether that is the best so far."""
+    def beaten_by(self, step: int) -> bool:
+        """Close the window, whose last responses the policy after `step` wrote: whether that one is the best so far."""
         value, self.window = fmean(self.window), []
         if self.value is not None and value <= self.value:
             return False
@@ -41,33 +44,37 @@ class Snapshots:
         self.push_to, count = config.ppo.push_to_hub_if_best, config.output.snapshots
         self.metric = f"objective/score/{config.held_out[0]}" if config.held_out else METRIC
         self.even = spread(parts.updates, count)
-        # Not output.save_steps: what is best must not depend on it. A run may be stopped in its first tenth.
-        self.points = {1} | spread(parts.updates, POINTS)
+        # The policies that may be the best, from the SFT policy on. Not by output.save_steps: what is best must not
+        # depend on it.
+        self.candidates = {0} | {step - 1 for step in spread(parts.updates, POINTS)}
+
+    def keep(self, step: int) -> None:
+        """Keep the policy after update `step`, 0 the SFT policy, where it is time to, or where it may be the best."""
+        if step in self.even or step in self.candidates:
+            self._save(step)
 
     def look(self, step: int, stats: Stats) -> None:
-        """After update `step`: keep the policy where it is time to, or where it is the best so far."""
+        """By the numbers of update `step`: whether the policy before it is the best so far."""
         maximised = stats["objective/scores"] - stats["objective/kl_coef"] * stats["objective/kl"]
         self.best.window.append(maximised if self.metric == METRIC else stats[self.metric])
-        better = step in self.points and self.best.beaten_at(step)
-        if better or step in self.even:
-            self._save(step)
-        if better and self.push_to:
-            publishing.push(
-                self.path(step), self.push_to, f"Policy after {step} PPO updates, {self.metric} {self.best.value:.4g}"
-            )
+        candidate = step - 1
+        if candidate in self.candidates and self.best.beaten_by(candidate) and self.push_to:
+            text = f"Policy after {candidate} PPO updates, {self.metric} {self.best.value:.4g}"
+            publishing.push(self.path(candidate), self.push_to, text)
 
-    def tidy(self, step: int) -> None:
-        """Now that a state after `step` knows the best one: drop those that are neither even nor best, or come later.
+    def tidy(self, step: int, *, at_the_end: bool = False) -> None:
+        """Now that a state after `step` knows the best one: drop those that nothing keeps, or that come later.
 
         Not before: a run that goes on from an older state may end with the best policy that this one knew.
         """
         for other in checkpoints.state_steps(self.folder):
-            if other > step or (other not in self.even and other != self.best.step):
+            untold = other == step and other in self.candidates and not at_the_end  # the next numbers are of it
+            if other > step or not (other in self.even or other == self.best.step or untold):
                 checkpoints.drop_state(self.path(other))
 
     @property
     def best_step(self) -> int:
-        assert self.best.step is not None, "the first update is a point"
+        assert self.best.step is not None, "the SFT policy is a candidate"
         return self.best.step
 
     def fields(self) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class Training:
         save_every = config.output.save_steps or max(1, updates // 10)
         with StopWish() as stop, terminal.Progress("ppo", updates, "update") as bar:
             bar.advance(trainer.updates)
+            if trainer.updates == 0:
+                self.snapshots.keep(0)
             while trainer.updates < updates:
                 stats = self._update()
                 step = trainer.updates
@@ -86,6 +88,7 @@ class Training:
             self.samples.show(step)
         self._look(step, stats)
         self.snapshots.look(step, stats)
+        self.snapshots.keep(step)
         return stats
 
     def _look(self, step: int, stats: Stats) -> None:
