@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_cli import verdict
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.verdict.words import deciding_judge
 
 
 def model(reward: float, gold: float, **more: Any) -> dict[str, Any]:
@@ -60,10 +61,10 @@ def test_models_best_of_and_win_rates_are_told_with_intervals(
     assert ["PPO", "1.700 [1.600, 1.800]", "5.25", "20.2", "100%", "0.850 [0.000, 1.000]"] in told
     assert ["SFT, near-greedy", "0.200 [0.100, 0.300]", "-", "20.2", "100%", "0.500 [0.000, 1.000]"] in told
     assert ["SFT, best of 4", "0.900 [0.800, 1.000]", "<= 0.64", "20.2", "100%", "0.600 [0.000, 1.000]"] in told
-    assert ["PPO over SFT", "reward", "0.950 [0.900, 1.000]", "1", "100"] in told
-    assert ["PPO over SFT", "gold", "0.875 [0.825, 0.925]", "12", "100"] in told
-    assert ["PPO over SFT, near-greedy", "gold", "0.700 [0.650, 0.750]", "3", "100"] in told
-    assert ["PPO over SFT's best of 4", "gold", "0.660 [0.610, 0.710]", "7", "100"] in told
+    assert ["PPO over SFT", "reward", "0.950 [0.900, 1.000]", "-", "1"] in told
+    assert ["PPO over SFT", "gold", "0.875 [0.825, 0.925]", "-", "12"] in told
+    assert ["PPO over SFT, near-greedy", "gold", "0.700 [0.650, 0.750]", "-", "3"] in told
+    assert ["PPO over SFT's best of 4", "gold", "0.660 [0.610, 0.710]", "-", "7"] in told
     assert ["noted: warning[R03]: no response ends"] in told
     assert told[-1] == [f"report: {tmp_path}/report.json"]
 
@@ -112,7 +113,7 @@ def test_pairs_are_picked_without_chance(gains: dict[int, float], picked: list[i
     ],
 )
 def test_the_judge_that_ppo_was_not_trained_on_decides(scores: dict[str, float], judge: str) -> None:
-    assert verdict._deciding_judge(scores) == judge
+    assert deciding_judge(scores) == judge
 
 
 def test_an_evaluation_of_near_greedy_answers_alone_has_its_pairs(
@@ -144,13 +145,13 @@ GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.875
 
 @pytest.mark.parametrize("condition", [">= 0.875", "<=0.875", "> 0.87", "< 0.88", "== 0.875", " >= 8.7e-1 "])
 def test_requirements_that_hold(condition: str) -> None:
-    verdict.check_requirements(REPORT, {GOLD: condition}, where="eval.yaml:9")
+    verdict.check_requirements(REPORT, {GOLD: condition}, where=lambda key: "eval.yaml:9")
 
 
 @pytest.mark.parametrize("condition", [">= 0.876", "<= 0.874", "> 0.875", "< 0.875", "== 0.87"])
 def test_requirements_that_do_not_hold(condition: str) -> None:
     with pytest.raises(RLHFError) as caught:
-        verdict.check_requirements(REPORT, {GOLD: condition}, where="eval.yaml:9")
+        verdict.check_requirements(REPORT, {GOLD: condition}, where=lambda key: "eval.yaml:9")
     assert str(caught.value) == f"error[R06]: eval.yaml:9: {GOLD} is 0.875, required {condition}"
     assert caught.value.exit_code == 1
 
@@ -158,7 +159,7 @@ def test_requirements_that_do_not_hold(condition: str) -> None:
 def test_every_requirement_that_fails_has_its_line() -> None:
     require = {GOLD: ">= 0.9", "models.ppo.kl": "<= 6", "models.nobody.kl": "<= 6", "models.ppo": "> 0"}
     with pytest.raises(RLHFError) as caught:
-        verdict.check_requirements(REPORT, require, where="eval.yaml:9")
+        verdict.check_requirements(REPORT, require, where=lambda key: "eval.yaml:9")
     assert [problem.text for problem in caught.value.problems] == [
         f"{GOLD} is 0.875, required >= 0.9",
         "models.nobody.kl is no number of the report",
