@@ -17,7 +17,7 @@ def print_frontier(report: Mapping[str, Any]) -> None:
     judge = report["selected"]["judge"] if "selected" in report else deciding_judge(names)
     others = [name for name in names if name != judge]
     picked = report.get("selected_step")
-    cells = [_row(f"{row['step']}", row, f"{row['kl']:.2f}", judge, others, "win_rate") for row in report["frontier"]]
+    cells = [_row(f"{row['step']}", row, f"{row['kl']:z.2f}", judge, others, "win_rate") for row in report["frontier"]]
     for point, row in zip(report["frontier"], cells, strict=True):
         row.append("selected" if point["step"] == picked else "")
     for row in report.get("best_of", []):
@@ -48,4 +48,4 @@ def _choice(report: Mapping[str, Any]) -> Iterator[str]:
         return
     near = ", ".join(map(str, chosen["within_noise"]))
     yield f"          within noise of it: {f'update {near}' if near else 'no other'} (paired 95 % intervals)"
-    yield f"          picked on these prompts, its mean is too high by about {max(0.0, chosen['optimism']):.3f}"
+    yield f"          picked on these prompts, its mean is too high by about {chosen['optimism']:.3f}"
