@@ -268,6 +268,9 @@ def test_the_chain_is_planned_before_any_of_it_ran(three: Path) -> None:
     assert list(told) == ["sft", "reward", "ppo", "eval"]
     assert told["ppo"]["parameters"]["policy"] == told["sft"]["parameters"]["policy"]
     assert told["eval"]["response_tokens"] == told["ppo"]["response_tokens"] == 24
+    short = found(".", "-s", "eval.frontier=false")["eval"]["phases"]
+    for one, other in zip(told["eval"]["phases"], short, strict=True):  # two policies twice; seven on the way to PPO's
+        assert one["flops"] / other["flops"] == pytest.approx((4 + 7) / 4, rel=0.01)
     assert found("ppo.yaml")["ppo"]["parameters"] == told["ppo"]["parameters"]  # by itself, with sft.yaml beside it
     assert not (three / "sft").exists()
 

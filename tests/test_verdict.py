@@ -132,6 +132,32 @@ def test_what_a_model_writes_cannot_move_the_cursor(tmp_path: Path, capsys: pyte
     assert "[link=file:///etc/passwd]red" in said and "two\\nlines" in said
 
 
+def point(step: int, kl: float, gold: float, won: float) -> dict[str, Any]:
+    judges = model(1.0 + step / 10, gold)["judges"]
+    rates = {judge: {**rate(won, 0), "length_controlled": won - 0.1} for judge in judges}
+    return {"step": step, "kl": kl, "judges": judges, "win_rate": rates}
+
+
+def test_the_frontier_is_told_with_what_was_picked_and_how_sure_that_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = {**REPORT["best_of"][0], "win_rate_vs_sft": point(0, 0, 0, 0.6)["win_rate"]}
+    frontier = [point(10, -0.001, 0.4, 0.5), point(25, 11.812, 0.6, 0.7)]
+    chosen = {"judge": "gold", "rule": "the highest mean of gold among 2 of 2 policies", "optimism": 0.0042}
+    picked = {"selected_step": 25, "selected": {**chosen, "within_noise": [10]}}
+    verdict.print_verdict(write(tmp_path, {**REPORT, "best_of": [best], "frontier": frontier, **picked}, []))
+    printed = capsys.readouterr().out
+    told = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in printed.splitlines()]
+    assert ["update", "KL", "reward", "gold", "win rate, gold", "at equal length"] in told
+    assert ["10", "0.00", "2.000", "0.400 [0.000, 1.000]", "0.500 [0.450, 0.550]", "0.400"] in told
+    assert ["25", "11.81", "3.500", "0.600 [0.000, 1.000]", "0.700 [0.650, 0.750]", "0.600", "*"] in told
+    assert ["best of 4", "<= 0.64", "0.900", "0.600 [0.000, 1.000]", "0.600 [0.550, 0.650]", "0.500"] in told
+    assert "selected: update 25, by the highest mean of gold among 2 of 2 policies\n" in printed
+    assert "within noise of it: update 10 (paired" in printed and "too high by about 0.004\n" in printed
+    start = printed.index("The frontier")
+    assert max(map(len, printed[start : printed.index("too high")].splitlines())) <= 100
+
+
 def test_a_damaged_report_is_told(tmp_path: Path) -> None:
     with pytest.raises(RLHFError, match="M05"):
         verdict.print_verdict(tmp_path)

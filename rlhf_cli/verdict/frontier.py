@@ -19,13 +19,15 @@ def print_frontier(report: Mapping[str, Any]) -> None:
     picked = report.get("selected_step")
     cells = [_row(f"{row['step']}", row, f"{row['kl']:z.2f}", judge, others, "win_rate") for row in report["frontier"]]
     for point, row in zip(report["frontier"], cells, strict=True):
-        row.append("selected" if point["step"] == picked else "")
+        row.append("*" if point["step"] == picked else "")
     for row in report.get("best_of", []):
-        told = _row(f"SFT, best of {row['n']}", row, f"<= {row['kl_bound']:.2f}", judge, others, "win_rate_vs_sft")
+        told = _row(f"best of {row['n']}", row, f"<= {row['kl_bound']:.2f}", judge, others, "win_rate_vs_sft")
         cells.append([*told, ""])
     terminal.out()
     columns = ["update", "KL", *others, judge, f"win rate, {judge}", "at equal length", ""]
-    terminal.table(columns, cells, title="The frontier: PPO's policies along the way")
+    mark = "" if picked is None else " (*: selected)"
+    beside = ", and SFT's best of n" if report.get("best_of") else ""
+    terminal.table(columns, cells, title=f"The frontier: PPO's policies along the way{mark}{beside}")
     for line in _choice(report):
         terminal.out(line)
 
