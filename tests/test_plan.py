@@ -268,11 +268,18 @@ def test_the_chain_is_planned_before_any_of_it_ran(three: Path) -> None:
     assert list(told) == ["sft", "reward", "ppo", "eval"]
     assert told["ppo"]["parameters"]["policy"] == told["sft"]["parameters"]["policy"]
     assert told["eval"]["response_tokens"] == told["ppo"]["response_tokens"] == 24
-    short = found(".", "-s", "eval.frontier=false")["eval"]["phases"]
-    for one, other in zip(told["eval"]["phases"], short, strict=True):  # two policies twice; seven on the way to PPO's
-        assert one["flops"] / other["flops"] == pytest.approx((4 + 7) / 4, rel=0.01)
     assert found("ppo.yaml")["ppo"]["parameters"] == told["ppo"]["parameters"]  # by itself, with sft.yaml beside it
     assert not (three / "sft").exists()
+
+
+def test_policies_on_the_way_answer_too(three: Path) -> None:
+    """Beside two policies in two modes, seven snapshots in one: PPO's eighth is its result."""
+    (three / "eval.yaml").write_text(
+        "models: {sft: model}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, best_of: []}\n"
+    )
+    told, short = (found("eval.yaml", "-s", f"eval.frontier={on}")["eval"]["phases"] for on in ("true", "false"))
+    for one, other in zip(told, short, strict=True):
+        assert one["flops"] / other["flops"] == pytest.approx((4 + 7) / 4, rel=0.01)
 
 
 def test_fresh_weights_are_planned_without_them(three: Path) -> None:
