@@ -44,8 +44,8 @@ def _panel(axis: Any, judge: str, report: Mapping[str, Any]) -> None:
     # An estimate of a KL near 0 may be negative.
     along: list[Place] = [start, *((max(0.0, point["kl"]), point) for point in report["frontier"])]
     tried: list[Place] = [start, *((row["kl_bound"], row) for row in report.get("best_of", []))]
-    _line(axis, judge, along, "o-", BLUE, "PPO, along its updates")
     _line(axis, judge, tried, "s--", ORANGE, "SFT and its best of n, at its bound on KL")
+    _line(axis, judge, along, "o-", BLUE, "PPO, along its updates")
     for kl, point in along[1:]:
         if point["step"] == report.get("selected_step"):
             label = f"selected: update {point['step']}"
