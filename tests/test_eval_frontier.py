@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_cli import checkpoints, rows
 from rlhf_cli.models import tokenizers
+from rlhf_cli.stages.eval.answers import Answers
+from rlhf_cli.stages.eval.numbers import win_rates
 
 pytestmark = pytest.mark.training
 # The planted reward likes the letter e without end; the truth wants it to be half of a response.
@@ -136,6 +138,10 @@ def test_the_pick_of_some_prompts_is_good_on_others(planted: Path) -> None:
     golds = {point["step"]: point["judges"]["gold"]["mean"] for point in report["frontier"]}
     picked = report["selected_step"]
     assert golds[picked] == max(golds.values()) > 2 * golds[12], "it rises and falls"
+    for point in report["frontier"]:
+        told = point["judges"]["gold"]
+        assert told["from_best"] == pytest.approx(golds[point["step"]] - golds[picked])
+        assert told["from_best_ci95"][1] < 0 or (point["step"] == picked and told["from_best_ci95"] == [0, 0])
     assert report["selected"]["kl"] == next(point["kl"] for point in report["frontier"] if point["step"] == picked)
     assert report["selected"]["within_noise"] == [] and 0 <= report["selected"]["optimism"] < 0.02
     assert f"selected: update {picked}, by the highest mean of gold among 8 of 8 policies\n" in result.stdout
@@ -157,8 +163,8 @@ def test_the_best_within_a_bound_is_picked(planted: Path) -> None:
     assert 1 < len(near) < len(report["frontier"]) and report["selected_step"] == best["step"]
     rule = f"the highest mean of gold among {len(near)} of 8 policies with a KL of at most 4"
     assert report["selected"]["rule"] == rule and f"update {best['step']}, by {rule}\n" in result.stdout
-    result = rlhf("eval", "-c", planted / "eval.yaml", "--fresh", "-s", "eval.select={judge: same, kl_max: 1e-9}")
-    assert result.exit_code == 0, "the nearest is at the very start"
+    result = rlhf("eval", "-c", planted / "eval.yaml", "--fresh", "-s", "eval.select=same")
+    assert result.exit_code == 0, result.output
     report = json.loads((planted / "eval/report.json").read_text())
     kl = {point["step"]: point["kl"] for point in report["frontier"]}
     assert report["selected_step"] == min(kl, key=kl.__getitem__), "of equals the one with the smaller KL"
@@ -223,3 +229,20 @@ def test_marks_of_the_scale_are_round_and_stand_apart(end: float, marks: list[fl
     from rlhf_cli.stages.eval.figure import _ticks
 
     assert _ticks(end) == marks
+
+
+def test_lengths_of_the_answers_control_the_win_rate() -> None:
+    """A judge that counts tokens: at equal lengths nothing is left of ours, which are longer in nine of ten."""
+    theirs = [20 + row % 7 for row in range(100)]
+    ours = [length + (-1 if row % 10 == 0 else 1 + row % 5) for row, length in enumerate(theirs)]
+    both = [
+        Answers(
+            "m", "sampled", ["p"] * 100, ["r"] * 100, [True] * 100, lengths, {"long": [float(x) for x in lengths]}, None
+        )
+        for lengths in (ours, theirs)
+    ]
+    found = win_rates(*both, seed=0)["long"]
+    assert found["value"] == 0.9 and abs(found["length_controlled"] - 0.5) < 0.25
+    low, high = found["length_controlled_ci95"]
+    assert low < found["length_controlled"] < high
+    assert found["difference"] == pytest.approx(sum(ours) / 100 - sum(theirs) / 100)

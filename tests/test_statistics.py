@@ -83,22 +83,24 @@ def test_a_fit_of_two_lengths_by_hand() -> None:
     assert win_rate(better, [0.5] * 80)["value"] == pytest.approx(56 / 80) and found > 0.75
 
 
-def test_the_fit_is_the_maximum_of_likelihood_and_prior() -> None:
+@pytest.mark.parametrize("by_length", [False, True])
+def test_the_fit_is_the_maximum_of_likelihood_and_prior(by_length: bool) -> None:
     """Held against a search over a grid that knows nothing of Newton: log-likelihood, and a Cauchy of scale 2.5."""
-    ours, theirs = judged([0.9, 0.7, 0.6, 0.4, 0.8, 0.3] * 8, seed=3)
     longer = apart(48, 4, 6)
+    ours, theirs = judged([0.9, 0.7, 0.6, 0.4, 0.8, 0.3] * 8, seed=3)
+    if by_length:
+        ours = [float(d > 1) for d in longer]  # the slope grows as far as the prior lets it
     mean = sum(longer) / 48
     spread = math.sqrt(sum((d - mean) ** 2 for d in longer) / 48)
     xs = [math.tanh(d / spread) for d in longer]
 
     def worth(a: float, b: float) -> float:
-        fits = sum(
-            math.log(logistic(a + b * x) if won else 1 - logistic(a + b * x)) for x, won in zip(xs, ours, strict=True)
-        )
-        return fits - math.log(1 + (b / 2.5) ** 2)
+        chances = [logistic((a + b * x) * (1 if won else -1)) for x, won in zip(xs, ours, strict=True)]
+        return sum(map(math.log, chances)) - math.log(1 + (b / 2.5) ** 2)
 
-    grid = [(worth(a / 100, b / 20), a / 100) for a in range(-150, 250) for b in range(-40, 41)]
-    assert length_controlled(ours, theirs, longer)[0] == pytest.approx(logistic(max(grid)[1]), abs=0.003)
+    slopes = range(10, 200) if by_length else range(-20, 21)
+    grid = [(worth(a / 50, b / 10), a / 50) for a in range(-300, 75) for b in slopes]
+    assert length_controlled(ours, theirs, longer)[0] == pytest.approx(logistic(max(grid)[1]), abs=0.006)
 
 
 @pytest.mark.parametrize("seed", range(5))
