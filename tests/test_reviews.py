@@ -117,5 +117,5 @@ def test_the_chain_runs_in_small_and_its_frontier_is_drawn(run: Path) -> None:
     report = json.loads((run / "eval/report.json").read_text())
     assert 0 <= report["win_rate"]["ppo_vs_sft"]["critic"]["value"] <= 1
     assert 0 <= report["models"]["ppo"]["judges"]["critic"]["mean"] <= 1
-    assert report["frontier"][0]["step"] == 1 and report["best_of"][-1]["n"] == 2
+    assert report["frontier"][-1]["step"] >= 1 and report["best_of"][-1]["n"] == 2
     assert "</svg>" in (run / "eval/frontier.svg").read_text()
