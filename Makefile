@@ -33,7 +33,6 @@ reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews
 	test -e runs/reviews/data || $(VENV)/bin/python scripts/prepare_reviews.py "$(POS)" "$(NEG)" runs/reviews
 	$(RLHF) run runs/reviews
 	$(VENV)/bin/python runs/reviews/judge.py
-	$(VENV)/bin/python scripts/frontier.py runs/reviews --judge critic --figure runs/reviews/frontier.svg
 
 bench: $(VENV)/.installed-reviews $(PEER)/.installed ## PPO's speed and memory beside TRL's, about half an hour; SHARED=, or POS=good.txt NEG=bad.txt
 	$(VENV)/bin/python -m benchmarks.speed --out runs/bench --peer $(PEER)/bin/python --shared $(SHARED) \

@@ -381,7 +381,7 @@ MACHINE_AND_RUN = {
     "R06": Code(
         "requirement not met",
         1,
-        "A line of eval.require does not hold for this result.",
+        "A line of eval.require does not hold for this result, or no policy is within the bound of eval.select.",
         "The message gives the value and the bound.",
     ),
     "R07": Code(

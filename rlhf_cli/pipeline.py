@@ -75,7 +75,7 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
             # What the stage itself shows, and holds against its requirements, when it runs.
             verdict.print_verdict(config.folder)
             report = verdict.read_report(config.folder)
-            verdict.check_requirements(report, config.eval.require, where=config.where("eval.require"))
+            verdict.check_requirements(report, config.eval.require, where=config.where)
     return 0
 
 

@@ -1,9 +1,13 @@
 """Intervals for evaluation: plain numbers in, plain numbers out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 Z95 = 1.959963984540054  # standard normal quantile at 0.975
+CAUCHY = 2.5  # Gelman et al. 2008: few effects move log-odds by more than this
+RESAMPLES = 2000
+ROUNDS, SETTLED = 200, 1e-8  # of a fit; its rate then moves by less than this
 
 
 def wilson(wins: float, n: int) -> tuple[float, float]:
@@ -18,7 +22,7 @@ def wilson(wins: float, n: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
+def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
     """95 % bootstrap interval of the mean (BCa, Efron 1987), the same for the same seed.
 
     A constant sample has an interval of width 0.
@@ -38,11 +42,94 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = 2
 
 def win_rate(ours: Sequence[float], theirs: Sequence[float]) -> dict:
     """Share of rows where `ours` is above `theirs`, a tie counting half: {value, ci95, n, ties}."""
+    points = _points(ours, theirs)
+    n, won = len(points), sum(points)
+    return {"value": won / n, "ci95": list(wilson(won, n)), "n": n, "ties": points.count(0.5)}
+
+
+def _points(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """1 for a row that ours wins, 0.5 for a tie, 0 for one that it loses."""
     assert len(ours) == len(theirs) > 0
-    wins = sum(a > b for a, b in zip(ours, theirs, strict=True))
-    ties = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    n, points = len(ours), wins + 0.5 * ties
-    return {"value": points / n, "ci95": list(wilson(points, n)), "n": n, "ties": ties}
+    return [0.5 * ((a > b) + (a >= b)) for a, b in zip(ours, theirs, strict=True)]
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> dict[str, Any]:
+    """The mean of ours - theirs, row by row: {difference, difference_ci95}.
+
+    Paired: what makes a prompt easy or hard for both falls away, so the interval is narrower than those of the means.
+    """
+    gains = [a - b for a, b in zip(ours, theirs, strict=True)]
+    return {"difference": math.fsum(gains) / len(gains), "difference_ci95": list(bootstrap_mean(gains, seed=seed))}
+
+
+def length_controlled(
+    ours: Sequence[float], theirs: Sequence[float], longer: Sequence[float], *, seed: int = 0
+) -> tuple[float, tuple[float, float]]:
+    """The win rate that would be if no answer were longer than the other's, and its 95 % interval (paired bootstrap).
+
+    `longer` is by how much ours is the longer one, row by row. Dubois et al. 2024 (arXiv 2404.04475), section 3: the
+    preference is regressed on the length difference d, P(win) = logistic(a + b tanh(d / std d)), a tie counting half,
+    and d is then set to 0, which leaves logistic(a). Of their terms the one of a prompt's difficulty falls away: it
+    wants several models on the same prompts. They hold b back by an L1 penalty that cross-validation picks; here it is
+    Gelman et al.'s default prior (2008, Annals of Applied Statistics 2(4), sections 2-3: Cauchy of scale 2.5, fitted
+    by their EM), which has no draws of its own.
+
+    Where all differences are the same, or one side wins every row, lengths explain nothing: it is the plain rate, with
+    its Wilson interval.
+    """
+    import numpy as np
+    from scipy.special import expit
+
+    points, apart = _points(ours, theirs), np.asarray(longer, dtype=np.float64)
+    n, won = len(points), sum(points)
+    if np.ptp(apart) == 0 or won in (0, n):
+        return won / n, wilson(won, n)
+    # Rows of the same difference and result are one cell, and a resample is how often each cell was drawn.
+    (d, y), rows = np.unique(np.stack([apart, points]), axis=1, return_counts=True)
+    drawn = np.random.default_rng(seed).multinomial(n, rows / n, size=RESAMPLES)
+    counts = np.concatenate([rows[None], drawn]).astype(np.float64)
+    spread = np.sqrt(np.maximum(counts @ d**2 / n - (counts @ d / n) ** 2, 0.0))[:, None]
+    x = np.tanh(np.divide(d, spread, out=np.zeros_like(counts), where=spread > 0))
+    rates = expit(_logistic_intercept(x, y, counts))
+    low, high = np.quantile(rates[1:], [0.025, 0.975])
+    return float(rates[0]), (float(low), float(high))
+
+
+def _logistic_intercept(x: Any, y: Any, counts: Any) -> Any:
+    """a of P(y) = logistic(a + b x) in each row of `counts`, by Newton's steps; b has the prior of `CAUCHY`."""
+    import numpy as np
+    from scipy.special import expit
+
+    a, b = np.zeros(len(counts)), np.zeros(len(counts))
+    for _ in range(ROUNDS):
+        held = 2 / (CAUCHY**2 + b * b)  # EM: a Cauchy is a normal of unknown variance, here its inverse expected
+        p = expit(a[:, None] + b[:, None] * x)
+        off, weight = counts * (y - p), counts * p * (1 - p)
+        to_a, to_b = off.sum(1), (off * x).sum(1) - held * b
+        aa, ab, bb = weight.sum(1) + 1e-9, (weight * x).sum(1), (weight * x * x).sum(1) + held
+        step_a, step_b = (bb * to_a - ab * to_b) / (aa * bb - ab**2), (aa * to_b - ab * to_a) / (aa * bb - ab**2)
+        short = 2 / np.maximum(2, np.maximum(np.abs(step_a), np.abs(step_b)))  # a resample may be all wins
+        before = expit(a)
+        a, b = a + short * step_a, b + short * step_b
+        if np.abs(expit(a) - before).max() < SETTLED:
+            break
+    return a
+
+
+def optimism(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> float:
+    """How much the mean of the best of several flatters itself for being picked on the very rows that it is told on.
+
+    `scores`: each candidate's, row by row. Efron 1983 (JASA 78), the bootstrap's estimate of optimism: rows are drawn
+    anew, the best is picked by them, and its mean there is held against its mean over the rows that were there.
+    """
+    import numpy as np
+
+    table = np.asarray(list(scores.values()), dtype=np.float64)
+    n, means = table.shape[1], table.mean(axis=1)
+    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES) @ table.T / n
+    picked, best = drawn.argmax(axis=1), means.argmax()
+    # What the rows' best gains by the draw alone is 0 on the mean: taken off, little noise is left.
+    return float((drawn.max(axis=1) - drawn[:, best] + means[best] - means[picked]).mean())
 
 
 def best_of_n_kl(n: int) -> float:

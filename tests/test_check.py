@@ -55,6 +55,13 @@ def test_a_run_that_is_all_right(run_folder: Path) -> None:
     assert "not checked" not in result.stdout and not (run_folder / "sft").exists()
 
 
+def test_selecting_by_what_ppo_was_trained_on_is_warned_of(run_folder: Path) -> None:
+    replace("eval.yaml", "best_of: []", "best_of: [], select: reward")
+    result = check(".")
+    assert result.exit_code == 0 and result.stderr.count("warning[C18]: eval.yaml:2: eval.select: the reward") == 1
+    assert "hint: select by a judge that PPO never saw" in result.stderr
+
+
 @pytest.mark.training
 def test_a_run_looks_at_everything_first(run_folder: Path) -> None:
     """A fault of the third stage ends it before the first one."""

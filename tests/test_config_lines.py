@@ -388,3 +388,37 @@ def test_a_requirement_of_a_judge_that_is_not_there() -> None:
     message = only("eval", text)
     assert message.startswith("error[C17]: eval.yaml:4: eval.require: win_rate.ppo_vs_sft.mein.value names no judge")
     assert message.endswith("\nhint: did you mean mine?")
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("select: mein", "C17]: eval.yaml:4: eval.select: mein names no judge of this file\nhint: did you mean mine?"),
+        (
+            "select: {judge: zzzz}",
+            "C17]: eval.yaml:4: eval.select: zzzz names no judge of this file\nhint: there are mine",
+        ),
+        ("select: {judge: mine, kl_max: 0}", "C06]: eval.yaml:4: eval.select.kl_max: must be > 0, got 0"),
+        ("select: {judge: mine, kl: 3}", "C01]: eval.yaml:4: unknown key eval.select.kl"),
+        ("select: {kl_max: 3}", "C05]: eval.yaml:4: eval.select.judge is missing"),
+        ("select: ../x", "S03]: eval.yaml:4: eval.select: this is no plain name"),
+        ("{select: mine, frontier: false}", "C17]: eval.yaml:4: eval.select picks a policy of the frontier"),
+        ('require: {selected.kl: "< 9"}', "C17]: eval.yaml:4: eval.require: selected.kl needs eval.select"),
+        (
+            '{select: mine, require: {selected.win_rate.mein.value: "> 0"}}',
+            "C17]: eval.yaml:4: eval.require: selected.win_rate.mein.value names no judge",
+        ),
+    ],
+)
+def test_a_bad_choice_of_a_policy(section: str, said: str) -> None:
+    section = section if section.startswith("{") else f"{{{section}}}"
+    head = "data: {prompts: p}\njudges: {mine: 'a:b'}\nmodels: {reward: r}\n"
+    assert only("eval", f"{head}eval: {section}\n").startswith(f"error[{said}")
+
+
+def test_a_choice_is_a_name_or_a_name_and_a_bound() -> None:
+    head = "data: {prompts: p}\njudges: {mine: 'a:b'}\n"
+    for section, bound in (("mine", None), ("{judge: mine}", None), ("{judge: mine, kl_max: 8}", 8.0)):
+        Path("eval.yaml").write_text(f"{head}eval: {{select: {section}}}\n")
+        found = load("eval", Path("eval.yaml")).eval.selection
+        assert found is not None and (found.judge, found.kl_max) == ("mine", bound)

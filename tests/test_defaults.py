@@ -104,4 +104,4 @@ def test_the_reward_model_is_the_one_judge_unasked(tmp_path: Path) -> None:
 
 def test_nothing_is_required_of_a_result_unasked(tmp_path: Path) -> None:
     worst = {"win_rate": {"ppo_vs_sft": {"reward": {"value": 0.0}}}}
-    verdict.check_requirements(worst, eval_config(tmp_path).eval.require, where="eval.yaml")
+    verdict.check_requirements(worst, eval_config(tmp_path).eval.require, where=lambda key: "eval.yaml")

@@ -21,7 +21,7 @@ FLOORS = [
         "models.*",
         "data.*",
         "tracking",
-        "verdict",
+        "verdict.*",
         "explain",
         "ppo.advantages",
         "ppo.finite",

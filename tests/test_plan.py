@@ -272,6 +272,16 @@ def test_the_chain_is_planned_before_any_of_it_ran(three: Path) -> None:
     assert not (three / "sft").exists()
 
 
+def test_policies_on_the_way_answer_too(three: Path) -> None:
+    """Beside two policies in two modes, seven snapshots in one: PPO's eighth is its result."""
+    (three / "eval.yaml").write_text(
+        "models: {sft: model}\ndata: {prompts: prompts.jsonl}\neval: {n: 9, best_of: []}\n"
+    )
+    told, short = (found("eval.yaml", "-s", f"eval.frontier={on}")["eval"]["phases"] for on in ("true", "false"))
+    for one, other in zip(told, short, strict=True):
+        assert one["flops"] / other["flops"] == pytest.approx((4 + 7) / 4, rel=0.01)
+
+
 def test_fresh_weights_are_planned_without_them(three: Path) -> None:
     new = (
         "model: {new: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 3, num_attention_heads: 2, "

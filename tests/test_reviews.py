@@ -117,8 +117,5 @@ def test_the_chain_runs_in_small_and_its_frontier_is_drawn(run: Path) -> None:
     report = json.loads((run / "eval/report.json").read_text())
     assert 0 <= report["win_rate"]["ppo_vs_sft"]["critic"]["value"] <= 1
     assert 0 <= report["models"]["ppo"]["judges"]["critic"]["mean"] <= 1
-    program = [sys.executable, ROOT / "scripts/frontier.py", run, "--judge", "critic", "--figure", run / "frontier.svg"]
-    done = subprocess.run(list(map(str, program)), capture_output=True, text=True, check=True)
-    table = done.stdout.splitlines()
-    assert table[2].startswith("| PPO, update 1 |") and table[-1].startswith("| best of 2 | <= 0.19 |")
-    assert "</svg>" in (run / "frontier.svg").read_text()
+    assert report["frontier"][-1]["step"] >= 1 and report["best_of"][-1]["n"] == 2
+    assert "</svg>" in (run / "eval/frontier.svg").read_text()

@@ -339,7 +339,7 @@ def test_eval_report_by_its_own_samples(run_folder):
         and set(report["models"]) == {"sft", "ppo"}
         and set(report["greedy"]) == {"models", "win_rate"}
     )
-    assert len(samples) == 10 * (2 * 2 + 2)
+    assert len(samples) == 10 * (2 * 2 + 2) + 10 * (len(report["frontier"]) - 1)
     by = {(row["model"], row["mode"], row["index"]): row for row in samples}
     for judge in ("reward", "short"):
         gains = [by["ppo", "sampled", i]["scores"][judge] - by["sft", "sampled", i]["scores"][judge] for i in range(10)]

@@ -8,6 +8,7 @@ import pytest
 
 from rlhf_cli import verdict
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.verdict.words import deciding_judge
 
 
 def model(reward: float, gold: float, **more: Any) -> dict[str, Any]:
@@ -60,10 +61,10 @@ def test_models_best_of_and_win_rates_are_told_with_intervals(
     assert ["PPO", "1.700 [1.600, 1.800]", "5.25", "20.2", "100%", "0.850 [0.000, 1.000]"] in told
     assert ["SFT, near-greedy", "0.200 [0.100, 0.300]", "-", "20.2", "100%", "0.500 [0.000, 1.000]"] in told
     assert ["SFT, best of 4", "0.900 [0.800, 1.000]", "<= 0.64", "20.2", "100%", "0.600 [0.000, 1.000]"] in told
-    assert ["PPO over SFT", "reward", "0.950 [0.900, 1.000]", "1", "100"] in told
-    assert ["PPO over SFT", "gold", "0.875 [0.825, 0.925]", "12", "100"] in told
-    assert ["PPO over SFT, near-greedy", "gold", "0.700 [0.650, 0.750]", "3", "100"] in told
-    assert ["PPO over SFT's best of 4", "gold", "0.660 [0.610, 0.710]", "7", "100"] in told
+    assert ["PPO over SFT", "reward", "0.950 [0.900, 1.000]", "-", "1"] in told
+    assert ["PPO over SFT", "gold", "0.875 [0.825, 0.925]", "-", "12"] in told
+    assert ["PPO over SFT, near-greedy", "gold", "0.700 [0.650, 0.750]", "-", "3"] in told
+    assert ["PPO over SFT's best of 4", "gold", "0.660 [0.610, 0.710]", "-", "7"] in told
     assert ["noted: warning[R03]: no response ends"] in told
     assert told[-1] == [f"report: {tmp_path}/report.json"]
 
@@ -112,7 +113,7 @@ def test_pairs_are_picked_without_chance(gains: dict[int, float], picked: list[i
     ],
 )
 def test_the_judge_that_ppo_was_not_trained_on_decides(scores: dict[str, float], judge: str) -> None:
-    assert verdict._deciding_judge(scores) == judge
+    assert deciding_judge(scores) == judge
 
 
 def test_an_evaluation_of_near_greedy_answers_alone_has_its_pairs(
@@ -131,6 +132,32 @@ def test_what_a_model_writes_cannot_move_the_cursor(tmp_path: Path, capsys: pyte
     assert "[link=file:///etc/passwd]red" in said and "two\\nlines" in said
 
 
+def point(step: int, kl: float, gold: float, won: float) -> dict[str, Any]:
+    judges = model(1.0 + step / 10, gold)["judges"]
+    rates = {judge: {**rate(won, 0), "length_controlled": won - 0.1} for judge in judges}
+    return {"step": step, "kl": kl, "judges": judges, "win_rate": rates}
+
+
+def test_the_frontier_is_told_with_what_was_picked_and_how_sure_that_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = {**REPORT["best_of"][0], "win_rate_vs_sft": point(0, 0, 0, 0.6)["win_rate"]}
+    frontier = [point(10, -0.001, 0.4, 0.5), point(25, 11.812, 0.6, 0.7)]
+    chosen = {"judge": "gold", "rule": "the highest mean of gold among 2 of 2 policies", "optimism": 0.0042}
+    picked = {"selected_step": 25, "selected": {**chosen, "within_noise": [10]}}
+    verdict.print_verdict(write(tmp_path, {**REPORT, "best_of": [best], "frontier": frontier, **picked}, []))
+    printed = capsys.readouterr().out
+    told = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in printed.splitlines()]
+    assert ["update", "KL", "reward", "gold", "win rate, gold", "at equal length"] in told
+    assert ["10", "0.00", "2.000", "0.400 [0.000, 1.000]", "0.500 [0.450, 0.550]", "0.400"] in told
+    assert ["25", "11.81", "3.500", "0.600 [0.000, 1.000]", "0.700 [0.650, 0.750]", "0.600", "*"] in told
+    assert ["best of 4", "<= 0.64", "0.900", "0.600 [0.000, 1.000]", "0.600 [0.550, 0.650]", "0.500"] in told
+    assert "selected: update 25, by the highest mean of gold among 2 of 2 policies\n" in printed
+    assert "within noise of it: update 10 (paired" in printed and "too high by about 0.004\n" in printed
+    start = printed.index("The frontier")
+    assert max(map(len, printed[start : printed.index("too high")].splitlines())) <= 100
+
+
 def test_a_damaged_report_is_told(tmp_path: Path) -> None:
     with pytest.raises(RLHFError, match="M05"):
         verdict.print_verdict(tmp_path)
@@ -144,13 +171,13 @@ GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.875
 
 @pytest.mark.parametrize("condition", [">= 0.875", "<=0.875", "> 0.87", "< 0.88", "== 0.875", " >= 8.7e-1 "])
 def test_requirements_that_hold(condition: str) -> None:
-    verdict.check_requirements(REPORT, {GOLD: condition}, where="eval.yaml:9")
+    verdict.check_requirements(REPORT, {GOLD: condition}, where=lambda key: "eval.yaml:9")
 
 
 @pytest.mark.parametrize("condition", [">= 0.876", "<= 0.874", "> 0.875", "< 0.875", "== 0.87"])
 def test_requirements_that_do_not_hold(condition: str) -> None:
     with pytest.raises(RLHFError) as caught:
-        verdict.check_requirements(REPORT, {GOLD: condition}, where="eval.yaml:9")
+        verdict.check_requirements(REPORT, {GOLD: condition}, where=lambda key: "eval.yaml:9")
     assert str(caught.value) == f"error[R06]: eval.yaml:9: {GOLD} is 0.875, required {condition}"
     assert caught.value.exit_code == 1
 
@@ -158,7 +185,7 @@ def test_requirements_that_do_not_hold(condition: str) -> None:
 def test_every_requirement_that_fails_has_its_line() -> None:
     require = {GOLD: ">= 0.9", "models.ppo.kl": "<= 6", "models.nobody.kl": "<= 6", "models.ppo": "> 0"}
     with pytest.raises(RLHFError) as caught:
-        verdict.check_requirements(REPORT, require, where="eval.yaml:9")
+        verdict.check_requirements(REPORT, require, where=lambda key: "eval.yaml:9")
     assert [problem.text for problem in caught.value.problems] == [
         f"{GOLD} is 0.875, required >= 0.9",
         "models.nobody.kl is no number of the report",

@@ -149,6 +149,7 @@ class Trial:
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
             of_eval.functions(config)
+        of_eval.warn_of_selection(config)
         scorers, own = self._scorers(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():

@@ -34,6 +34,7 @@ from rlhf_cli.checkpoints.states import (
     seal_state,
     state_at,
     state_steps,
+    whole_states,
 )
 from rlhf_cli.errors import shown
 
@@ -68,5 +69,6 @@ __all__ = [
     "state_steps",
     "usable",
     "versions",
+    "whole_states",
     "write_json",
 ]

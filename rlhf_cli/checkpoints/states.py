@@ -95,9 +95,27 @@ def latest_state(folder: Path) -> Path | None:
         passed_over.append((path, problem))
     instead = f"resuming from {found.name}" if found else "starting from the beginning"
     for path, problem in passed_over:
-        what = f"is damaged: {problem}" if (path / MANIFEST).exists() else f"was not finished: it has no {MANIFEST}"
-        terminal.warn("M05", f"{shown(path)} {what}; {instead}")
+        _warn_of(path, problem, instead)
     return found
+
+
+def whole_states(folder: Path, *, instead: str) -> dict[int, Path]:
+    """The states of `folder` that verify, hash by hash, by step. Warns (M05) about the others: `instead` of one, what.
+
+    Raises RLHFError M05 as `latest_state` does.
+    """
+    found = {}
+    for path in _states(folder):
+        if problem := _problem(path):
+            _warn_of(path, problem, instead)
+        else:
+            found[_step(path)] = path
+    return found
+
+
+def _warn_of(path: Path, problem: str, instead: str) -> None:
+    what = f"is damaged: {problem}" if (path / MANIFEST).exists() else f"was not finished: it has no {MANIFEST}"
+    terminal.warn("M05", f"{shown(path)} {what}; {instead}")
 
 
 def newest_step(folder: Path) -> int | None:

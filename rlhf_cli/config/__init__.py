@@ -2,7 +2,7 @@
 
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.load import keys, load, schema, takes
-from rlhf_cli.config.stages import CONFIGS, EvalConfig, PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.config.stages import CONFIGS, EvalConfig, PPOConfig, RewardConfig, Select, SFTConfig
 from rlhf_cli.config.which import stage_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "PPOConfig",
     "RewardConfig",
     "SFTConfig",
+    "Select",
     "keys",
     "load",
     "schema",

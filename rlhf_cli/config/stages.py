@@ -394,6 +394,20 @@ def _comparison(text: str) -> str:
     return text
 
 
+class Select(Section):
+    """How a policy of the frontier is picked."""
+
+    judge: Name = Field(description="The judge whose mean is to be highest; best one that PPO was not trained on.")
+    kl_max: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Nats from the SFT model that the policy may be away at most; none: any distance. "
+            "[`pytest tests/test_eval_frontier.py::test_the_best_within_a_bound_is_picked`]"
+        ),
+    )
+
+
 class EvalSettings(Section):
     """How the models are compared."""
 
@@ -418,6 +432,20 @@ class EvalSettings(Section):
         description=(
             "The SFT model's best of n answers by the reward: what PPO has to beat. An empty list leaves it out. "
             "[`pytest tests/test_defaults.py::test_the_best_of_eight_is_over_a_nat_away`]"
+        ),
+    )
+    frontier: bool = Field(
+        True,
+        description=(
+            "Whether PPO's snapshots answer too, a round of sampled answers each: what was won and lost on the way. "
+            "[`pytest tests/test_eval_frontier.py::test_the_frontier_is_each_snapshot_alone`]"
+        ),
+    )
+    select: Name | Select | None = Field(
+        None,
+        description=(
+            "Picks a policy of the frontier: the name of a judge, or {judge, kl_max}; the highest mean wins, and the "
+            "smaller KL among equals. [`pytest tests/test_eval_frontier.py::test_nothing_is_picked_unasked`]"
         ),
     )
     temperature: float | None = Field(
@@ -448,6 +476,31 @@ class EvalSettings(Section):
                 "C17", "the report's headline is of sampled answers", {"hint": "add sampled to modes"}
             )
         return self
+
+    @property
+    def selection(self) -> Select | None:
+        """`select` in full."""
+        return Select(judge=self.select) if isinstance(self.select, str) else self.select
+
+    @model_validator(mode="after")
+    def _selected_of_something(self) -> Self:
+        if self.select is not None and not self.frontier:
+            hint = "set eval.frontier: true, or take eval.select out"
+            text = "eval.select picks a policy of the frontier"
+            raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": "select"})
+        asked = next((key for key in self.require if key.split(".")[0] in ("selected", "selected_step")), None)
+        if asked is not None and self.select is None:
+            context = {"text": f"eval.require: {asked} needs eval.select", "key": "require"}
+            raise PydanticCustomError("C17", "{text}", {**context, "hint": "set eval.select to the name of a judge"})
+        return self
+
+
+def _judge_of(required: str) -> str | None:
+    """The judge that a key of `eval.require` names."""
+    match required.removeprefix("greedy.").split("."):
+        case ["win_rate", _, judge, *_] | ["selected", "win_rate" | "judges", judge, *_]:
+            return judge
+    return None
 
 
 class EvalConfig(Config):
@@ -482,16 +535,17 @@ class EvalConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _required_judges_are_there(self) -> Self:
+    def _named_judges_are_there(self) -> Self:
         judges = {"reward", *self.judges} if self.models.reward else set(self.judges)
-        for key in self.eval.require:
-            section, *rest = key.removeprefix("greedy.").split(".")
-            judge = rest[1] if section == "win_rate" and len(rest) > 1 else None
+        named = [("eval.require", key, _judge_of(key)) for key in self.eval.require]
+        if self.eval.selection:
+            named.append(("eval.select", self.eval.selection.judge, self.eval.selection.judge))
+        for place, key, judge in named:
             if judge is not None and judge not in judges:
                 near = nearest(judge, judges)
-                hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(judges))}"
-                text = f"eval.require: {key} names no judge of this file"
-                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": "eval.require"})
+                hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(judges)) or 'none'}"
+                text = f"{place}: {key} names no judge of this file"
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": place})
         return self
 
     def sources(self) -> dict[str, Source]:

@@ -1,11 +1,12 @@
 """What `rlhf eval` starts from."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli import config as configs
-from rlhf_cli import data
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig
 from rlhf_cli.config.paths import FUNCTION
@@ -46,6 +47,37 @@ def sampling(config: EvalConfig, settings: PPOSettings | None, path: Path, stop:
             hint="set eval.temperature and eval.response_length",
         )
     return Sampling(temperature, length, stop)
+
+
+@dataclass(frozen=True)
+class Trail:
+    """The way that PPO went: the step of the finished policy, and the snapshots of other steps."""
+
+    step: int | None = None
+    snapshots: Mapping[int, Path] = field(default_factory=dict)
+    missing: str | None = None  # why nothing is known of the way, though it is asked for
+
+
+def trail(config: EvalConfig, ppo: Parent) -> Trail:
+    """The way to the policy that PPO left, where `eval.frontier` asks for it. Warns (M05) of damaged snapshots."""
+    if not config.eval.frontier:
+        return Trail()
+    if ppo.stage != "ppo":
+        return Trail(missing=f"{shown(ppo.path)} is no folder that our PPO wrote")
+    folder = ppo.path / "snapshots"
+    whole = checkpoints.whole_states(folder, instead="the frontier leaves it out")
+    if not whole:
+        return Trail(missing=f"{shown(folder)} holds no policy on the way")
+    step = ppo.manifest["step"]
+    return Trail(step, {other: path for other, path in whole.items() if other != step})
+
+
+def warn_of_selection(config: EvalConfig) -> None:
+    """Warns (C18) where a policy is to be picked by what it was trained to please."""
+    if config.eval.selection and config.eval.selection.judge == "reward":
+        text = "eval.select: the reward is what PPO was trained on, and rises on while the quality falls"
+        hint = "select by a judge that PPO never saw (Gao et al. 2023, arXiv 2210.10760); docs/frontier.md tells why"
+        terminal.warn("C18", text, where=config.where("eval.select"), hint=hint)
 
 
 def read(config: EvalConfig, tokenizer: Any, body: Any, response_length: int) -> data.Rows[data.Prompt]:

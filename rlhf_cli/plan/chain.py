@@ -88,11 +88,20 @@ class Chain:
 
     def settings(self, config: EvalConfig) -> PPOSettings | None:
         """The settings of the policy that is evaluated, where a stage of ours made it or will."""
+        policy = self._trainer(config)
+        return policy.ppo if policy else None
+
+    def snapshots(self, config: EvalConfig) -> int:
+        """How many policies on the way are evaluated beside PPO's last one: its best one may come on top."""
+        policy = self._trainer(config)
+        return max(0, policy.output.snapshots - 1) if policy and config.eval.frontier else 0
+
+    def _trainer(self, config: EvalConfig) -> PPOConfig | None:
         folder = Path(config.models.ppo)
         if (folder / "manifest.json").exists():
-            return load("ppo", folder / "config.yaml").ppo
+            return load("ppo", folder / "config.yaml")
         maker = self._maker(folder)
-        return maker.ppo if isinstance(maker, PPOConfig) else None
+        return maker if isinstance(maker, PPOConfig) else None
 
     def lengths(self, config: Config, start: Start) -> Lengths:
         """Tokens of the longest rows. Raises RLHFError D01-D14, C13, C17."""

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
@@ -41,7 +42,9 @@ def of(config: Config, chain: Chain, mode: str) -> Estimate:
     starts = {use.key: chain.start(config, use.key) for use in machine.uses(config)}
     first = next(iter(starts.values()))
     lengths = chain.lengths(config, first)
-    estimates: dict[str, Callable[..., Found]] = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _eval}
+    estimates: dict[str, Callable[..., Found]] = {"sft": _sft, "reward": _reward, "ppo": _ppo}
+    if isinstance(config, EvalConfig):
+        estimates["eval"] = partial(_eval, snapshots=chain.snapshots(config))
     models, phases, steps = estimates[config.stage](config, {k: s.body for k, s in starts.items()}, lengths, mode)
     text = first.body.get_text_config()
     mode = "full" if isinstance(config, EvalConfig) else mode  # what is evaluated is loaded whole
@@ -85,11 +88,11 @@ def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str)
     return count, phases, settings.num_updates(prompts)
 
 
-def _eval(config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
+def _eval(config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, *, snapshots: int) -> Found:
     section, ours, uses = config.models, config.eval, machine.uses(config)
     policies = {u.key: _causal(config, u.key, bodies, section) for u in uses if u.role == "policy"}
     judges = {u.key: _scorer(config, u.key, bodies, section) for u in uses if u.role == "judge"}
-    rounds = (len(policies) + bool(section.base)) * len(ours.modes) + max(ours.best_of, default=0)
+    rounds = (len(policies) + bool(section.base)) * len(ours.modes) + snapshots + max(ours.best_of, default=0)
     phases = memory.evaluation(
         [*policies.values()], [*judges.values()], ours.per_device_batch_size, ours.n * rounds, lengths
     )

@@ -7,7 +7,7 @@ from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import machine, models
 from rlhf_cli.models import loading
-from rlhf_cli.stages.eval import answers, report
+from rlhf_cli.stages.eval import answers, figure, report
 
 
 def run(config: EvalConfig, options: Options) -> None:
@@ -23,7 +23,7 @@ def run(config: EvalConfig, options: Options) -> None:
         fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
         checkpoints.finish(config, identity, parents=parents, fields=fields)
     verdict.print_verdict(config.folder)
-    verdict.check_requirements(found, config.eval.require, where=config.where("eval.require"))
+    verdict.check_requirements(found, config.eval.require, where=config.where)
 
 
 def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoints.Parent]) -> dict[str, Any]:
@@ -37,8 +37,12 @@ def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoin
     prompts = inputs.read(config, tokenizer, body, sampling.response_length)[: config.eval.n]
     if len(prompts) < config.eval.n:
         terminal.say(f"eval     {len(prompts)} held-out prompts (eval.n asks for {config.eval.n})")
-    judged = answers.collect(config, options, parents, tokenizer, prompts, sampling)
-    found = report.build(config, judged, len(prompts), sampling, parents)
+    inputs.warn_of_selection(config)
+    trail = inputs.trail(config, ppo)
+    judged = answers.collect(config, options, parents, tokenizer, prompts, sampling, trail)
+    found = report.build(config, judged, len(prompts), sampling, parents, trail)
+    if "frontier" in found:
+        figure.draw(found, config.folder / "frontier.svg")
     rows.write_jsonl(config.folder / "samples.jsonl", report.sample_rows(judged))
     checkpoints.write_json(config.folder / "report.json", found)
     return found

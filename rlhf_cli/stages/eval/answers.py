@@ -1,6 +1,6 @@
 """Responses of the policies to held-out prompts, and what every judge says of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ Judge = Callable[[list[str], list[str], Rollout], list[float]]
 class Answers:
     """One policy's responses to all prompts in one mode, judged."""
 
-    model: str  # sft, ppo, base, or best_of_N
+    model: str  # sft, ppo, base, best_of_N, or ppo_step_NNNNNN for a snapshot
     mode: str  # sampled or greedy
     prompts: list[str]
     responses: list[str]
@@ -35,6 +35,7 @@ class Answers:
     lengths: list[int]
     scores: dict[str, list[float]]  # judge -> score of each row
     kl: list[float] | None  # nats, sum over the response; None for near-greedy responses
+    step: int | None = None  # PPO's updates up to this policy, where it is a point of the frontier
 
 
 def collect(
@@ -44,29 +45,56 @@ def collect(
     tokenizer: Any,
     prompts: list[data.Prompt],
     how: inputs.Sampling,
+    trail: inputs.Trail,
 ) -> list[Answers]:
-    """Everything generated and scored: each policy in each mode, then best-of-n of the SFT policy."""
+    """Everything generated and scored: each policy in each mode, PPO's snapshots, then best-of-n of the SFT policy.
+
+    Beside the SFT policy one other is in memory at a time.
+    """
     writing = models.Writing(parents["models.sft"], tokenizer, how.stop_token_id, prompts)
     desk = _Desk(config, tokenizer, prompts, how, _judges(config, options, parents, writing))
-    names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
-    rounds = len(names) * len(config.eval.modes) + max(config.eval.best_of, default=0)
+    asked, draws = _asked(config, parents, trail), max(config.eval.best_of, default=0)
     found: list[Answers] = []
+    best: list[Answers] = []
 
-    def policy(name: str) -> Any:
-        return models.causal(config, options, parents[f"models.{name}"], tokenizer).to(loading.device()).eval()
+    def load(parent: Parent) -> Any:
+        return models.causal(config, options, parent, tokenizer).to(loading.device()).eval()
 
-    sft = policy("sft")
-    with terminal.Progress("eval", rounds, "round") as bar:
-        for name in names:
-            asked = sft if name == "sft" else policy(name)
-            for mode in config.eval.modes:
-                found.append(desk.answer(name, mode, asked, sft))
-                bar.advance(note=f"{name} {mode}")
-        draws = []
-        for draw in range(max(config.eval.best_of, default=0)):
-            draws.append(desk.answer("sft", "sampled", sft, sft, draw=draw + 1))
+    sft = load(parents["models.sft"])
+    with terminal.Progress("eval", sum(len(each.modes) for each in asked) + draws, "round") as bar:
+
+        def ask(policy: Any, each: _Asked) -> None:
+            for mode in each.modes:
+                found.append(replace(desk.answer(each.name, mode, policy, sft), step=each.step))
+                bar.advance(note=f"{each.name} {mode}")
+
+        for each in asked:
+            ask(sft if each.name == "sft" else load(each.parent), each)
+        for draw in range(draws):
+            best.append(desk.answer("sft", "sampled", sft, sft, draw=draw + 1))
             bar.advance(note=f"best of {draw + 1}")
-    return found + [best_of(draws[:n]) for n in config.eval.best_of]
+    return found + [best_of(best[:n]) for n in config.eval.best_of]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A policy, and how it is asked."""
+
+    name: str
+    parent: Parent
+    modes: Sequence[str]
+    step: int | None = None
+
+
+def _asked(config: EvalConfig, parents: Mapping[str, Parent], trail: inputs.Trail) -> list[_Asked]:
+    names = [name for name in ("base", "sft", "ppo") if f"models.{name}" in parents]
+    found = [
+        _Asked(name, parents[f"models.{name}"], config.eval.modes, trail.step if name == "ppo" else None)
+        for name in names
+    ]
+    for step, path in trail.snapshots.items():
+        found.append(_Asked(f"ppo_{path.name}", replace(parents["models.ppo"], model=path), ["sampled"], step))
+    return found
 
 
 def _judges(

@@ -6,19 +6,20 @@ from typing import Any
 from rlhf_cli import statistics, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig
-from rlhf_cli.inputs.eval import Sampling
-from rlhf_cli.stages.eval import reward_cards
+from rlhf_cli.inputs.eval import Sampling, Trail
+from rlhf_cli.stages.eval import frontier, reward_cards
 from rlhf_cli.stages.eval.answers import Answers
+from rlhf_cli.stages.eval.numbers import describe, win_rates
 
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
 
 
 def build(
-    config: EvalConfig, judged: list[Answers], n: int, how: Sampling, parents: Mapping[str, Parent]
+    config: EvalConfig, judged: list[Answers], n: int, how: Sampling, parents: Mapping[str, Parent], trail: Trail
 ) -> dict[str, Any]:
     """The report as docs describe it; a key without a value is absent. Warns R10-R12 as the reward's card does."""
     by_mode = {
-        mode: {a.model: a for a in judged if a.mode == mode and not a.model.startswith("best_of")}
+        mode: {a.model: a for a in judged if a.mode == mode and f"models.{a.model}" in parents}
         for mode in config.eval.modes
     }
     draws = [answers for answers in judged if answers.model.startswith("best_of")]
@@ -28,6 +29,11 @@ def build(
         found["greedy"] = _section(by_mode["greedy"], config.seed)
     if draws:
         found["best_of"] = [_best_of(answers, by_mode["sampled"], config.seed) for answers in draws]
+    if trail.missing:
+        found["no_frontier"] = trail.missing
+    elif config.eval.frontier:
+        points = [each for each in judged if each.step is not None and each.mode == "sampled"]
+        found |= frontier.section(points, by_mode["sampled"]["sft"], config.eval.selection, config.seed)
     found |= reward_cards.section(parents)
     return found | {"warnings": terminal.warnings_said()}
 
@@ -36,40 +42,17 @@ def _section(answers: dict[str, Answers], seed: int) -> dict[str, Any]:
     pairs = [(one, other) for one, other in PAIRS if one in answers and other in answers]
     return {
         "models": {name: describe(found, seed) for name, found in answers.items()},
-        "win_rate": {f"{one}_vs_{other}": win_rates(answers[one], answers[other]) for one, other in pairs},
+        "win_rate": {f"{one}_vs_{other}": win_rates(answers[one], answers[other], seed) for one, other in pairs},
     }
-
-
-def describe(answers: Answers, seed: int) -> dict[str, Any]:
-    """One model's means over prompts."""
-    rows, judges = len(answers.responses), {}
-    for judge, scores in answers.scores.items():
-        judges[judge] = {"mean": _mean(scores), "ci95": list(statistics.bootstrap_mean(scores, seed=seed))}
-    found: dict[str, Any] = {}
-    if "reward" in judges:
-        found |= {"reward_mean": judges["reward"]["mean"], "reward_ci95": judges["reward"]["ci95"]}
-    if answers.kl is not None:
-        found |= {"kl": _mean(answers.kl), "kl_ci95": list(statistics.bootstrap_mean(answers.kl, seed=seed))}
-    return found | {
-        "response_length_mean": _mean(answers.lengths),
-        "eos_fraction": sum(answers.ended) / rows,
-        "distinct_fraction": len(set(answers.responses)) / rows,
-        "judges": judges,
-    }
-
-
-def win_rates(ours: Answers, theirs: Answers) -> dict[str, Any]:
-    """Per judge, how often our response to a prompt scores above theirs to the same one; a tie counts half."""
-    return {judge: statistics.win_rate(ours.scores[judge], theirs.scores[judge]) for judge in ours.scores}
 
 
 def _best_of(answers: Answers, sampled: dict[str, Answers], seed: int) -> dict[str, Any]:
     n = int(answers.model.removeprefix("best_of_"))
     found = {"n": n, "kl_bound": statistics.best_of_n_kl(n), **describe(answers, seed)}
     if "sft" in sampled:
-        found["win_rate_vs_sft"] = win_rates(answers, sampled["sft"])
+        found["win_rate_vs_sft"] = win_rates(answers, sampled["sft"], seed)
     if "ppo" in sampled:
-        found["ppo_win_rate"] = win_rates(sampled["ppo"], answers)
+        found["ppo_win_rate"] = win_rates(sampled["ppo"], answers, seed)
     return found
 
 
@@ -89,7 +72,3 @@ def sample_rows(judged: list[Answers]) -> Iterator[dict[str, Any]]:
                 **kl,
                 "scores": {judge: scores[row] for judge, scores in answers.scores.items()},
             }
-
-
-def _mean(values: list) -> float:
-    return sum(values) / len(values)

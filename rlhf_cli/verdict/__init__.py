@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.reward_card import print_card
 from rlhf_cli.rows import read_jsonl
+from rlhf_cli.verdict.frontier import print_frontier
+from rlhf_cli.verdict.words import deciding_judge, interval
 
 QUANTILES = (0.25, 0.5, 0.75)
 COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
@@ -27,10 +29,12 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def print_verdict(eval_folder: Path) -> None:
-    """Print an eval folder: models and best-of-n, win rates, three pairs of answers before and after, warnings."""
+    """Print an eval folder: models and best-of-n, win rates, the frontier and what was picked of it, three pairs of
+    answers before and after, warnings."""
     report = read_report(eval_folder)
     _print_models(report)
     _print_win_rates(report)
+    print_frontier(report)
     if (eval_folder / "samples.jsonl").is_file():
         _print_pairs([row for _, row in read_jsonl(eval_folder / "samples.jsonl")])
     if "reward_model" in report:
@@ -43,12 +47,19 @@ def print_verdict(eval_folder: Path) -> None:
     terminal.out(f"report: {shown(eval_folder / 'report.json')}")
 
 
-def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *, where: str) -> None:
+def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *, where: Callable[[str], str]) -> None:
     """Hold a report against `eval.require`: {dotted key of the report: comparison with a number, as ">= 0.6"}.
 
-    Raises R06 with a problem for each line that does not hold, or whose key is no number of the report.
+    Raises R06 with a problem for each line that does not hold, or whose key is no number of the report; and where
+    `eval.select` found no policy within its bound. `where` gives the place of a key of the config.
     """
     problems = []
+    if "selected" in report and "selected_step" not in report:
+        nearest = min(point["kl"] for point in report["frontier"])
+        text = f"eval.select finds nothing: {report['selected']['rule']}, the nearest has {nearest:.4g} nats"
+        hint = "raise kl_max, keep more snapshots (output.snapshots in ppo.yaml), or raise ppo.kl_coef"
+        problems.append(Problem("R06", text, where("eval.select"), hint))
+    place = where("eval.require")
     for key, condition in require.items():
         match = re.fullmatch(r"\s*(>=|<=|==|>|<)\s*(\S+)\s*", condition)
         assert match, "the config checks the form of a requirement"
@@ -57,9 +68,9 @@ def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *,
             value = value.get(part) if isinstance(value, dict) else None
         if not isinstance(value, int | float) or isinstance(value, bool):
             hint = f"report.json holds {', '.join(report)}"
-            problems.append(Problem("R06", f"{key} is no number of the report", where, hint))
+            problems.append(Problem("R06", f"{key} is no number of the report", place, hint))
         elif not COMPARISONS[match[1]](value, float(match[2])):
-            problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", where))
+            problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", place))
     if problems:
         raise RLHFError.of(problems)
 
@@ -85,8 +96,8 @@ def _label(model: str) -> str:
 
 def _model_row(name: str, row: Mapping[str, Any], judges: Sequence[str], kl: str = "{:.2f}") -> list[str]:
     distance = kl.format(row["kl"]) if row.get("kl") is not None else "-"
-    told = [_interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges]
-    reward = _interval(row["reward_mean"], row.get("reward_ci95")) if "reward_mean" in row else "-"
+    told = [interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges]
+    reward = interval(row["reward_mean"], row.get("reward_ci95")) if "reward_mean" in row else "-"
     return [name, reward, distance, f"{row['response_length_mean']:.1f}", f"{row['eos_fraction']:.0%}", *told]
 
 
@@ -101,12 +112,22 @@ def _print_win_rates(report: Mapping[str, Any]) -> None:
     for row in report.get("best_of", []):
         found += [(f"PPO over SFT's best of {row['n']}", *item) for item in row.get("ppo_win_rate", {}).items()]
     rows = [
-        [pair, judge, _interval(rate["value"], rate.get("ci95")) + _undecided(rate), f"{rate['ties']}", f"{rate['n']}"]
+        [
+            pair,
+            judge,
+            interval(rate["value"], rate.get("ci95")) + _undecided(rate),
+            _controlled(rate),
+            f"{rate['ties']}",
+        ]
         for pair, judge, rate in found
     ]
     if rows:
         terminal.out()
-        terminal.table(["win rate", "judge", "value", "ties", "prompts"], rows)
+        terminal.table(["win rate", "judge", "value", "at equal length", "ties"], rows)
+
+
+def _controlled(rate: Mapping[str, Any]) -> str:
+    return f"{rate['length_controlled']:.3f}" if "length_controlled" in rate else "-"
 
 
 def _win_rates(mode: str, section: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
@@ -117,10 +138,6 @@ def _win_rates(mode: str, section: Mapping[str, Any]) -> list[tuple[str, str, di
     return rates
 
 
-def _interval(value: float, bounds: Sequence[float] | None) -> str:
-    return f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else f"{value:.3f}"
-
-
 def _print_pairs(samples: Sequence[Mapping[str, Any]]) -> None:
     """Three prompts with both policies' answers: a usual loss, the middle, and a usual win, never the best ones."""
     mode = "sampled" if any(row["mode"] == "sampled" for row in samples) else "greedy"
@@ -128,7 +145,7 @@ def _print_pairs(samples: Sequence[Mapping[str, Any]]) -> None:
     both = sorted(answers["sft"].keys() & answers["ppo"].keys())
     if not both:
         return
-    judge = _deciding_judge(answers["sft"][both[0]]["scores"])
+    judge = deciding_judge(answers["sft"][both[0]]["scores"])
     picked = pick(
         {index: answers["ppo"][index]["scores"][judge] - answers["sft"][index]["scores"][judge] for index in both}
     )
@@ -146,11 +163,6 @@ def _print_pairs(samples: Sequence[Mapping[str, Any]]) -> None:
 
 def _by_index(samples: Sequence[Mapping[str, Any]], name: str, mode: str) -> dict[int, Mapping[str, Any]]:
     return {row["index"]: row for row in samples if row["model"] == name and row["mode"] == mode}
-
-
-def _deciding_judge(scores: Mapping[str, float]) -> str:
-    """`gold` where there is one, else a judge that PPO was not trained on, else the reward model."""
-    return min(scores, key=lambda name: (name != "gold", name == "reward"))
 
 
 def pick(gains: Mapping[int, float]) -> list[int]:

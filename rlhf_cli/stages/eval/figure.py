@@ -1,0 +1,89 @@
+"""The figure of the frontier: what every judge says over KL, for PPO along its updates and SFT's best of n."""
+
+import io
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.checkpoints.files import write_text
+
+BLUE, ORANGE = "#1f5fa8", "#d1660a"
+TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000)
+Place = tuple[float, Mapping[str, Any]]  # KL, and what judges say there
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Write `path` as SVG: a panel a judge, its mean with interval over KL on a square-root scale.
+
+    So Gao et al. 2023 (arXiv 2210.10760, section 3) draw over-optimisation: what is trained on rises with the square
+    root of KL, the true quality rises and falls.
+    """
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells that it looks for fonts
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    judges = list(report["models"]["sft"]["judges"])
+    with matplotlib.rc_context({"svg.hashsalt": "rlhf"}):  # the same report is the same file
+        figure = Figure(figsize=(0.8 + 4.4 * len(judges), 4.0), layout="constrained")
+        axes = figure.subplots(1, len(judges), squeeze=False)[0]
+        for axis, judge in zip(axes, judges, strict=True):
+            _panel(axis, judge, report)
+        handles, labels = axes[0].get_legend_handles_labels()
+        columns = len(labels) if len(judges) > 1 else 1
+        handles, labels = handles[::-1], labels[::-1]  # PPO first
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+        picture = io.StringIO()
+        figure.savefig(picture, format="svg", metadata={"Date": None})
+    write_text(path, picture.getvalue())
+
+
+def _panel(axis: Any, judge: str, report: Mapping[str, Any]) -> None:
+    start: Place = (0.0, report["models"]["sft"])
+    # An estimate of a KL near 0 may be negative.
+    along: list[Place] = [start, *((max(0.0, point["kl"]), point) for point in report["frontier"])]
+    tried: list[Place] = [start, *((row["kl_bound"], row) for row in report.get("best_of", []))]
+    _line(axis, judge, tried, "s--", ORANGE, "SFT and its best of n, at its bound on KL")
+    _line(axis, judge, along, "o-", BLUE, "PPO, along its updates")
+    for kl, point in along[1:]:
+        if point["step"] == report.get("selected_step"):
+            label = f"selected: update {point['step']}"
+            axis.plot(kl, point["judges"][judge]["mean"], "o", ms=13, fillstyle="none", color="black", label=label)
+    farthest = max(kl for kl, _ in along + tried) or 1.0
+    axis.set_xscale("function", functions=(_root, _square))
+    end = 1.07 * farthest
+    axis.set_xlim(-end / 800, end)
+    axis.set_xticks(_ticks(end), [f"{tick:g}" for tick in _ticks(end)])
+    axis.set(xlabel="KL from SFT, nats an answer (square-root scale)", title=judge)
+    axis.grid(alpha=0.3)
+
+
+def _line(axis: Any, judge: str, places: Sequence[Place], style: str, color: str, label: str) -> None:
+    told = [row["judges"][judge] for _, row in places]
+    means = [each["mean"] for each in told]
+    errors = [[abs(each["ci95"][side] - each["mean"]) for each in told] for side in (0, 1)]
+    kl = [kl for kl, _ in places]
+    axis.errorbar(kl, means, yerr=errors, fmt=style, color=color, capsize=2, linewidth=1.2, markersize=4, label=label)
+
+
+def _ticks(end: float) -> list[float]:
+    """Round numbers that stand apart on the scale."""
+    found = [0.0]
+    for tick in TICKS:
+        if tick <= end and math.sqrt(tick) - math.sqrt(found[-1]) > 0.07 * math.sqrt(end):
+            found.append(tick)
+    return found
+
+
+def _root(values: Any) -> Any:
+    """The square root, continued to the left of 0, where the axis begins."""
+    import numpy as np
+
+    return np.sign(values) * np.sqrt(np.abs(values))
+
+
+def _square(values: Any) -> Any:
+    import numpy as np
+
+    return np.sign(values) * np.square(values)
