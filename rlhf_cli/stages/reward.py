@@ -13,7 +13,7 @@ from rlhf_cli import checkpoints, data, reward_card, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, RewardConfig
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.inputs import machine, models
+from rlhf_cli.inputs import adapters, machine, models
 from rlhf_cli.inputs import reward as inputs
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.records import Prompts, right_pad
@@ -53,7 +53,7 @@ def run(config: RewardConfig, options: Options) -> None:
     scale = {}
     if config.reward.normalize == "sft":
         scale = normalise(config, scorer, sampled(config, options, parent, tokenizer, rows))
-        scorer.config.save_pretrained(config.folder / "model")
+        loading.save_config(scorer, config.folder / "model")
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
         "metrics": {name: card[name] for name in HEADLINE} if card else {},
@@ -69,14 +69,13 @@ def run(config: RewardConfig, options: Options) -> None:
 
 
 def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
-    """Tokenizer and scorer before training. Raises RLHFError C17, M01-M03, M06-M08, T05."""
+    """Tokenizer and scorer before training. Raises RLHFError C07, C17, M01-M03, M06-M08, T05."""
     given = models.tokenizer(config, options, parent)
     set_seed(config.seed)  # the fresh head is drawn here
     model = models.scorer_to_train(config, options, parent, given)
     inputs.check_body(config, loading.read_config(parent.model, options.trust_remote_code))
     tokenizer = inputs.tokenizer(config, given, parent.stage)
-    loading.fit_embeddings(model, tokenizer)
-    return tokenizer, model
+    return tokenizer, adapters.to_train(config, parent, model, tokenizer)
 
 
 def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:

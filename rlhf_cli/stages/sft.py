@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import trl
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import set_seed
 
@@ -17,7 +18,7 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, SFTConfig
 from rlhf_cli.errors import RLHFError, placed, shown
-from rlhf_cli.inputs import machine, models
+from rlhf_cli.inputs import adapters, machine, models
 from rlhf_cli.inputs import sft as inputs
 from rlhf_cli.inputs.sft import IGNORED
 from rlhf_cli.models import loading, tokenizers
@@ -33,7 +34,7 @@ class SFTTrainer(trl_training.PlainTrainer, trl.SFTTrainer):
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         if self.args.device.type == "cpu" and not self.aux_loss_enabled:
-            _score_by_own_head(self.model)
+            _score_by_own_head(self.model.get_base_model() if is_peft_model(self.model) else self.model)
 
 
 def _score_by_own_head(model: Any) -> None:
@@ -93,7 +94,8 @@ def run(config: SFTConfig, options: Options) -> None:
 def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
     """Tokenizer and model before training, with a pad token that is nothing else.
 
-    Raises RLHFError C01, C06, C07, C13 and C17 for model.new, M01 and M06-M08 for model.path.
+    Raises RLHFError C01, C06, C07, C13 and C17 for model.new, M01 and M06-M08 for model.path, C07 and C17 for
+    model.adapters.
     """
     new, parent = config.model.new, parents.get("model.path")
     given = model = None
@@ -109,8 +111,7 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
         with placed(config.where("model.new")):
             attention = config.model.attn_implementation
             model = loading.new_causal(new.config_fields(), tokenizer, attn_implementation=attention)
-    loading.fit_embeddings(model, tokenizer)
-    return tokenizer, model
+    return tokenizer, adapters.to_train(config, parent, model, tokenizer)
 
 
 def read(config: SFTConfig, tokenizer: Any, body: Any, strategy: str | None) -> tuple[Rows, Rows]:

@@ -74,7 +74,7 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "seed": config.seed,
         "max_steps": ours.max_steps or -1,
         "warmup_steps": ours.warmup_steps if ours.warmup_steps is not None else ours.warmup_ratio,  # below 1: a share
-        "bf16": loading.can_use("bfloat16") and (gpu if ours.bf16 is None else ours.bf16),
+        "bf16": loading.computes_in_bf16(ours.bf16),
         "use_cpu": not gpu,
         "dataloader_pin_memory": gpu,
         "logging_steps": ours.logging_steps,
