@@ -128,8 +128,9 @@ def open_parent(
     """The finished stage folder, plain Hugging Face folder or cached hub id that `path` names.
 
     Raises M01 where there is nothing to load, M04 for an adapter that no stage made, or whose base is gone or another
-    by now, M10 for a stage that is unfinished, damaged, or not one of `expect`. A plain folder is taken as it is (stage "foreign"): whether it fits is for the stage to find
-    out. Unless `hashed` its files are not read, which takes long for a large model, and its sha256 is "".
+    by now, M10 for a stage that is unfinished, damaged, or not one of `expect`. A plain folder is taken as it is (stage
+    "foreign"): whether it fits is for the stage to find out. Unless `hashed` its files are not read, which takes long
+    for a large model, and its sha256 is "".
     """
     folder = Path(path)
     if not os.path.exists(folder):  # Path.exists raises for a name that is too long
@@ -195,9 +196,9 @@ def _base(folder: Path, stage: str, told: Mapping[str, Any], key: str, where: st
     base = open_parent(str(place), expect=("sft", "ppo"), key=key, where=where, hashed=hashed)
     if base.sha256 and base.sha256 != told["sha256"]:
         then, now = _short(told["sha256"]), _short(base.sha256)
-        text = f"{shown(folder)} holds an adapter, and its base {shown(place)} has changed since ({then} then, {now} now)"
+        changed = f"its base {shown(place)} has changed since ({then} then, {now} now)"
         hint = f"bring the old base back, or train on the new one: {_command(stage, folder)} --fresh"
-        raise RLHFError("M04", text, hint=hint)
+        raise RLHFError("M04", f"{shown(folder)} holds an adapter, and {changed}", hint=hint)
     return base
 
 

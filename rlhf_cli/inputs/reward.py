@@ -10,7 +10,10 @@ from rlhf_cli.models import loading, tokenizers
 
 
 def tokenizer(config: RewardConfig, given: Any, parent_stage: str) -> Any:
-    """The tokenizer as training has it: `given`, that of model.path, with a pad of its own. Raises RLHFError C17, T05."""
+    """The tokenizer as training has it: `given`, that of model.path, with a pad of its own.
+
+    Raises RLHFError C17, T05.
+    """
     template, before = tokenizers.template_sha256(given), len(given)
     if config.model.chat_template is not None:
         tokenizers.set_chat_template(given, config.model.chat_template)

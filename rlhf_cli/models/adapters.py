@@ -108,6 +108,8 @@ def _pack(model: Any, *, bf16: bool) -> None:
         packed = bnb.nn.Linear4bit(width, height, layer.bias is not None, compute, True, "nf4", device="meta")
         packed.weight = bnb.nn.Params4bit(weight.contiguous(), False, quant_type="nf4", compress_statistics=True)
         packed.bias = layer.bias
+        # Else an evaluation on some CPUs rounds the scales to bfloat16, and a run that resumes behind it would not.
+        packed.support_avx512bf16_for_cpu = False
         setattr(owner, name, packed.to(device))
     model.is_loaded_in_4bit = True  # what peft asks
 
