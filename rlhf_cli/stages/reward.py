@@ -1,5 +1,6 @@
 """`rlhf reward`: a one-label head on the SFT model, trained on pairs by TRL's RewardTrainer on our tokens."""
 
+import gc
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,11 @@ def run(config: RewardConfig, options: Options) -> None:
     stop = data.stop_token_id(tokenizer)
     rows, eval_rows = read(config, tokenizer, model.config)
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows), config, "reward")
-    scorer = saved_scorer(config, options, model, tokenizer, readme(config, parent, len(rows), steps))
+    loading.set_special_ids(model, tokenizer, stop)
+    loading.save_model(model, tokenizer, config.folder / "model", readme(config, parent, len(rows), steps))
+    del model
+    gc.collect()  # it is read again
+    scorer = saved_scorer(config, options)
     card = report_card(config, scorer, tokenizer, eval_rows)
     scale = {}
     if config.reward.normalize == "sft":
@@ -109,10 +114,8 @@ def make_trainer(config: RewardConfig, model: Any, tokenizer: Any, rows: Rows, e
     )
 
 
-def saved_scorer(config: RewardConfig, options: Options, model: Any, tokenizer: Any, text: str) -> Any:
-    """Write model/ and read it again: what is measured from here on is what a reader of the folder gets."""
-    loading.set_special_ids(model, tokenizer, data.stop_token_id(tokenizer))
-    loading.save_model(model, tokenizer, config.folder / "model", text)
+def saved_scorer(config: RewardConfig, options: Options) -> Any:
+    """What was written to model/: what is measured from here on is what a reader of the folder gets."""
     scorer = loading.load_scorer(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
     return scorer.to(loading.device()).eval().requires_grad_(False)
 

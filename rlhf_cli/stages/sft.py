@@ -1,6 +1,7 @@
 """`rlhf sft`: a causal model, from a folder or from fresh weights, fine-tuned by TRL's SFTTrainer on our tokens."""
 
 import functools
+import gc
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,8 @@ def run(config: SFTConfig, options: Options) -> None:
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy), config, "sft")
     loading.set_special_ids(model, tokenizer, stop)
     loading.save_model(model, tokenizer, config.folder / "model", card(config, parents, len(rows), steps))
+    del model
+    gc.collect()  # it is read again
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
         "metrics": headline(config, options, eval_rows, tokenizer.pad_token_id) if eval_rows else {},
