@@ -64,7 +64,7 @@ def _warn_of_formats(config: Any) -> None:
 def adapters_of(config: Config) -> str | None:
     """The kind of adapters that a stage trains; None where whole models are trained."""
     ours = config.model.adapters if isinstance(config, SFTConfig | RewardConfig) else None
-    return ours and ours.kind
+    return ours.kind if ours else None
 
 
 def _check_disk(config: Config, trained: int) -> None:

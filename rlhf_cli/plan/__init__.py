@@ -33,8 +33,9 @@ def run(
 ) -> None:
     """Print what each stage takes, and what to change where it does not fit.
 
-    `mode`: as if all were trained so, whatever the configs say; `prompt`: tokens of the longest prompt, where the data is not to be read; `flops`: operations a second of another
-    machine. Raises RLHFError as `rlhf check` does, and C07 for an unknown mode.
+    `mode`: as if all were trained so, whatever the configs say; `prompt`: tokens of the longest prompt, where the data
+    is not to be read; `flops`: operations a second of another machine. Raises RLHFError as `rlhf check` does, and C07
+    for an unknown mode.
     """
     if mode is not None and mode not in MODES:
         near = nearest(mode, MODES)
