@@ -229,4 +229,4 @@ def readme(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
             "\n\nThe raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the SFT "
             "model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`."
         )
-    return trl_training.card("reward-model", text)
+    return trl_training.card(config, "reward-model", text)

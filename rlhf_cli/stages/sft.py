@@ -195,6 +195,7 @@ def card(config: SFTConfig, parents: Mapping[str, Parent], rows: int, steps: int
     ours = config.sft
     loss = "the answers alone" if ours.completion_only_loss else "whole rows"
     return trl_training.card(
+        config,
         "sft",
         f"A causal language model, fine-tuned from {origin} on {rows} rows of {Path(config.data.train).name}: "
         f"{steps} steps, learning rate {ours.learning_rate:g}, loss on {loss}.",

@@ -240,7 +240,15 @@ def name_of(parent: Parent) -> str:
     return parent.hub or (f"the {parent.stage} stage" if parent.stage != checkpoints.FOREIGN else parent.path.name)
 
 
-def card(stage: str, text: str) -> str:
+def card(config: SFTConfig | RewardConfig, tag: str, text: str) -> str:
     """A model card: what the model is, and with what it was made."""
+    ours, library = config.model.adapters, "transformers"
+    if ours:
+        library = "peft"
+        text += (
+            f"\n\nThese are adapters alone ({'LoRA' if ours.kind == 'lora' else 'QLoRA'}, rank {ours.r}, alpha "
+            f"{ours.lora_alpha}): they belong beside the weights that they were trained on, which "
+            "`adapter_config.json` names."
+        )
     made = f"Made by rlhf-cli {__version__} with TRL {trl.__version__} and transformers {transformers.__version__}."
-    return f"---\nlibrary_name: transformers\ntags: [rlhf-cli, {stage}]\n---\n\n{text}\n\n{made}\n"
+    return f"---\nlibrary_name: {library}\ntags: [rlhf-cli, {tag}]\n---\n\n{text}\n\n{made}\n"
