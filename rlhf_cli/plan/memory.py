@@ -90,8 +90,9 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
     if mode != "full":
         modes.prepare(models.policy, models.ref, models.value, models.rewards.values(), mode)
         adapters = default.adamw({"policy": models.policy, "value": models.value}, once)
+    rate: Any = _NoSchedule()
     with Tally([], vocabulary):  # to share layers, models are compared
-        trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, adapters, num_updates=1)
+        trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, adapters, rate)
     if adapters:
         modes.freeze(models.value)  # all of a value model learns, as the trainer knows it
     optimizer = trainer.optimizer
@@ -122,6 +123,13 @@ class _NoEngine:
 
     def generate(self, prompts: Any) -> Any:
         raise AssertionError("nothing is written on meta tensors")
+
+
+class _NoSchedule:
+    """Stands where a trainer expects a schedule; transformers' own bring in peft, which takes over a second."""
+
+    def step(self) -> None:
+        """The learning rate stays: it takes no memory."""
 
 
 def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths) -> Phase:
