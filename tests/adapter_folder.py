@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from bad_inputs import rlhf
 
+from rlhf_cli.models import loading
+
 SFT = """model: {path: BASE, adapters: {kind: lora, r: 4}}
 data: {train: rows.jsonl, eval: rows.jsonl}
 sft: {max_length: 64, max_steps: 12, learning_rate: 1e-2, logging_steps: 3, eval_steps: 5}
@@ -37,6 +39,16 @@ def write(folder: Path, world: Any, *, base: str = "model", parent: str = "sft")
     for stage, text in texts.items():
         (folder / f"{stage}.yaml").write_text(text)
     return folder
+
+
+def widen(folder: Path, world: Any) -> None:
+    """The base anew, with layers that 4 bits can hold: rows of 64 and 128."""
+    import torch
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = loading.new_causal({**sizes, "initializer_range": 0.1, "max_position_embeddings": 128}, world.tokenizer())
+    loading.save_model(model, world.tokenizer(), folder / "model", "A wider base model.")
 
 
 def run(folder: Path, stage: str, *arguments: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_folder import run, write
+from adapter_folder import run, widen, write
 from bad_inputs import refused, replace, rlhf, warned
 from conftest import World
 from safetensors.torch import load_file
@@ -126,6 +126,7 @@ KINDS = ("{kind: lora, r: 4}", "{kind: qlora, r: 4}", "{kind: lora, r: 4, use_do
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_and_the_head_learn_and_nothing_else(world: World, tmp_path: Path, stage: str, kind: str) -> None:
     folder = write(tmp_path / "run", world, parent="model")
+    widen(folder, world)
     trainer = trainer_of(folder, stage, f"model.adapters={kind}")
     model = trainer.model
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -145,6 +146,7 @@ def test_adapters_and_the_head_learn_and_nothing_else(world: World, tmp_path: Pa
 
 def test_target_modules_choose_the_layers(world: World, tmp_path: Path) -> None:
     folder = write(tmp_path / "run", world)
+    widen(folder, world)
     told = "model.adapters={kind: qlora, r: 3, lora_alpha: 5, use_rslora: true, target_modules: [q_proj, v_proj]}"
     model = trainer_of(folder, "sft", told).model
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
@@ -177,6 +179,7 @@ def test_e02_4_bits_learn_and_a_cpu_is_called_slow(
 ) -> None:
     """E02: it works, and the loss goes down."""
     monkeypatch.chdir(write(tmp_path / "run", world))
+    widen(Path(), world)
     replace("sft.yaml", "kind: lora", "kind: qlora")
     result = rlhf("sft", "-s", "sft.max_steps=24")
     where = ("weights in 4 bits work on", "slowly", "hint: lora is faster")
@@ -185,6 +188,21 @@ def test_e02_4_bits_learn_and_a_cpu_is_called_slow(
     assert losses[-1] < 0.7 * losses[0]
     manifest = json.loads(Path("sft/manifest.json").read_text())
     assert manifest["versions"]["bitsandbytes"] and sizes(Path("sft")) < 60_000
+
+
+def test_4_bits_hold_the_sum_of_base_and_adapter(adapters_copy: Path) -> None:
+    """Packed as one: added to a base in 4 bits, a small adapter would be rounded away."""
+    import bitsandbytes as bnb
+
+    trainer = trainer_of(adapters_copy, "reward", "model.adapters.kind=qlora")
+    layer = trainer.model.get_base_model().model.layers[0].mlp
+    packed = layer.down_proj.base_layer.weight
+    opened = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
+    both, base = (loading.load_causal(name).model.layers[0].mlp for name in ("sft/model", "model"))
+    away = (opened - both.down_proj.weight).norm() / opened.norm()
+    assert away < 0.11 < (opened - base.down_proj.weight).norm() / opened.norm()
+    # Rows of 32, which bitsandbytes would read wrongly on a CPU, stay as they are.
+    assert torch.equal(layer.up_proj.base_layer.weight, both.up_proj.weight)
 
 
 def test_other_families_go_through_sft_and_reward(

@@ -8,7 +8,9 @@ from adapter_folder import run, write
 from bad_inputs import check, refused, replace, rlhf
 from conftest import World
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from rlhf_cli.cli import app
 from rlhf_cli.config import load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import loading
@@ -34,6 +36,8 @@ def test_m04_the_base_has_changed_since(adapters_copy: Path) -> None:
     save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, "model/model.safetensors", {"format": "pt"})
     says = ("sft holds an adapter, and its base model has changed since (", "hint: bring the old base back, or train")
     assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says)
+    told = CliRunner().invoke(app, ["run", ".", "--dry-run"])  # which makes it all again
+    assert told.exit_code == 0 and "stale: model.path: other weights" in told.stdout
 
 
 def test_m04_the_sft_stage_below_a_reward_adapter_was_made_anew(adapters_copy: Path) -> None:
@@ -104,6 +108,18 @@ def test_c17_adapters_beside_fresh_weights(world: World, tmp_path: Path) -> None
     with pytest.raises(RLHFError, match="adapters needs trained weights") as caught:
         load("sft", folder / "sft.yaml", [new])
     assert caught.value.problems[0].code == "C17"
+
+
+def test_c17_a_model_of_which_4_bits_can_hold_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write(tmp_path / "run", world))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = loading.new_causal(sizes, world.tokenizer())
+    loading.save_model(model, world.tokenizer(), Path("model"), "A narrow base model.")
+    says = ("4 bits hold layers of a width that 64 divides, and the model has none", "hint: set it to lora")
+    result = rlhf("sft", "-s", "model.adapters.kind=qlora")
+    assert result.exit_code == 2 and "error[C17]" in result.stderr and all(text in result.stderr for text in says)
 
 
 def test_c17_a_template_with_tokens_that_adapters_would_not_train(adapters_copy: Path) -> None:

@@ -15,7 +15,8 @@ KEY = "model.adapters.target_modules"
 def to_train(config: SFTConfig | RewardConfig, parent: Parent | None, model: Any, tokenizer: Any) -> Any:
     """A model ready for training: with embeddings for all tokens, and with the adapters that the config asks for.
 
-    `parent` is what it was loaded from. Raises RLHFError C07 for layers that it does not have.
+    `parent` is what it was loaded from. Raises RLHFError C07 for layers that it does not have, C17 where it cannot
+    be held in 4 bits.
     """
     ours = config.model.adapters
     if ours is None:
@@ -23,10 +24,10 @@ def to_train(config: SFTConfig | RewardConfig, parent: Parent | None, model: Any
         return model
     assert parent is not None, "model.new takes no adapters"
     base = parent.hub or Path(os.path.relpath(parent.model, config.folder / "model")).as_posix()
-    settings = config.sft if isinstance(config, SFTConfig) else config.reward
-    bf16 = loading.computes_in_bf16(settings.bf16)
+    bf16 = loading.computes_in_bf16((config.sft if isinstance(config, SFTConfig) else config.reward).bf16)
+    how = {"rows": len(tokenizer), "base": base, "revision": parent.revision, "device": loading.device(), "bf16": bf16}
     with placed(config.where(KEY)):
-        return adapters.put_on(model, ours, rows=len(tokenizer), base=base, revision=parent.revision, bf16=bf16)
+        return adapters.put_on(model, ours, **how)
 
 
 def check_targets(config: SFTConfig | RewardConfig, body: Any) -> None:

@@ -22,6 +22,9 @@ from rlhf_cli.errors import RLHFError, nearest, shown
 
 # What an adapter's file decides of the sum. Nothing else in it is believed: peft would import modules that it names.
 DECIDES = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
+# Weights of 4 bits that share a scale. Where rows are no multiple of it, bitsandbytes 0.50 reads them wrongly on a CPU,
+# by a fifth to a half of their size, and says nothing.
+BLOCK = 64
 # What training adds to the base's config.
 CARRIED = ("pad_token_id", "reward_mean", "reward_std")
 
@@ -31,18 +34,21 @@ def are_on(model: Any) -> bool:
     return type(model).__module__.startswith("peft.")
 
 
-def put_on(model: Any, ours: Adapters, *, rows: int, base: str, revision: str | None, bf16: bool) -> Any:
+def put_on(
+    model: Any, ours: Adapters, *, rows: int, base: str, revision: str | None, device: torch.device, bf16: bool
+) -> Any:
     """The model with adapters that learn, a new classifier's head too, and nothing else.
 
-    `rows` are the tokens that it must have embeddings for, `base` the name under which its weights will be found.
-    Raises RLHFError C07 for targets that it does not have.
+    `rows` are the tokens that it must have embeddings for, `base` the name under which its weights will be found,
+    `device` and `bf16` where and in what it will be trained.
+    Raises RLHFError C07 for targets that it does not have, C17 where 4 bits can hold none of its layers.
     """
     from peft import LoraConfig, get_peft_model
 
     targets = targets_of(model, ours)
     grow(model, rows)
     if ours.kind == "qlora":
-        _pack(model, bf16=bf16)
+        _pack(model, device, torch.bfloat16 if bf16 else torch.float32)
     names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
     task = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
     settings = LoraConfig(task_type=task, target_modules=targets, **{name: getattr(ours, name) for name in names})
@@ -80,6 +86,11 @@ def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
                 yield owner, name, layer
 
 
+def can_pack(layer: Any) -> bool:
+    """Whether 4 bits can hold a linear layer."""
+    return (layer.nx if isinstance(layer, Conv1D) else layer.in_features) % BLOCK == 0
+
+
 def grow(model: Any, rows: int) -> None:
     """Embeddings for `rows` tokens: new ones, which nothing trains, are the mean of the others, whoever makes them."""
     before = model.get_input_embeddings().weight.shape[0]
@@ -92,17 +103,19 @@ def grow(model: Any, rows: int) -> None:
                 weight.data[before:] = weight.data[:before].mean(0)
 
 
-def _pack(model: Any, *, bf16: bool) -> None:
-    """Hold the body's linear layers in 4 bits, on the device where they will be used.
+def _pack(model: Any, device: torch.device, compute: torch.dtype) -> None:
+    """Hold the body's linear layers in 4 bits on a device, but narrow ones, and multiply in `compute`.
 
-    Not by from_pretrained: what is packed may itself be a sum of base and adapters, which 4 bits would swallow if they
-    were added one after the other.
+    Not by from_pretrained: what is packed may itself be a sum of base and adapter, and 4 bits would swallow an adapter
+    that is added to them.
     """
     import bitsandbytes as bnb
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    compute = torch.bfloat16 if bf16 else torch.float32
-    for owner, name, layer in linear_layers(model):
+    layers = [(owner, name, layer) for owner, name, layer in linear_layers(model) if can_pack(layer)]
+    if not layers:
+        text = f"model.adapters.kind: 4 bits hold layers of a width that {BLOCK} divides, and the model has none"
+        raise RLHFError("C17", text, hint="set it to lora")
+    for owner, name, layer in layers:
         weight = layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
         height, width = weight.shape
         packed = bnb.nn.Linear4bit(width, height, layer.bias is not None, compute, True, "nf4", device="meta")

@@ -13,7 +13,6 @@ from rlhf_cli.plan.tally import META
 Mode = Literal["full", "lora", "qlora", "one-base"]
 MODES: tuple[str, ...] = get_args(Mode)
 STANDARD = Adapters(kind="lora")
-BLOCK = 64  # weights of 4 bits that share a float32 scale: bitsandbytes' NF4
 
 
 class Adapted(nn.Module):
@@ -36,7 +35,7 @@ class Packed(nn.Module):
         super().__init__()
         count = shape[0] * shape[1]
         self.packed = nn.Buffer(torch.empty(-(-count // 2), dtype=torch.uint8, device=META))
-        self.scales = nn.Buffer(torch.empty(-(-count // BLOCK), device=META))
+        self.scales = nn.Buffer(torch.empty(-(-count // adapters.BLOCK), device=META))
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,13 +75,13 @@ def prepare(policy: Any, ref: Any, value: nn.Module, rewards: Iterable[Any], mod
 def adapt(model: Any, mode: str, ours: Adapters = STANDARD) -> None:
     """Put adapters beside linear layers of the body, and let nothing else learn but a one-label head.
 
-    `qlora`: all of its linear layers are packed.
+    `qlora`: all of its linear layers are packed that can be.
     """
     layers = list(adapters.linear_layers(model)) if hasattr(model, "base_model") else []  # a head alone has none
     targets = adapters.targets_of(model, ours) if layers else []
     for owner, name, layer in layers:
         width, height = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
-        base = Packed((width, height)) if mode == "qlora" else layer
+        base = Packed((width, height)) if mode == "qlora" and adapters.can_pack(layer) else layer
         setattr(owner, name, Adapted(base, width, height, ours.r) if name in targets else base)
     freeze(model)
 
