@@ -378,8 +378,10 @@ def test_neither_library_is_imported_by_what_reads_whole_models(adapters_run: Pa
 def test_memory_is_counted_through_adapters(adapters_copy: Path) -> None:
     """E03 counts what is trained once, what stands still too, and of an adapter the base below it."""
     from rlhf_cli.inputs import machine
+    from rlhf_cli.preferences.facts import count_parameters
 
     numbers = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
     for stage, counts in (("sft", (0, numbers)), ("reward", (0, numbers)), ("ppo", (2 * numbers, 2 * numbers))):
         config = load(stage, adapters_copy / f"{stage}.yaml")
         assert machine._counts(config, checkpoints.open_parents(config)) == counts
+    assert count_parameters(adapters_copy / "reward/model") == numbers

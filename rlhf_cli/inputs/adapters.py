@@ -24,10 +24,10 @@ def to_train(config: SFTConfig | RewardConfig, parent: Parent | None, model: Any
         return model
     assert parent is not None, "model.new takes no adapters"
     base = parent.hub or Path(os.path.relpath(parent.model, config.folder / "model")).as_posix()
-    bf16 = loading.computes_in_bf16((config.sft if isinstance(config, SFTConfig) else config.reward).bf16)
-    how = {"rows": len(tokenizer), "base": base, "revision": parent.revision, "device": loading.device(), "bf16": bf16}
+    device, settings = loading.device(), config.sft if isinstance(config, SFTConfig) else config.reward
+    bf16, rows = loading.computes_in_bf16(settings.bf16), len(tokenizer)
     with placed(config.where(KEY)):
-        return adapters.put_on(model, ours, **how)
+        return adapters.put_on(model, ours, rows=rows, base=base, revision=parent.revision, device=device, bf16=bf16)
 
 
 def check_targets(config: SFTConfig | RewardConfig, body: Any) -> None:
