@@ -223,13 +223,13 @@ def plan(
     assignments: Trailing = None,
     set_: Set = None,
     mode: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--mode",
             metavar="MODE",
-            help="full, lora, qlora or one-base: the stages train full weights, the others are for comparison.",
+            help="full, lora, qlora or one-base, for comparison; without it, SFT and reward as model.adapters says.",
         ),
-    ] = "full",
+    ] = None,
     prompt: Annotated[
         int | None,
         typer.Option("--prompt-length", metavar="N", min=1, help="Tokens of the longest prompt; no data is read then."),

@@ -269,8 +269,8 @@ TOKENS_AND_MODELS = {
     "M04": Code(
         "adapter without its base",
         2,
-        "The folder holds an adapter alone; the message names the base model that it wants.",
-        "Bring the base model, merge the two, and name the merged model.",
+        "The folder holds an adapter that no stage made, or one whose base model is not there or has changed since.",
+        "Bring the base model back; an adapter of others is merged into it first, and the merged model named.",
     ),
     "M05": Code(
         "damaged checkpoint",

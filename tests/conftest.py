@@ -13,6 +13,7 @@ import yaml
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are slower than one
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub but one that it started
 
+from adapter_folder import adapters_copy, adapters_run  # noqa: F401  (fixtures of the tests of adapters)
 from damage_chain import chain, make_chain, other_chain  # noqa: F401  (fixtures of the tests of damages)
 from damages import summary
 from ppo_folder import origin, run_folder  # noqa: F401  (fixtures of the stage tests)

@@ -68,6 +68,7 @@ def test_the_codes_are_those_of_the_table_and_ours() -> None:
         "R10",
         "R11",
         "R12",
+        "R13",
         "C17",
         "C18",
     }

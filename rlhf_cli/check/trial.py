@@ -13,8 +13,8 @@ from rlhf_cli.check.static import Stage
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import placed, shown
+from rlhf_cli.inputs import adapters, limits, machine, models, reward_cards
 from rlhf_cli.inputs import eval as of_eval
-from rlhf_cli.inputs import limits, machine, models, reward_cards
 from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.inputs import reward as of_reward
 from rlhf_cli.inputs import sft as of_sft
@@ -60,6 +60,7 @@ class Trial:
                 body = of_sft.new_body(config, config.model.new.tokenizer.vocab_size)
                 tokenizer = self._new_tokenizer(stage)
             elif start and start.tokenizer and body:
+                adapters.check_targets(config, body)
                 loading.check_ids(body.get_text_config().vocab_size, start.tokenizer, config.where("model.path"))
                 tokenizer = of_sft.tokenizer(config, start.tokenizer)
         if "data.train" in stage.data:
@@ -96,6 +97,7 @@ class Trial:
         with self.report.collecting():
             if start and body is not None:
                 of_reward.check_body(config, body)
+                adapters.check_targets(config, body)
             if start and start.tokenizer:
                 tokenizer = of_reward.tokenizer(config, start.tokenizer, start.parent.stage)
         rows, held_out = (

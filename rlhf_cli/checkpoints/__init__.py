@@ -1,5 +1,6 @@
 """What stages leave on disk for one another: manifests, parents, states to resume from. Torch-free."""
 
+from rlhf_cli.checkpoints.adapters import MERGED, SETTINGS, WEIGHTS, base_of
 from rlhf_cli.checkpoints.cost import Cost
 from rlhf_cli.checkpoints.files import file_sha256, write_json
 from rlhf_cli.checkpoints.locks import release
@@ -40,10 +41,14 @@ from rlhf_cli.errors import shown
 
 __all__ = [
     "FOREIGN",
+    "MERGED",
+    "SETTINGS",
+    "WEIGHTS",
     "Cost",
     "Parent",
     "Reference",
     "Status",
+    "base_of",
     "begin",
     "check_same_tokenizer",
     "commit_state",

@@ -57,6 +57,16 @@ def model_sha256(files: Mapping[str, Mapping[str, Any]], prefix: str = "model/")
     return total.hexdigest()
 
 
+def cached_model(name: str, revision: str | None) -> Path | None:
+    """The folder of a hub id in the local cache; None where it is not there, or the name is no id."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
 def json_sha256(value: object) -> str:
     """The sha256 of a JSON-able value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

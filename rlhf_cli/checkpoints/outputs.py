@@ -16,6 +16,7 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from rlhf_cli import __version__, sources, terminal
+from rlhf_cli.checkpoints.adapters import whole_sha256
 from rlhf_cli.checkpoints.files import (
     damage,
     describe,
@@ -37,7 +38,10 @@ from rlhf_cli.config.keys import field_at
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.sources import Source
 
-PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "tokenizers", "safetensors", "numpy")
+PACKAGES = (
+    "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
+    "numpy",
+)  # fmt: skip
 _NONE = object()  # equal to nothing
 # What later stages and users rely on. Logs may be edited, and snapshots deleted for the room they take.
 _RESULT = ("model/", "value/", "report.json")
@@ -242,10 +246,11 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
     keep_newest(folder / "state", config.output.keep)
     names = [name for name in names_in(folder) if not name.startswith("state/") and name not in _OUTSIDE_THE_MANIFEST]
     files = describe(folder, names)
+    started = {key: told(parent, folder) for key, parent in parents.items()}
     manifest = {
         "schema": 2,
         "stage": config.stage,
-        "parents": {key: told(parent, folder) for key, parent in parents.items()},
+        "parents": started,
         "config_sha256": wanted["config_sha256"],
         "data": wanted["data"],
         "seed": config.seed,
@@ -253,7 +258,7 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
         "versions": versions(),
         "git": _git_revision(config.file.parent),
         "files": files,
-        "model_sha256": model_sha256(files) if any(name.startswith("model/") for name in files) else None,
+        "model_sha256": whole_sha256(files, started) if any(name.startswith("model/") for name in files) else None,
     }
     known = {key: value for key, value in manifest.items() if value is not None}
     sync_files(folder, names)

@@ -2,14 +2,24 @@
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.checkpoints.files import damage, describe, inside, model_sha256, read_object, read_sealed, results
+from rlhf_cli.checkpoints.adapters import SETTINGS, base_named, no_base, read_adapter, whole_sha256
+from rlhf_cli.checkpoints.files import (
+    cached_model,
+    damage,
+    files_sha256,
+    inside,
+    model_sha256,
+    read_object,
+    read_sealed,
+    results,
+)
 from rlhf_cli.config.stages import VALUE_WORDS
-from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, placed, shown
 
 FOREIGN = "foreign"
 # What of a plain folder makes the model: the rest (pickles that we never load, cards, pictures) does not count.
@@ -18,7 +28,10 @@ _MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktok
 
 @dataclass(frozen=True)
 class Parent:
-    """A model that a stage reads. `manifest` is {} for a foreign one; `hub` is its id where it came from a hub."""
+    """A model that a stage reads. `manifest` is {} for a foreign one; `hub` is its id where it came from a hub.
+
+    `base` is the model that it is an adapter of; None where it is whole.
+    """
 
     key: str  # the config key that names it, e.g. "models.sft"
     path: Path
@@ -27,6 +40,8 @@ class Parent:
     sha256: str  # of the model's files
     manifest: dict[str, Any]
     hub: str | None = None
+    revision: str | None = None  # of the hub id, where one is named
+    base: "Parent | None" = None
 
 
 @dataclass(frozen=True)
@@ -112,9 +127,10 @@ def open_parent(
 ) -> Parent:
     """The finished stage folder, plain Hugging Face folder or cached hub id that `path` names.
 
-    Raises M01 where there is nothing to load, M04 for an adapter alone, M10 for a stage that is unfinished, damaged, or
-    not one of `expect`. A plain folder is taken as it is (stage "foreign"): whether it fits is for the stage to find
-    out. Unless `hashed` its files are not read, which takes long for a large model, and its sha256 is "".
+    Raises M01 where there is nothing to load, M04 for an adapter that no stage made, or whose base is gone or another
+    by now, M10 for a stage that is unfinished, damaged, or not one of `expect`. A plain folder is taken as it is (stage
+    "foreign"): whether it fits is for the stage to find out. Unless `hashed` its files are not read, which takes long
+    for a large model, and its sha256 is "".
     """
     folder = Path(path)
     if not os.path.exists(folder):  # Path.exists raises for a name that is too long
@@ -122,7 +138,7 @@ def open_parent(
             raise _nothing_there(folder, expect, key, where)
         found = _from_hub(path, revision, key, where)
         _refuse_adapter(found, key, where)
-        return _foreign(found, key, hub=path, hashed=hashed)
+        return replace(_foreign(found, key, hashed=hashed), hub=path, revision=revision)
     if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
         text = f"{key}: {shown(folder)} is the inside of a stage's folder"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {shown(folder.parent)}")
@@ -130,7 +146,7 @@ def open_parent(
     if (folder / "config.json").is_file():
         return _foreign(folder, key, hashed=hashed)
     if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
-        return _stage(folder, expect, key, where)
+        return _stage(folder, expect, key, where, hashed=hashed)
     raise RLHFError(
         "M01",
         f"{key}: {shown(folder)} holds no model (no config.json, and no stage of ours wrote it)",
@@ -145,7 +161,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
     return manifest, None if manifest.get("schema") == 1 else problem
 
 
-def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str) -> Parent:
+def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str, *, hashed: bool) -> Parent:
     manifest, broken = read_manifest(folder)
     identity = read_object(folder / "identity.json") or {}
     stage = (identity if broken else manifest).get("stage") or folder.name
@@ -165,7 +181,25 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str) -> Paren
     problem = damage(folder, models, where=shown(folder / "manifest.json"), content=False)
     if problem or not models:
         raise _damaged(key, folder, stage, problem or "its manifest names no model file", where)
-    return Parent(key, folder, stage, folder / "model", model_sha256(models), manifest)
+    base = None
+    if f"model/{SETTINGS}" in models:
+        with placed(where):
+            base = _base(folder, stage, manifest["parents"]["model.path"], key, where, hashed=hashed)
+    return Parent(key, folder, stage, folder / "model", whole_sha256(models, manifest["parents"]), manifest, base=base)
+
+
+def _base(folder: Path, stage: str, told: Mapping[str, Any], key: str, where: str, *, hashed: bool) -> Parent:
+    """What a stage's adapter belongs beside, as its manifest tells: the same weights as then, or M04."""
+    place = base_named(told["path"], folder, told.get("revision"))
+    if place is None:
+        raise no_base(folder, told["path"])
+    base = open_parent(str(place), expect=("sft", "ppo"), key=key, where=where, hashed=hashed)
+    if base.sha256 and base.sha256 != told["sha256"]:
+        then, now = _short(told["sha256"]), _short(base.sha256)
+        changed = f"its base {shown(place)} has changed since ({then} then, {now} now)"
+        hint = f"bring the old base back, or train on the new one: {_command(stage, folder)} --fresh"
+        raise RLHFError("M04", f"{shown(folder)} holds an adapter, and {changed}", hint=hint)
+    return base
 
 
 def verify(parents: Mapping[str, Parent]) -> None:
@@ -176,8 +210,10 @@ def verify(parents: Mapping[str, Parent]) -> None:
     """
     ours: dict[Path, Parent] = {}  # several keys may name one folder
     for parent in parents.values():
-        if parent.stage != FOREIGN:
-            ours.setdefault(parent.path, parent)
+        found: Parent | None = parent
+        while found and found.stage != FOREIGN:
+            ours.setdefault(found.path, found)
+            found = found.base
     all_of(*(partial(_verify, parent) for parent in ours.values()))
 
 
@@ -192,20 +228,21 @@ def _damaged(key: str, folder: Path, stage: str, problem: str, where: str) -> RL
     return RLHFError("M10", text, where=where, hint=f"make it again: {_command(stage, folder)} --fresh")
 
 
-def _foreign(folder: Path, key: str, hub: str | None = None, *, hashed: bool) -> Parent:
+def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
     names = sorted(
         path.name
         for path in folder.iterdir()
         if path.is_file() and path.suffix in _MODEL_SUFFIXES and not path.name.startswith(".")
     )
-    sha256 = model_sha256(describe(folder, names), prefix="") if hashed else ""
-    return Parent(key, folder, FOREIGN, folder, sha256, {}, hub)
+    # A base stands under several models of one command: it is read once.
+    files = {name: {"sha256": files_sha256([folder / name])} for name in names} if hashed else {}
+    return Parent(key, folder, FOREIGN, folder, model_sha256(files, prefix="") if hashed else "", {})
 
 
 def _refuse_adapter(folder: Path, key: str, where: str) -> None:
-    """An adapter is no model: M04 with the base that it wants. Beside whole weights its file says nothing."""
-    adapter = read_object(folder / "adapter_config.json")
-    if adapter is None or ((folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))):
+    """An adapter that no stage of ours made is no model: M04 with the base that it wants."""
+    adapter = read_adapter(folder)
+    if adapter is None:
         return
     base = adapter.get("base_model_name_or_path")
     text = f"{key}: {shown(folder)} holds an adapter, not a whole model"
@@ -223,26 +260,15 @@ def is_here(name: str, revision: str | None = None) -> bool:
     """Whether a model's name is a folder, or a hub id in the local cache."""
     if os.path.exists(name) or os.path.isabs(name):
         return os.path.exists(name)
-    try:
-        _from_hub(name, revision, "", "")
-    except RLHFError:
-        return False
-    return True
+    return cached_model(name, revision) is not None
 
 
 def _from_hub(name: str, revision: str | None, key: str, where: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError):  # not cached, or not even the form of an id
-        at = f" at revision {revision}" if revision else ""
-        raise RLHFError(
-            "M01",
-            f'{key}: "{name}" is not a folder, and not a cached hub id{at}',
-            where=where,
-            hint=f"fetch it first: hf download {name}; a path starts with ./ or /",
-        ) from None
+    if found := cached_model(name, revision):
+        return found
+    at = f" at revision {revision}" if revision else ""
+    text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
+    raise RLHFError("M01", text, where=where, hint=f"fetch it first: hf download {name}; a path starts with ./ or /")
 
 
 def _nothing_there(folder: Path, expect: Sequence[str], key: str, where: str) -> RLHFError:
@@ -308,4 +334,5 @@ def _short(sha256: str | None) -> str:
 def told(parent: Parent, folder: Path) -> dict[str, Any]:
     """A parent as a manifest of the stage folder `folder` tells it: its path from there, or its hub id."""
     path = parent.hub or Path(os.path.relpath(parent.path, folder)).as_posix()
-    return {"path": path, "stage": parent.stage, "sha256": parent.sha256}
+    named = {"path": path, "stage": parent.stage, "sha256": parent.sha256}
+    return named | ({"revision": parent.revision} if parent.revision else {})

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from rlhf_cli.config.adapters import Adapters
 from rlhf_cli.config.base import DataPath, ModelPath, Section
 from rlhf_cli.config.keys import PathKey
 from rlhf_cli.ppo.settings.base import Range
@@ -85,6 +86,13 @@ class _ModelKeys(Section):
             "model's own. [TRL 1.16, trl/trainer/sft_config.py; it is called chat_template_path there]"
         ),
     )
+    adapters: Adapters | None = Field(
+        None,
+        description=(
+            "Train adapters (LoRA) beside the model's frozen weights, and leave them alone on disk; none: the whole "
+            "model is trained. docs/adapters.md tells more. [`pytest tests/test_adapters.py -k full_unless`]"
+        ),
+    )
 
     @model_validator(mode="after")
     def _template_is_one(self) -> Self:
@@ -111,6 +119,9 @@ class SFTModel(_ModelKeys):
         if (self.path is None) == (self.new is None):
             text = "give model.path or model.new, not both" if self.path else "give model.path or model.new"
             raise PydanticCustomError("C17", text, {"hint": "path: starts from a model, new: from fresh weights"})
+        if self.new is not None and self.adapters is not None:
+            text = "model.adapters needs trained weights to stand beside, and model.new draws fresh ones"
+            raise PydanticCustomError("C17", text, {"hint": "take model.adapters out", "key": "adapters"})
         return self
 
 

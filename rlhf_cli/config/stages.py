@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from rlhf_cli.config.adapters import with_learning_rate
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section
 from rlhf_cli.config.keys import PathKey
 from rlhf_cli.config.sections import (
@@ -81,6 +82,11 @@ class SFTConfig(Config):
     sft: SFTSettings = Field(default_factory=SFTSettings, description="The numbers of the training.")
     trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("SFTConfig", "sft"))
 
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_learn_faster(cls, keys: Any) -> Any:
+        return with_learning_rate(keys, "sft")
+
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""
         found = self.data.sources(self.where)
@@ -100,6 +106,20 @@ class RewardConfig(Config):
     data: RewardData = Field(description="The pairs to train on.")
     reward: RewardSettings = Field(default_factory=RewardSettings, description="The numbers of the training.")
     trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("RewardConfig", "reward"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_learn_faster(cls, keys: Any) -> Any:
+        return with_learning_rate(keys, "reward")
+
+    @model_validator(mode="after")
+    def _dropout_is_on(self) -> Self:
+        adapters = self.model.adapters
+        if adapters and adapters.lora_dropout and self.trainer.get("disable_dropout") is not False:
+            text = "model.adapters.lora_dropout has no effect: reward training turns dropout off"
+            hint = "set trainer.disable_dropout: false, or take lora_dropout out"
+            raise PydanticCustomError("C17", text, {"hint": hint, "key": "model.adapters.lora_dropout"})
+        return self
 
     def sources(self) -> dict[str, Source]:
         """Key path -> source, of all data that the stage reads."""

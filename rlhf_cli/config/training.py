@@ -125,7 +125,14 @@ class TrainerSettings(Section):
 class SFTSettings(TrainerSettings):
     """Supervised fine-tuning by TRL's SFTTrainer."""
 
-    learning_rate: float = Field(2e-5, ge=0, description=f"Peak learning rate. {SFT}")
+    learning_rate: float = Field(
+        2e-5,
+        ge=0,
+        description=(
+            "Peak learning rate; with model.adapters 2e-4 where none is told. "
+            "[TRL 1.16, trl/trainer/sft_config.py; its scripts/sft.py has 2e-4 for LoRA]"
+        ),
+    )
     packing: bool = Field(
         False, description=f"Several short rows in one sequence of max_length: faster where rows are short. {SFT}"
     )
@@ -145,8 +152,8 @@ class RewardSettings(TrainerSettings):
         1e-5,
         ge=0,
         description=(
-            "Peak learning rate. [TRL 0246f6a, examples/scripts/reward_modeling.py; for training in full, its 1e-4 is "
-            "for LoRA]"
+            "Peak learning rate; with model.adapters 1e-4 where none is told. [TRL 0246f6a, "
+            "examples/scripts/reward_modeling.py; for training in full, its 1e-4 is for LoRA]"
         ),
     )
     center_rewards_coefficient: float | None = Field(

@@ -59,6 +59,11 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "generate_max_len": ("response_length", {}),
     "reward_clip_range": ("score_clip", {}),
     "overlong_buffer_len": ("overlong_penalty", {}),
+    "lora_r": ("r", {}),
+    "rank": ("r", {}),
+    "alpha": ("lora_alpha", {}),
+    "dropout": ("lora_dropout", {}),
+    "lora_target_modules": ("target_modules", {}),
 }
 _FULL_SOFTMAX = "log-probs are those of the full softmax, and responses must be drawn from the same: take the line out"
 _NO_TRACKER = "metrics.jsonl holds every number of the run; take the line out"

@@ -29,7 +29,7 @@ def is_scorer(key: str) -> bool:
 
 
 def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = True) -> None:
-    """Warns E01. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run.
+    """Warns E01, E02. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run.
 
     A lower bound: what does not fit cannot work. Parents that are not there yet, and model.new, are not counted.
     Without `runs_here` too little memory is a warning: the stage may be meant for a larger machine, on the same disk.
@@ -55,6 +55,16 @@ def _warn_of_formats(config: Any) -> None:
         if name != "auto" and not loading.can_use(name):
             text = f"{name} does not work on {loading.device_name()}, float32 is used"
             terminal.warn("E01", text, where=config.where(key), hint=f"leave {key} out")
+    if adapters_of(config) == "qlora" and loading.device().type == "cpu":
+        text = f"weights in 4 bits work on {loading.device_name()}, but slowly"
+        where = config.where("model.adapters.kind")
+        terminal.warn("E02", text, where=where, hint="lora is faster where the weights fit the memory as they are")
+
+
+def adapters_of(config: Config) -> str | None:
+    """The kind of adapters that a stage trains; None where whole models are trained."""
+    ours = config.model.adapters if isinstance(config, SFTConfig | RewardConfig) else None
+    return ours.kind if ours else None
 
 
 def _check_disk(config: Config, trained: int) -> None:
@@ -119,18 +129,25 @@ def uses(config: Config) -> list[Use]:
 
 def _counts(config: Config, parents: Mapping[str, Parent]) -> tuple[int, int]:
     """(trained, frozen) numbers of the models that are there, their heads left out."""
-    folders = {parent.model: _numbers(parent.model) for parent in parents.values()}
+    folders = {parent.model: _numbers(parent) for parent in parents.values()}
     sizes = {key: folders[parent.model] for key, parent in parents.items()}
     shared = isinstance(config, PPOConfig) and config.ppo.num_shared_layers  # how much of the policy learns is unknown
+    adapters = adapters_of(config)  # how large they get is not counted; weights in 4 bits are read whole at the end
     counts = [0, 0]
     for use in uses(config):
-        learns = use.trained and not (shared and use.role == "policy")
+        learns = use.trained and not adapters and not (shared and use.role == "policy")
         counts[not learns] += 0 if shared and use.role == "policy" else sizes.get(use.key, 0)
     return counts[0], counts[1]
 
 
-def _numbers(folder: Path) -> int:
-    """Numbers in the safetensors files that are loaded of a folder, by their headers: one file, else the index's."""
+def _numbers(parent: Parent) -> int:
+    """Numbers in the safetensors files that are loaded of a model, by their headers: one file, else the index's.
+
+    Of an adapter those of its base, into which it is added.
+    """
+    if parent.base:
+        return _numbers(parent.base)
+    folder = parent.model
     whole = folder / "model.safetensors"
     return _in_file(whole) if whole.exists() else sum(_in_file(folder / part) for part in loading.parts(folder))
 

@@ -5,19 +5,23 @@ from typing import Any
 from rlhf_cli import data
 from rlhf_cli.config import RewardConfig
 from rlhf_cli.errors import RLHFError, all_of
-from rlhf_cli.inputs import limits
+from rlhf_cli.inputs import adapters, limits
 from rlhf_cli.models import loading, tokenizers
 
 
 def tokenizer(config: RewardConfig, given: Any, parent_stage: str) -> Any:
-    """The tokenizer as training has it: `given`, that of model.path, with a pad of its own. Raises RLHFError T05."""
-    template = tokenizers.template_sha256(given)
+    """The tokenizer as training has it: `given`, that of model.path, with a pad of its own.
+
+    Raises RLHFError C17, T05.
+    """
+    template, before = tokenizers.template_sha256(given), len(given)
     if config.model.chat_template is not None:
         tokenizers.set_chat_template(given, config.model.chat_template)
         if parent_stage == "sft" and tokenizers.template_sha256(given) != template:
             text = f"model.chat_template is not that of the SFT stage ({(template or 'none')[:12]} there)"
             hint = "take it out: the template comes with the SFT model"
             raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
+    adapters.refuse_new_tokens(config, given, before)
     tokenizers.prepare_padding(given, stop_token_id=data.stop_token_id(given))
     return given
 

@@ -5,7 +5,7 @@ from typing import Any
 from rlhf_cli import data, terminal
 from rlhf_cli.config import SFTConfig
 from rlhf_cli.errors import all_of, placed
-from rlhf_cli.inputs import limits
+from rlhf_cli.inputs import adapters, limits
 from rlhf_cli.models import loading, tokenizers
 
 TRAINED_ON = "model.new.tokenizer.train"
@@ -17,14 +17,16 @@ Tokens = list[dict[str, list[int]]]
 def tokenizer(config: SFTConfig, given: Any) -> Any:
     """The tokenizer as training has it: `given`, that of model.path, or for None a new one; with a pad of its own.
 
-    Raises RLHFError C06, C07, D01-D05.
+    Raises RLHFError C06, C07, C17, D01-D05.
     """
     if given is None:
         assert config.model.new is not None
         with placed(config.where("model.new.tokenizer")):
             given = tokenizers.train_tokenizer(config.sources()[TRAINED_ON], config.model.new.tokenizer.vocab_size)
+    before = len(given)
     if config.model.chat_template is not None:
         tokenizers.set_chat_template(given, config.model.chat_template)
+    adapters.refuse_new_tokens(config, given, before)
     tokenizers.prepare_padding(given, stop_token_id=data.stop_token_id(given))
     return given
 

@@ -13,9 +13,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rlhf_cli import room, terminal
+from rlhf_cli import checkpoints, room, terminal
+from rlhf_cli.checkpoints.adapters import read_adapter
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.models import adapters
 from rlhf_cli.models.tokenizers import needs_code, refuse_code
 
 HEADS = ("ForSequenceClassification",)
@@ -59,6 +61,11 @@ def can_use(name: str) -> bool:
     if device().type == "cpu":
         return name != "float16"
     return name != "bfloat16" or torch.cuda.is_bf16_supported()
+
+
+def computes_in_bf16(wish: bool | None) -> bool:
+    """Whether training computes in bfloat16: as wished where `device` can, and unasked on a GPU."""
+    return can_use("bfloat16") and (device().type == "cuda" if wish is None else wish)
 
 
 def memory() -> int:
@@ -242,21 +249,35 @@ def fit_embeddings(model: Any, tokenizer: Any) -> None:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
-    """Write a plain Hugging Face folder: safetensors, tokenizer, chat template, and `card` as its README."""
+    """Write a plain Hugging Face folder: safetensors, tokenizer, chat template, and `card` as its README.
+
+    Of a model with adapters these alone, as peft writes them.
+    """
     if folder.exists():
         shutil.rmtree(folder)
     model.save_pretrained(folder)
+    if adapters.are_on(model):
+        save_config(model.get_base_model(), folder)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(terminal.clean(card).rstrip() + "\n", encoding="utf-8")
 
 
 def set_special_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
     """Write down which id pads, and in the generation config of a model that writes, which one ends a response."""
+    model = model.get_base_model() if adapters.are_on(model) else model
     model.config.pad_token_id = tokenizer.pad_token_id
     if model.can_generate():
         model.generation_config = GenerationConfig(
             bos_token_id=tokenizer.bos_token_id, eos_token_id=stop_token_id, pad_token_id=tokenizer.pad_token_id
         )
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Write the config of a model whose weights, or an adapter of them, are in `folder` already."""
+    model.config.architectures = [type(model).__name__]  # an adapter's is made from that of its base
+    model.config.save_pretrained(config_folder(folder))
+    if model.can_generate():
+        model.generation_config.save_pretrained(config_folder(folder))
 
 
 def is_classifier(config: Any) -> bool:
@@ -273,22 +294,40 @@ def _no_head(folder: Path | str, reason: str) -> RLHFError:
 
 
 def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
-    """The config of a folder's model. Raises RLHFError M01, M07, M08, S03."""
+    """The config of a folder's model; of an adapter that of it and its base together.
+
+    Raises RLHFError M01, M07, M08, S03.
+    """
     refuse_code(folder, trust_remote_code)
     _refuse_pickles(Path(folder))
+    place = config_folder(Path(folder))
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         if "trust_remote_code" in str(error):
             raise needs_code(folder) from error
         raise RLHFError("M01", f"{shown(folder)}: {str(error).partition(chr(10))[0]}") from error
 
 
+def config_folder(folder: Path) -> Path:
+    """Where the config.json of a model in `folder` stands."""
+    return folder / checkpoints.MERGED if read_adapter(folder) else folder
+
+
 def _load(
     kind: Any, folder: Path | str, dtype: str, attn_implementation: str | None, trust_remote_code: bool, **changes: Any
 ) -> tuple[Any, list[str]]:
-    """The model, and the weights that its files do not hold (drawn afresh)."""
-    read_config(folder, trust_remote_code)
+    """The model, and the weights that its files do not hold (drawn afresh). Adapters are added into their base's.
+
+    Raises RLHFError M01, M07, M08, and M04 where an adapter's base is not there.
+    """
+    config = read_config(folder, trust_remote_code)
+    base = checkpoints.base_of(Path(folder))
+    if base is not None:
+        changes = {"num_labels": config.num_labels} if is_classifier(config) else changes
+        model, missing = _load(kind, base, dtype, attn_implementation, trust_remote_code, **changes)
+        held = adapters.merge(model, Path(folder), config)
+        return model, [name for name in missing if name not in held]
     try:
         model, report = kind.from_pretrained(
             folder,

@@ -26,17 +26,18 @@ def run(
     overrides: Sequence[str],
     options: Options,
     *,
-    mode: str = "full",
+    mode: str | None = None,
     prompt: int | None = None,
     flops: float | None = None,
     as_json: bool = False,
 ) -> None:
     """Print what each stage takes, and what to change where it does not fit.
 
-    `prompt`: tokens of the longest prompt, where the data is not to be read; `flops`: operations a second of another
-    machine. Raises RLHFError as `rlhf check` does, and C07 for an unknown mode.
+    `mode`: as if all were trained so, whatever the configs say; `prompt`: tokens of the longest prompt, where the data
+    is not to be read; `flops`: operations a second of another machine. Raises RLHFError as `rlhf check` does, and C07
+    for an unknown mode.
     """
-    if mode not in MODES:
+    if mode is not None and mode not in MODES:
         near = nearest(mode, MODES)
         raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=near and f"did you mean {near}?")
     configs, routed = _configs(path, overrides)

@@ -15,6 +15,7 @@ from rlhf_cli.plan import memory
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.memory import How, Phase
+from rlhf_cli.plan.modes import STANDARD
 
 Found = tuple[dict[str, int], list[Phase], int]  # parameters of each model, phases, steps
 
@@ -37,8 +38,12 @@ class Estimate:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def of(config: Config, chain: Chain, mode: str) -> Estimate:
-    """Raises RLHFError as `rlhf check` does, for models and data that are not there or do not fit."""
+def of(config: Config, chain: Chain, mode: str | None) -> Estimate:
+    """An estimate in a mode; None: as the config says.
+
+    Raises RLHFError as `rlhf check` does, for models and data that are not there or do not fit.
+    """
+    mode = mode or machine.adapters_of(config) or "full"
     starts = {use.key: chain.start(config, use.key) for use in machine.uses(config)}
     first = next(iter(starts.values()))
     lengths = chain.lengths(config, first)
@@ -64,8 +69,12 @@ def _reward(config: RewardConfig, bodies: dict[str, Any], lengths: Lengths, mode
 def _by_trl(config: Any, ours: Any, name: str, model: Any, step: Any, lengths: Lengths, mode: str) -> Found:
     """A stage of one model that TRL trains; `step` is its function in `memory`."""
     count = {name: model.num_parameters()}  # before a mode changes the model
-    made = step(model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, _how(ours, mode))
-    return count, [made], _steps(config, ours)
+    whole = sum(weight.nbytes for weight in model.parameters())
+    how = _how(config, ours, mode)
+    made = [step(model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, how)]
+    if mode == "qlora":  # the finished model is measured as its readers get it
+        made.append(Phase("read again", 0, {"weights": whole}))
+    return count, made, _steps(config, ours)
 
 
 def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
@@ -112,9 +121,9 @@ def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section:
         return make(bodies[key], dtype=section.dtype, attn_implementation=section.attn_implementation)
 
 
-def _how(ours: Any, mode: str) -> How:
-    wanted = _gpu() if ours.bf16 is None else ours.bf16
-    return How(wanted and loading.can_use("bfloat16"), ours.gradient_checkpointing, mode, _gpu())
+def _how(config: Any, ours: Any, mode: str) -> How:
+    adapters = config.model.adapters or STANDARD
+    return How(loading.computes_in_bf16(ours.bf16), ours.gradient_checkpointing, mode, _gpu(), adapters)
 
 
 def _steps(config: SFTConfig | RewardConfig, ours: Any) -> int:

@@ -1,6 +1,7 @@
 """What stands for a stage's rows and models where only shapes matter."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ class Ghosts(Rollout):
     @property
     def lengths(self) -> Tensor:
         return self._alike(len(self))
+
+    @cached_property
+    def repetition(self) -> Tensor:
+        """Nobody reads what was not written; a real one takes a few bytes a row."""
+        return torch.zeros(len(self), device=META)
 
     def micro_batch(self, rows: Tensor) -> MicroBatch:
         tokens = torch.zeros(len(rows) * self.response_mask.shape[1], dtype=torch.int64, device=META)

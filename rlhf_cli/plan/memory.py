@@ -14,6 +14,9 @@ them response tokens; hidden size H, intermediate size I, A heads of which K hav
     logits       4 N V      for each copy that the loss makes; in PPO of logits_at_a_time tokens for N
     cache        8 b (P + R) (K / A) H a layer: keys and values of the b rows that are written at a time
 
+Adapters put r (in + out) numbers beside a matrix, and these are T; qlora's matrices take half a byte a number and
+their scales. Such a model is then read whole, to be measured.
+
 The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit.
 
 On a CPU that is what tensors take; a process holds more, since glibc's malloc keeps what was freed (docs/plan.md).
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhf_cli.config.adapters import Adapters
 from rlhf_cli.models import loading, reading, shapes
 from rlhf_cli.plan import modes
 from rlhf_cli.plan.ghosts import Ghosts, Lengths, prime
@@ -86,8 +90,9 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
     if mode != "full":
         modes.prepare(models.policy, models.ref, models.value, models.rewards.values(), mode)
         adapters = default.adamw({"policy": models.policy, "value": models.value}, once)
+    rate: Any = _NoSchedule()
     with Tally([], vocabulary):  # to share layers, models are compared
-        trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, adapters, num_updates=1)
+        trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, adapters, rate)
     if adapters:
         modes.freeze(models.value)  # all of a value model learns, as the trainer knows it
     optimizer = trainer.optimizer
@@ -118,6 +123,13 @@ class _NoEngine:
 
     def generate(self, prompts: Any) -> Any:
         raise AssertionError("nothing is written on meta tensors")
+
+
+class _NoSchedule:
+    """Stands where a trainer expects a schedule; transformers' own bring in peft, which takes over a second."""
+
+    def step(self) -> None:
+        """The learning rate stays: it takes no memory."""
 
 
 def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths) -> Phase:
@@ -176,6 +188,7 @@ class How:
     checkpointing: bool
     mode: str
     gpu: bool
+    adapters: Adapters = modes.STANDARD
 
 
 def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How) -> Phase:
@@ -206,7 +219,7 @@ def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: H
     if how.checkpointing:
         reading.checkpoint_activations(model)
     if how.mode != "full":
-        modes.adapt(model, how.mode)
+        modes.adapt(model, how.mode, how.adapters)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, foreach=how.gpu)
     prime(optimizer, gradients=False)

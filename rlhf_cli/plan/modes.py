@@ -1,27 +1,28 @@
 """Models as adapters would have them: small matrices learn, beside weights that are frozen."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from rlhf_cli.config.adapters import Adapters
+from rlhf_cli.models import adapters
 from rlhf_cli.plan.tally import META
 
 Mode = Literal["full", "lora", "qlora", "one-base"]
 MODES: tuple[str, ...] = get_args(Mode)
-RANK = 16
-BLOCK = 64  # weights of 4 bits that share a float32 scale: bitsandbytes' NF4
+STANDARD = Adapters(kind="lora")
 
 
 class Adapted(nn.Module):
     """A linear layer whose frozen weight has two small matrices beside it, which learn (LoRA, arXiv 2106.09685)."""
 
-    def __init__(self, base: nn.Module, width: int, height: int) -> None:
+    def __init__(self, base: nn.Module, width: int, height: int, rank: int) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Linear(width, RANK, bias=False, device=META)
-        self.up = nn.Linear(RANK, height, bias=False, device=META)
+        self.down = nn.Linear(width, rank, bias=False, device=META)
+        self.up = nn.Linear(rank, height, bias=False, device=META)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
@@ -34,7 +35,7 @@ class Packed(nn.Module):
         super().__init__()
         count = shape[0] * shape[1]
         self.packed = nn.Buffer(torch.empty(-(-count // 2), dtype=torch.uint8, device=META))
-        self.scales = nn.Buffer(torch.empty(-(-count // BLOCK), device=META))
+        self.scales = nn.Buffer(torch.empty(-(-count // adapters.BLOCK), device=META))
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,11 +72,17 @@ def prepare(policy: Any, ref: Any, value: nn.Module, rewards: Iterable[Any], mod
     on_one_base(ref, policy)
 
 
-def adapt(model: Any, mode: str) -> None:
-    """Put adapters beside every linear layer but the head, and let nothing else learn; `qlora`: pack the weights."""
-    for owner, name, layer in list(_linear(model)):
+def adapt(model: Any, mode: str, ours: Adapters = STANDARD) -> None:
+    """Put adapters beside linear layers of the body, and let nothing else learn but a one-label head.
+
+    `qlora`: all of its linear layers are packed that can be.
+    """
+    layers = list(adapters.linear_layers(model)) if hasattr(model, "base_model") else []  # a head alone has none
+    targets = adapters.targets_of(model, ours) if layers else []
+    for owner, name, layer in layers:
         width, height = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
-        setattr(owner, name, Adapted(Packed((width, height)) if mode == "qlora" else layer, width, height))
+        base = Packed((width, height)) if mode == "qlora" and adapters.can_pack(layer) else layer
+        setattr(owner, name, Adapted(base, width, height, ours.r) if name in targets else base)
     freeze(model)
 
 
@@ -98,11 +105,3 @@ def on_one_base(model: nn.Module, base: nn.Module) -> None:
             same = other and other._parameters.get(key)
             if weight is not None and same is not None and same.shape == weight.shape:
                 module._parameters[key] = same
-
-
-def _linear(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Owner, name and layer of each linear layer inside a model's body; transformers' Conv1D is one too."""
-    for owner in getattr(model, "base_model", nn.Module()).modules():
-        for name, layer in owner.named_children():
-            if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
-                yield owner, name, layer

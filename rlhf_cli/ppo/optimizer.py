@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import get_scheduler
 
 from rlhf_cli.ppo.settings import PPOSettings
 
@@ -38,6 +37,8 @@ def schedule(optimizer: torch.optim.Optimizer, settings: PPOSettings, updates: i
 
 def _factor(group: dict[str, Any], settings: PPOSettings, updates: int) -> Callable[[int], float]:
     """The share of its learning rate that a parameter group has at each update."""
+    from transformers import get_scheduler  # with it comes peft where that is installed: over a second
+
     value, peak = group.get("name", "").startswith("value"), group["lr"]
     start = 0 if value else settings.value_only_updates
     extra = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from rlhf_cli import data
+from rlhf_cli import checkpoints, data
 from rlhf_cli.models import loading
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
@@ -92,7 +92,9 @@ def quantile(values: Sequence[int], share: float) -> int:
 
 
 def count_parameters(folder: Path) -> int:
-    """Parameters in the safetensors files of a folder, by their headers alone."""
+    """Parameters in the safetensors files of a folder, by their headers alone; of an adapter those of its base."""
+    if base := checkpoints.base_of(folder):
+        return count_parameters(base)
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:

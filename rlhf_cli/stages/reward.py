@@ -1,5 +1,6 @@
 """`rlhf reward`: a one-label head on the SFT model, trained on pairs by TRL's RewardTrainer on our tokens."""
 
+import gc
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from rlhf_cli import checkpoints, data, reward_card, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, RewardConfig
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.inputs import machine, models
+from rlhf_cli.inputs import adapters, machine, models
 from rlhf_cli.inputs import reward as inputs
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.records import Prompts, right_pad
@@ -48,12 +49,16 @@ def run(config: RewardConfig, options: Options) -> None:
     stop = data.stop_token_id(tokenizer)
     rows, eval_rows = read(config, tokenizer, model.config)
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows), config, "reward")
-    scorer = saved_scorer(config, options, model, tokenizer, readme(config, parent, len(rows), steps))
+    loading.set_special_ids(model, tokenizer, stop)
+    loading.save_model(model, tokenizer, config.folder / "model", readme(config, parent, len(rows), steps))
+    del model
+    gc.collect()  # it is read again
+    scorer = saved_scorer(config, options)
     card = report_card(config, scorer, tokenizer, eval_rows)
     scale = {}
     if config.reward.normalize == "sft":
         scale = normalise(config, scorer, sampled(config, options, parent, tokenizer, rows))
-        scorer.config.save_pretrained(config.folder / "model")
+        loading.save_config(scorer, config.folder / "model")
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
         "metrics": {name: card[name] for name in HEADLINE} if card else {},
@@ -69,14 +74,13 @@ def run(config: RewardConfig, options: Options) -> None:
 
 
 def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
-    """Tokenizer and scorer before training. Raises RLHFError C17, M01-M03, M06-M08, T05."""
+    """Tokenizer and scorer before training. Raises RLHFError C07, C17, M01-M03, M06-M08, T05."""
     given = models.tokenizer(config, options, parent)
     set_seed(config.seed)  # the fresh head is drawn here
     model = models.scorer_to_train(config, options, parent, given)
     inputs.check_body(config, loading.read_config(parent.model, options.trust_remote_code))
     tokenizer = inputs.tokenizer(config, given, parent.stage)
-    loading.fit_embeddings(model, tokenizer)
-    return tokenizer, model
+    return tokenizer, adapters.to_train(config, parent, model, tokenizer)
 
 
 def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:
@@ -110,10 +114,8 @@ def make_trainer(config: RewardConfig, model: Any, tokenizer: Any, rows: Rows, e
     )
 
 
-def saved_scorer(config: RewardConfig, options: Options, model: Any, tokenizer: Any, text: str) -> Any:
-    """Write model/ and read it again: what is measured from here on is what a reader of the folder gets."""
-    loading.set_special_ids(model, tokenizer, data.stop_token_id(tokenizer))
-    loading.save_model(model, tokenizer, config.folder / "model", text)
+def saved_scorer(config: RewardConfig, options: Options) -> Any:
+    """What was written to model/: what is measured from here on is what a reader of the folder gets."""
     scorer = loading.load_scorer(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
     return scorer.to(loading.device()).eval().requires_grad_(False)
 
@@ -227,4 +229,4 @@ def readme(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
             "\n\nThe raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the SFT "
             "model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`."
         )
-    return trl_training.card("reward-model", text)
+    return trl_training.card(config, "reward-model", text)

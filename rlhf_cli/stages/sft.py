@@ -1,6 +1,7 @@
 """`rlhf sft`: a causal model, from a folder or from fresh weights, fine-tuned by TRL's SFTTrainer on our tokens."""
 
 import functools
+import gc
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import trl
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import set_seed
 
@@ -17,7 +19,7 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, SFTConfig
 from rlhf_cli.errors import RLHFError, placed, shown
-from rlhf_cli.inputs import machine, models
+from rlhf_cli.inputs import adapters, machine, models
 from rlhf_cli.inputs import sft as inputs
 from rlhf_cli.inputs.sft import IGNORED
 from rlhf_cli.models import loading, tokenizers
@@ -33,7 +35,7 @@ class SFTTrainer(trl_training.PlainTrainer, trl.SFTTrainer):
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         if self.args.device.type == "cpu" and not self.aux_loss_enabled:
-            _score_by_own_head(self.model)
+            _score_by_own_head(self.model.get_base_model() if is_peft_model(self.model) else self.model)
 
 
 def _score_by_own_head(model: Any) -> None:
@@ -81,6 +83,8 @@ def run(config: SFTConfig, options: Options) -> None:
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy), config, "sft")
     loading.set_special_ids(model, tokenizer, stop)
     loading.save_model(model, tokenizer, config.folder / "model", card(config, parents, len(rows), steps))
+    del model
+    gc.collect()  # it is read again
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
         "metrics": headline(config, options, eval_rows, tokenizer.pad_token_id) if eval_rows else {},
@@ -93,7 +97,8 @@ def run(config: SFTConfig, options: Options) -> None:
 def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
     """Tokenizer and model before training, with a pad token that is nothing else.
 
-    Raises RLHFError C01, C06, C07, C13 and C17 for model.new, M01 and M06-M08 for model.path.
+    Raises RLHFError C01, C06, C07, C13 and C17 for model.new, M01 and M06-M08 for model.path, C07 and C17 for
+    model.adapters.
     """
     new, parent = config.model.new, parents.get("model.path")
     given = model = None
@@ -109,8 +114,7 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
         with placed(config.where("model.new")):
             attention = config.model.attn_implementation
             model = loading.new_causal(new.config_fields(), tokenizer, attn_implementation=attention)
-    loading.fit_embeddings(model, tokenizer)
-    return tokenizer, model
+    return tokenizer, adapters.to_train(config, parent, model, tokenizer)
 
 
 def read(config: SFTConfig, tokenizer: Any, body: Any, strategy: str | None) -> tuple[Rows, Rows]:
@@ -191,6 +195,7 @@ def card(config: SFTConfig, parents: Mapping[str, Parent], rows: int, steps: int
     ours = config.sft
     loss = "the answers alone" if ours.completion_only_loss else "whole rows"
     return trl_training.card(
+        config,
         "sft",
         f"A causal language model, fine-tuned from {origin} on {rows} rows of {Path(config.data.train).name}: "
         f"{steps} steps, learning rate {ours.learning_rate:g}, loss on {loss}.",

@@ -74,7 +74,7 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "seed": config.seed,
         "max_steps": ours.max_steps or -1,
         "warmup_steps": ours.warmup_steps if ours.warmup_steps is not None else ours.warmup_ratio,  # below 1: a share
-        "bf16": loading.can_use("bfloat16") and (gpu if ours.bf16 is None else ours.bf16),
+        "bf16": loading.computes_in_bf16(ours.bf16),
         "use_cpu": not gpu,
         "dataloader_pin_memory": gpu,
         "logging_steps": ours.logging_steps,
@@ -240,7 +240,15 @@ def name_of(parent: Parent) -> str:
     return parent.hub or (f"the {parent.stage} stage" if parent.stage != checkpoints.FOREIGN else parent.path.name)
 
 
-def card(stage: str, text: str) -> str:
+def card(config: SFTConfig | RewardConfig, tag: str, text: str) -> str:
     """A model card: what the model is, and with what it was made."""
+    ours, library = config.model.adapters, "transformers"
+    if ours:
+        library = "peft"
+        text += (
+            f"\n\nThese are adapters alone ({'LoRA' if ours.kind == 'lora' else 'QLoRA'}, rank {ours.r}, alpha "
+            f"{ours.lora_alpha}): they belong beside the weights that they were trained on, which "
+            "`adapter_config.json` names."
+        )
     made = f"Made by rlhf-cli {__version__} with TRL {trl.__version__} and transformers {transformers.__version__}."
-    return f"---\nlibrary_name: transformers\ntags: [rlhf-cli, {stage}]\n---\n\n{text}\n\n{made}\n"
+    return f"---\nlibrary_name: {library}\ntags: [rlhf-cli, {tag}]\n---\n\n{text}\n\n{made}\n"

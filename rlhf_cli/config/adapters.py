@@ -1,0 +1,62 @@
+"""`model.adapters`: small matrices that learn beside frozen weights. Options of peft's have peft's names."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rlhf_cli.config.base import Section
+
+TRL = "TRL 1.16, trl/trainer/model_config.py"
+PEFT = "[peft 0.21.2, src/peft/tuners/lora/config.py]"
+# What training in full and adapters would be given; adapters start at zero and have fewer numbers to move.
+LEARNING_RATES = {"sft": 2e-4, "reward": 1e-4}
+
+
+class Adapters(Section):
+    """LoRA (Hu et al. 2021, arXiv 2106.09685): each layer's weight W stays, W + (lora_alpha / r) B A is used."""
+
+    kind: Literal["lora", "qlora"] = Field(
+        description=(
+            "lora: the frozen weights stay as they are; qlora: while this stage trains they are held in 4 bits "
+            "(bitsandbytes' NF4, its scales quantised too; Dettmers et al. 2023, arXiv 2305.14314)."
+        )
+    )
+    r: int = Field(
+        16, gt=0, description=f"Rank: the columns of B, and the rows of A. [{TRL}; it is called lora_r there]"
+    )
+    lora_alpha: int = Field(
+        32, gt=0, description=f"Scale of what is learnt: lora_alpha / r is its factor. [{TRL}; the same there]"
+    )
+    lora_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Dropout of what A reads. Reward training turns all dropout off, unless trainer.disable_dropout is false. "
+            f"{PEFT}"
+        ),
+    )
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
+        "all-linear",
+        description=(
+            "The layers that get adapters: all-linear, which is each linear layer but the head, or a list of last "
+            "names, e.g. [q_proj, v_proj]. [Dettmers et al. 2023, arXiv 2305.14314, section 4]"
+        ),
+    )
+    use_rslora: bool = Field(
+        False, description=f"Scale by lora_alpha / sqrt(r), so that large ranks learn as fast. {PEFT}"
+    )
+    use_dora: bool = Field(
+        False,
+        description=f"DoRA (arXiv 2402.09353): each column's length learns apart from its direction; slower. {PEFT}",
+    )
+
+
+def with_learning_rate(keys: Any, stage: str) -> Any:
+    """The keys of a stage's config, with the learning rate that adapters want where none is told."""
+    if not isinstance(keys, dict) or not isinstance(keys.get("model"), dict) or not keys["model"].get("adapters"):
+        return keys
+    settings = keys.get(stage) or {}
+    if not isinstance(settings, dict) or "learning_rate" in settings:
+        return keys
+    return {**keys, stage: {**settings, "learning_rate": LEARNING_RATES[stage]}}

@@ -1,0 +1,139 @@
+"""Adapters that are refused: each message says code, place and fix, and nothing is trained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_folder import run, write
+from bad_inputs import check, refused, replace, rlhf
+from conftest import World
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from rlhf_cli.cli import app
+from rlhf_cli.config import load
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import loading
+
+pytestmark = pytest.mark.training
+
+
+# Bases
+
+
+def test_m04_the_base_is_gone(adapters_copy: Path) -> None:
+    (adapters_copy / "model").rename(adapters_copy / "elsewhere")
+    says = ("sft holds an adapter, and its base model is not there", "hint: put it back there; or train the adapter")
+    assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says) and not (adapters_copy / "ppo").exists()
+    seen = check("ppo.yaml")
+    assert seen.exit_code == 2 and "error[M04]" in seen.stdout + seen.stderr
+    with pytest.raises(RLHFError, match="M04"):
+        loading.load_causal(adapters_copy / "sft/model")
+
+
+def test_m04_the_base_has_changed_since(adapters_copy: Path) -> None:
+    tensors = load_file("model/model.safetensors")
+    save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, "model/model.safetensors", {"format": "pt"})
+    says = ("sft holds an adapter, and its base model has changed since (", "hint: bring the old base back, or train")
+    assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says)
+    told = CliRunner().invoke(app, ["run", ".", "--dry-run"])  # which makes it all again
+    assert told.exit_code == 0 and "stale: model.path: other weights" in told.stdout
+
+
+def test_m04_the_sft_stage_below_a_reward_adapter_was_made_anew(adapters_copy: Path) -> None:
+    run(adapters_copy, "sft", "--fresh", "-s", "seed=1")
+    says = ("reward holds an adapter, and its base sft has changed since (", "--fresh")
+    assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says)
+
+
+def test_m10_a_flipped_bit_in_an_adapter_or_in_the_one_below(adapters_copy: Path) -> None:
+    for stage in ("sft", "reward"):
+        path = adapters_copy / stage / "model/adapter_model.safetensors"
+        good = path.read_bytes()
+        path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        says = (f"{stage} is damaged: model/adapter_model.safetensors: its content is not what was written",)
+        # What only the reward model stands on is held against its hash too.
+        assert refused(rlhf("ppo", "-s", "models.sft=model"), "M10", "", *says)
+        path.write_bytes(good)
+
+
+def test_m01_an_adapter_of_another_model(adapters_copy: Path) -> None:
+    tensors = load_file("sft/model/adapter_model.safetensors")
+    for changed in (
+        {"base_model.model.model.layers.9.x.lora_A.weight": torch.zeros(4, 4)},
+        {next(iter(tensors)): None},
+    ):
+        kept = {name: tensor for name, tensor in {**tensors, **changed}.items() if tensor is not None}
+        save_file(kept, "sft/model/adapter_model.safetensors")
+        with pytest.raises(RLHFError, match="does not fit its base"):
+            loading.load_causal("sft/model")
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "says"),
+    [
+        ("{kind: lora, lora_r: 8}", "C01", ("unknown key model.adapters.lora_r", "write r: 8")),
+        ("{kind: dora}", "C07", ("model.adapters.kind", "lora, qlora")),
+        ("{r: 8}", "C05", ("model.adapters.kind is missing",)),
+        ("{kind: lora, r: 0}", "C06", ("model.adapters.r", "> 0")),
+        ("{kind: lora, lora_dropout: 1.0}", "C06", ("model.adapters.lora_dropout", "< 1")),
+        ("{kind: lora, target_modules: all}", "C07", ("target_modules", "all-linear", "a list")),
+    ],
+)
+def test_keys_that_are_wrong(world: World, tmp_path: Path, told: str, code: str, says: tuple[str, ...]) -> None:
+    folder = write(tmp_path / "run", world)
+    with pytest.raises(RLHFError) as caught:
+        load("sft", folder / "sft.yaml", [f"model.adapters={told}"])
+    assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says), caught.value
+
+
+def test_c07_a_layer_that_the_model_does_not_have(adapters_copy: Path) -> None:
+    replace("sft.yaml", "r: 4", "target_modules: [q_prj]")
+    replace("reward.yaml", "r: 4", "target_modules: [lm_head]")
+    says = (
+        "model.adapters.target_modules: no linear layer inside of the model is called q_prj\nhint: did you mean q_proj?"
+    )
+    for stage, name in (("sft", "q_prj"), ("reward", "lm_head")):
+        result = check(f"{stage}.yaml")
+        assert result.exit_code == 2 and f"is called {name}" in result.stderr
+    assert refused(rlhf("sft", "--fresh"), "C07", "sft.yaml:1: ", says)
+
+
+def test_c17_adapters_beside_fresh_weights(world: World, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", world)
+    new = "model={new: {hidden_size: 32, tokenizer: {train: rows.jsonl, vocab_size: 300}}, adapters: {kind: lora}}"
+    with pytest.raises(RLHFError, match="adapters needs trained weights") as caught:
+        load("sft", folder / "sft.yaml", [new])
+    assert caught.value.problems[0].code == "C17"
+
+
+def test_c17_a_model_of_which_4_bits_can_hold_nothing(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write(tmp_path / "run", world))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = loading.new_causal(sizes, world.tokenizer())
+    loading.save_model(model, world.tokenizer(), Path("model"), "A narrow base model.")
+    says = ("4 bits hold layers of a width that 64 divides, and the model has none", "hint: set it to lora")
+    result = rlhf("sft", "-s", "model.adapters.kind=qlora")
+    assert result.exit_code == 2 and "error[C17]" in result.stderr and all(text in result.stderr for text in says)
+
+
+def test_c17_a_template_with_tokens_that_adapters_would_not_train(adapters_copy: Path) -> None:
+    replace("sft.yaml", "path: model,", "path: model, chat_template: chatml,")
+    says = ("adds <|im_start|> and <|im_end|>, whose embeddings adapters do not train", "hint: take a template of")
+    assert refused(rlhf("sft", "--fresh"), "C17", "sft.yaml:1: ", *says)
+    assert "adds <|im_start|>" in check("sft.yaml").stdout + check("sft.yaml").stderr
+
+
+def test_c17_a_dropout_that_reward_training_turns_off(world: World, tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", world)
+    told = "model.adapters={kind: lora, lora_dropout: 0.1}"
+    with pytest.raises(RLHFError, match="lora_dropout has no effect") as caught:
+        load("reward", folder / "reward.yaml", [told])
+    assert caught.value.problems[0].code == "C17"
+    config = load("reward", folder / "reward.yaml", [told, "trainer.disable_dropout=false"])
+    assert config.model.adapters and config.model.adapters.lora_dropout == 0.1
