@@ -30,7 +30,7 @@ QUICK = {"n": 10, "best_of": [2], "modes": ["sampled"], "per_device_batch_size":
 PLANTED = {
     **EVAL,
     "models": {"sft": "sft_model", "reward": None},
-    "judges": {"reward": "judges:hackable", "gold": "judges:gold", "same": "judges:same"},
+    "judges": {"reward": "planted_judges:hackable", "gold": "planted_judges:gold", "same": "planted_judges:same"},
     "eval": {**QUICK, "n": 128, "select": "gold"},
 }
 PUSH = {1: 2.0, 2: 4.0, 3: 5.5, 6: 6.5, 8: 7.5, 10: 9.0, 12: 12.0}  # step -> how far the snapshot's policy is hacked
@@ -41,7 +41,7 @@ def trained(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of PPO of four updates, and prompts to evaluate on."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     shutil.copytree(origin, folder)
-    (folder / "judges.py").write_text((folder / "judges.py").read_text() + JUDGES)
+    (folder / "planted_judges.py").write_text(JUDGES)  # a name of its own: Python imports one only once
     for name, ends in (("heldout", "qrstuvwx"), ("others", "ijklmnop")):
         prompts = [f"what is a {a}{b}?" for a in "abcdefghijklmnop" for b in ends]
         rows.write_jsonl(folder / f"{name}.jsonl", [{"prompt": prompt} for prompt in prompts])

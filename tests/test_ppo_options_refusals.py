@@ -96,6 +96,18 @@ def test_value_only_updates_are_held_against_passes_over_the_prompts_too(run_fol
         ("horizon", [0, -1, 1.5, None], [10000]),
         ("kl_stop", [0.0, -1.0], [15.0, None]),
         ("require_reward", [{}, {"accuracy": 1.1}, {"ece": -0.1}, 0.6], [{"accuracy_low": 0.5}, None]),
+        (
+            "watchdog",
+            [
+                {"kl": 0.0},
+                {"length": 1.0},
+                {"repetition": 1.0},
+                {"window": 0},
+                {"action": "bark"},
+                {"actions": {"x": "stop"}},
+            ],
+            [None, {}, {"kl": None, "actions": {"judge": "stop"}}, {"action": "raise_kl_coef", "kl_factor": 2.0}],
+        ),
         ("cliprange_high", [0.0, -0.1], [0.28, 3.0, None]),
         ("dual_clip", [1.0, 0.5], [3.0, None]),
         ("entropy_coef", [-0.1, None], [0.0, 0.01]),
