@@ -7,7 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.checkpoints.adapters import SETTINGS, base_named, is_hub_id, no_base, read_adapter, told_base, whole_sha256
+from rlhf_cli.checkpoints.adapters import (
+    SETTINGS,
+    base_named,
+    is_hub_id,
+    no_base,
+    read_adapter,
+    told_base,
+    whole_sha256,
+)
 from rlhf_cli.checkpoints.files import (
     cached_model,
     damage,

@@ -64,9 +64,11 @@ def _warn_of_formats(config: Any) -> None:
 
 def adapters_of(config: Config) -> str | None:
     """The kind of adapters that a stage trains; None where whole models are trained."""
-    if isinstance(config, EvalConfig):
-        return None
-    ours: LoRA | None = config.models.adapters if isinstance(config, PPOConfig) else config.model.adapters
+    ours: LoRA | None = None
+    if isinstance(config, SFTConfig | RewardConfig):
+        ours = config.model.adapters
+    elif isinstance(config, PPOConfig):
+        ours = config.models.adapters
     return ours.kind if ours else None
 
 

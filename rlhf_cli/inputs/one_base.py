@@ -50,7 +50,9 @@ class OneBase:
         with placed(self.config.where(parent.key)):
             config = loading.scorer_config(parent.model, self.options.trust_remote_code)
             body = loading.scorer_around(sharing.twin(self.model), self._head())
-            return self._there(adapters.beside(body, parent.model, config, self.sft.hub or self.sft.model, self.sft.revision))
+            return self._there(
+                adapters.beside(body, parent.model, config, self.sft.hub or self.sft.model, self.sft.revision)
+            )
 
     def beside(self, whole: Any, parent: Parent) -> Any:
         """A value model where the weights of `whole`, a reward model, are others: adapters beside these."""

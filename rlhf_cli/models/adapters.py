@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.checkpoints import MERGED, SETTINGS, WEIGHTS
-from rlhf_cli.config.adapters import Adapters, LoRA
+from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.errors import RLHFError, nearest, shown
 
 # What an adapter's file decides of the sum. Nothing else in it is believed: peft would import modules that it names.
