@@ -168,7 +168,7 @@ def test_c07_a_layer_that_the_policy_does_not_have(adapters_copy: Path) -> None:
     says = (
         "models.adapters.target_modules: no linear layer inside of the model is called q_prj\nhint: did you mean q_proj"
     )
-    assert refused(rlhf("ppo", *told), "C07", "--set models.adapters.target_modules", says)
+    assert refused(rlhf("ppo", *told), "C07", "--set models.adapters: ", says)
     replace("ppo.yaml", "data:", "models: {adapters: {kind: lora, target_modules: [q_prj]}}\ndata:")
     seen = check("ppo.yaml")
     assert seen.exit_code == 2 and says in seen.stderr
