@@ -38,12 +38,17 @@ class OneBase:
         """The SFT model with adapters that learn and change nothing yet. Raises RLHFError C07."""
         return self._fresh(sharing.twin(self.model), self.sft, "policy")
 
-    def bears(self, parent: Parent) -> bool:
-        """Whether a reward or value model is an adapter of the SFT model's weights, with no token of its own."""
+    def apart(self, parent: Parent, tokenizer: Any) -> str | None:
+        """Why a reward or value model, which reads a tokenizer's tokens, needs weights of its own; None: it does not.
+
+        A pad token that its training added is no reason: no text holds it.
+        """
+        if parent.base is None:
+            return "a whole model"
         if not checkpoints.stands_on(parent, self.sft):
-            return False
-        body = loading.read_config(parent.model, self.options.trust_remote_code)
-        return bool(body.get_text_config().vocab_size <= self.model.get_input_embeddings().weight.shape[0])
+            return "an adapter of other weights than models.sft's"
+        rows = self.model.get_input_embeddings().weight.shape[0]
+        return "an adapter with tokens of its own" if max(tokenizer.get_vocab().values()) >= rows else None
 
     def scorer(self, parent: Parent) -> Any:
         """The reward or value model whose adapter these weights bear, with its head. Raises RLHFError M01-M03."""
@@ -64,9 +69,8 @@ class OneBase:
         adapters.copy_numbers(policy, made)
         return made
 
-    def tell(self, parent: Parent, whole: Any) -> None:
+    def tell(self, parent: Parent, why: str, whole: Any) -> None:
         """Say that a model has weights of its own, and what they take."""
-        why = "an adapter of other weights than models.sft's" if parent.base else "a whole model"
         takes = room.size(sum(weight.nbytes for weight in whole.parameters()))
         hint = "trained as an adapter beside models.sft (reward.yaml: model.adapters), it would take next to nothing"
         terminal.say(f"ppo      {parent.key} is {why}: {takes} of memory more; {hint}")
@@ -104,10 +108,9 @@ def reward(base: OneBase, parent: Parent, tokenizer: Any) -> Any:
 
     Raises RLHFError M01-M03, M06-M08.
     """
-    if base.bears(parent):
-        model = base.scorer(parent).get_base_model()
-        loading.check_vocabulary(model, tokenizer, base.config.where(parent.key))
-        return model
+    why = base.apart(parent, tokenizer)
+    if why is None:
+        return base.scorer(parent).get_base_model()
     model = models.scorer(base.config, base.options, parent, tokenizer)
-    base.tell(parent, model)
+    base.tell(parent, why, model)
     return model.to(loading.device())

@@ -5,7 +5,8 @@ SFT and reward training the one step that TRL's trainers make. So a change of th
 out, in bytes of float32, for W numbers of weights of which T are trained, and micro-batches of n rows of L tokens, N of
 them response tokens; hidden size H, intermediate size I, A heads of which K have keys of their own, V vocabulary:
 
-    weights      4 W        PPO: policy, reference, value and reward models, each folder of a reward model once
+    weights      4 W        PPO: policy, reference, value and reward models, each folder of a reward model once; with
+                            adapters the weights of models.sft once, and reward models that are no adapters of them
     gradients    4 T        PPO keeps them from one backward pass to the next
     optimizer    8 T        AdamW's two averages
     activations  what a backward pass needs. Of a Llama's layer 4 n L (8 H + 2 H K / A + 4 I): each norm keeps its

@@ -138,8 +138,8 @@ class _Scorers:
         key = "models.reward" if wish == "reward" else "models.value"
         if self.base:
             parent = self.parents[key]
-            bears = self.base.bears(parent)
-            return self.base.scorer(parent) if bears else self.base.beside(self.frozen(key), parent)
+            apart = self.base.apart(parent, self.writing.tokenizer)
+            return self.base.beside(self.frozen(key), parent) if apart else self.base.scorer(parent)
         return copy.deepcopy(self.frozen(key)).requires_grad_(True) if wish == "reward" else self.load(key)
 
 
