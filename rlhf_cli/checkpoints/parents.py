@@ -219,7 +219,8 @@ def _snapshot(folder: Path, key: str, where: str, *, hashed: bool) -> Parent:
     """A policy of adapters that PPO kept along the way; M04 where its base is not what it was at the run's start."""
     run = folder.parent.parent
     identity, told = read_object(run / "identity.json") or {}, read_adapter(folder) or {}
-    name, sha256 = told.get("base_model_name_or_path"), identity.get("parents", {}).get("models.sft")
+    name, parents = told.get("base_model_name_or_path"), identity.get("parents")
+    sha256 = parents.get("models.sft") if isinstance(parents, dict) else None
     if not isinstance(name, str) or not isinstance(sha256, str):
         text = f"{key}: {shown(folder)} holds an adapter, and does not tell its base"
         raise RLHFError("M04", text, hint="name the folder of a finished stage")

@@ -78,8 +78,18 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
         seed=config.seed,
     )
     ref_engine = replace(engine, model=ref)
-    found: tuple[Any, ...] = (tokenizer, stop_token_id, prompts, eval_prompts or [], trainer, ref_engine, updates)
-    return Parts(*found, saved_policy, saved_value, base)
+    return Parts(
+        tokenizer,
+        stop_token_id,
+        prompts,
+        eval_prompts or [],
+        trainer,
+        ref_engine,
+        updates,
+        saved_policy,
+        saved_value,
+        base,
+    )
 
 
 def restore(config: PPOConfig, options: Options, parts: Parts, folder: Path) -> None:
