@@ -263,6 +263,21 @@ def test_a_stopped_run_ends_in_the_bytes_of_a_straight_one(
     assert again["model_sha256"] == whole["model_sha256"] and again["metrics"] == whole["metrics"]
 
 
+# Formats
+
+
+def test_in_bfloat16_the_base_is_and_what_learns_is_not(adapters_copy: Path) -> None:
+    run(adapters_copy, "ppo", *LORA, "-s", "ppo.bf16=true", "-s", "models.dtype=bfloat16")
+    first, last = lines(adapters_copy)
+    assert first["objective/kl"] == 0.0 < last["objective/kl_k1"]
+    for name in FILES:
+        assert {tensor.dtype for tensor in load_file(f"ppo/{name}").values()} == {torch.float32}
+    parts = loaded(adapters_copy, "models.dtype=bfloat16")
+    assert {weight.dtype for weight in parts.trainer.ref.parameters()} == {torch.bfloat16}
+    learns = [p for m in (parts.trainer.policy, parts.trainer.value) for p in m.parameters() if p.requires_grad]
+    assert {weight.dtype for weight in learns} == {torch.float32}
+
+
 # What later stages read
 
 

@@ -88,9 +88,9 @@ class OneBase:
         return self._there(made)
 
     def _head(self) -> nn.Linear:
-        """Room for a head, without numbers drawn."""
+        """Room for a head, without numbers drawn; float32, as adapters are: bfloat16 would lose small updates."""
         width = self.model.get_output_embeddings().weight.shape[1]
-        head = nn.utils.skip_init(nn.Linear, width, 1, bias=False, dtype=self.model.dtype)
+        head = nn.utils.skip_init(nn.Linear, width, 1, bias=False, dtype=torch.float32)
         nn.init.zeros_(head.weight)
         return head
 

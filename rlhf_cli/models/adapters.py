@@ -176,6 +176,9 @@ def beside(model: Any, folder: Path, config: Any, base: Path | str, revision: st
     made.peft_config["default"].task_type = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
     for name, weight in made.named_parameters():
         weight.requires_grad_(any(part in name for part in LEARNS))
+        if weight.requires_grad:
+            weight.data = weight.data.float()  # peft gave it the base's format, in which small updates get lost
+    take_over(made, folder)
     _carry(model, folder, config)
     _name_base(made, base, revision)
     return made
