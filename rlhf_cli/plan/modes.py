@@ -105,8 +105,11 @@ def freeze(model: nn.Module) -> None:
 
 
 def on_one_base(model: nn.Module, base: nn.Module) -> None:
-    """Let a model use the weights of another in place of its own wherever the two have the same; adapters stay out."""
-    theirs = dict(base.named_modules())
+    """Let a model use the weights of another in place of its own wherever the two have the same; adapters stay out.
+
+    So does a head, of which each model has its own.
+    """
+    theirs = {name: module for name, module in base.named_modules() if name != "score"}
     for name, module in list(model.named_modules()):
         other = theirs.get(name)
         if isinstance(other, Adapted):
