@@ -285,6 +285,7 @@ def test_evaluation_and_replay_read_it(copied: Path) -> None:
     run(copied, "eval")
     report = json.loads(Path("eval/report.json").read_text())
     assert abs(report["models"]["sft"]["kl"]) < 1e-3 < report["models"]["ppo"]["kl"]
+    assert len(report["frontier"]) >= 2  # each snapshot was read too
     for step in ("1", "5"):
         result = ppo_folder.rlhf("replay", copied, "--step", step, "--json")
         told = json.loads(result.stdout)
