@@ -227,7 +227,7 @@ def plan(
         typer.Option(
             "--mode",
             metavar="MODE",
-            help="full, lora, qlora or one-base, for comparison; without it, SFT and reward as model.adapters says.",
+            help="full, lora, qlora or one-base, for comparison; without it, each stage as its adapters say.",
         ),
     ] = None,
     prompt: Annotated[

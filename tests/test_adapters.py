@@ -353,6 +353,15 @@ def test_full_unless_adapters_are_asked_for(world: World, tmp_path: Path) -> Non
 
 def test_adapters_have_a_learning_rate_of_their_own(world: World, tmp_path: Path) -> None:
     folder = write(tmp_path / "run", world)
+    lora = "models.adapters={kind: lora}"
+    for told, rates in (
+        ([], (3e-6, None)),
+        ([lora], (3e-5, None)),
+        ([lora, "ppo.recipe=reasoning"], (1e-5, 9e-5)),
+        ([lora, "ppo.recipe=reasoning", "ppo.learning_rate=3e-3"], (3e-3, 9e-5)),
+    ):
+        found = load("ppo", folder / "ppo.yaml", told).ppo
+        assert (found.learning_rate, found.value_learning_rate) == rates
     for stage, rates in (("sft", (2e-5, 2e-4)), ("reward", (1e-5, 1e-4))):
         path = folder / f"{stage}.yaml"
         path.write_text(path.read_text().replace(", learning_rate: 1e-2", ""))

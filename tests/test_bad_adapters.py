@@ -137,3 +137,57 @@ def test_c17_a_dropout_that_reward_training_turns_off(world: World, tmp_path: Pa
     assert caught.value.problems[0].code == "C17"
     config = load("reward", folder / "reward.yaml", [told, "trainer.disable_dropout=false"])
     assert config.model.adapters and config.model.adapters.lora_dropout == 0.1
+
+
+# PPO's
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "says"),
+    [
+        (["models.adapters={kind: qlora}"], "C07", ("models.adapters.kind", "lora")),
+        (["models.adapters={kind: lora, lora_dropout: 0.1}"], "C01", ("unknown key models.adapters.lora_dropout",)),
+        (
+            ["models.adapters={kind: lora}", "ppo.num_shared_layers=1"],
+            "C17",
+            ("num_shared_layers has no effect with models.adapters", "hint: take it out"),
+        ),
+    ],
+)
+def test_keys_of_ppo_that_are_wrong(
+    world: World, tmp_path: Path, told: list[str], code: str, says: tuple[str, ...]
+) -> None:
+    folder = write(tmp_path / "run", world)
+    with pytest.raises(RLHFError) as caught:
+        load("ppo", folder / "ppo.yaml", told)
+    assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says), caught.value
+
+
+def test_c07_a_layer_that_the_policy_does_not_have(adapters_copy: Path) -> None:
+    told = ("-s", "models.adapters={kind: lora, target_modules: [q_prj]}")
+    says = (
+        "models.adapters.target_modules: no linear layer inside of the model is called q_prj\nhint: did you mean q_proj"
+    )
+    assert refused(rlhf("ppo", *told), "C07", "--set models.adapters: ", says)
+    replace("ppo.yaml", "data:", "models: {adapters: {kind: lora, target_modules: [q_prj]}}\ndata:")
+    seen = check("ppo.yaml")
+    assert seen.exit_code == 2 and says in seen.stderr
+
+
+def test_c17_a_push_of_adapters_whose_base_is_a_folder_here(
+    adapters_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    told = ("-s", "models.adapters={kind: lora}", "-s", "ppo.push_to_hub_if_best=some/where")
+    says = ("adapters alone would be pushed to some/where, and their base, models.sft, is a folder here", "hint: take")
+    assert refused(rlhf("ppo", *told), "C17", "--set ppo.push_to_hub_if_best", *says)
+    assert not (adapters_copy / "ppo/model").exists()
+
+
+def test_m04_the_base_below_a_policy_of_adapters(adapters_copy: Path) -> None:
+    run(adapters_copy, "ppo", "-s", "models.adapters={kind: lora, r: 2}")
+    run(adapters_copy, "sft", "--fresh", "-s", "seed=1")
+    says = ("ppo holds an adapter, and its base sft has changed since (", "hint: bring the old base back, or train")
+    result = rlhf("eval")
+    assert result.exit_code == 2 and "error[M04]: eval.yaml" in result.stderr
+    assert all(text in result.stderr for text in says), result.stderr

@@ -6,28 +6,29 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli import config
-from rlhf_cli.config.adapters import LEARNING_RATES, Adapters
+from rlhf_cli.config.adapters import LEARNING_RATES, Adapters, PPOAdapters
 
 PAGE = (Path(__file__).parents[1] / "docs/adapters.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```yaml\n# (sft|reward)\.yaml.*?\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLES = re.findall(r"```yaml\n# (sft|reward|ppo)\.yaml.*?\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.parametrize(("stage", "text"), EXAMPLES)
 def test_an_example_loads(stage: str, text: str, tmp_path: Path) -> None:
     (tmp_path / f"{stage}.yaml").write_text(text, encoding="utf-8")
     found = config.load(stage, tmp_path / f"{stage}.yaml")
-    assert found.model.adapters.kind in ("lora", "qlora")
+    section = found.models if stage == "ppo" else found.model
+    assert section.adapters.kind in ("lora", "qlora")
 
 
 def test_every_key_is_told_with_its_default() -> None:
-    assert {stage for stage, _ in EXAMPLES} == {"sft", "reward"}
+    assert {stage for stage, _ in EXAMPLES} == {"sft", "reward", "ppo"}
     told = {}
     for names, default in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| ([^|]+?) \|", PAGE, re.MULTILINE):
         keys = re.findall(r"\w+", names)
         values = default.split(", ") if ", " in default else [default] * len(keys)
         told |= dict(zip(keys, values, strict=True))
     fields = Adapters.model_fields
-    assert told.keys() == fields.keys()
+    assert told.keys() == fields.keys() == PPOAdapters.model_fields.keys() | {"lora_dropout"}
     for key, text in told.items():
         default = "required" if fields[key].is_required() else fields[key].default
         assert text == (str(default).lower() if isinstance(default, bool) else f"{default:g}" if key != "kind"
@@ -35,7 +36,7 @@ def test_every_key_is_told_with_its_default() -> None:
 
 
 def test_the_learning_rates_are_those_of_the_code() -> None:
-    assert "SFT takes 2e-4 and the reward stage 1e-4" in " ".join(PAGE.split())
-    assert LEARNING_RATES == {"sft": 2e-4, "reward": 1e-4}
+    assert "SFT takes 2e-4 and the reward stage 1e-4, PPO 3e-5" in " ".join(PAGE.split())
+    assert LEARNING_RATES == {"sft": 2e-4, "reward": 1e-4, "ppo": 3e-5}
     for stage, rate in LEARNING_RATES.items():
         assert rate == pytest.approx(10 * config.keys(stage)[f"{stage}.learning_rate"].default)

@@ -242,9 +242,31 @@ def test_a_stage_is_planned_with_the_adapters_of_its_config(three: Path, stage: 
     assert [each["name"] for each in whole["phases"]] == ["step"]
 
 
+def test_ppo_is_planned_with_the_adapters_of_its_config(three: Path) -> None:
+    """A whole reward model is there once more, and the value model's adapters stand beside it. Nothing has run yet."""
+    lora = "models.adapters={kind: lora, r: 3, target_modules: [q_proj]}"
+    whole = found("ppo.yaml", lora)["ppo"]
+    numbers, head = whole["parameters"], loading.read_config("model").hidden_size
+    learns = loading.read_config("model").num_hidden_layers * 3 * 2 * head
+    held = phase(whole, "judge")["bytes"]
+    assert whole["mode"] == "one-base" and held["gradients"] == 4 * (2 * learns + head)
+    both = 4 * (numbers["policy"] + numbers["reward"] + 2 * learns)
+    assert held["weights"] == pytest.approx(both, abs=500)  # buffers
+    assert found("ppo.yaml", lora, "--mode", "full")["ppo"]["phases"] == found("ppo.yaml")["ppo"]["phases"]
+    replace("ppo.yaml", "reward: scorer", "reward: reward")
+    replace("reward.yaml", "path: model", "path: model, adapters: {kind: lora}")
+    one = phase(found("ppo.yaml", lora)["ppo"], "judge")["bytes"]
+    assert one["weights"] == pytest.approx(4 * (numbers["policy"] + 3 * learns + 2 * head), abs=500)
+    replace("reward.yaml", "path: model", "path: other")  # another base
+    Path("model").rename("other")
+    Path("model").symlink_to("other")
+    again = phase(found("ppo.yaml", lora)["ppo"], "judge")["bytes"]
+    assert again["weights"] == pytest.approx(both, abs=500)
+
+
 def test_help_says_what_is_planned_without_a_mode() -> None:
     said = " ".join(plan("--help").stdout.replace("│", " ").split())
-    assert "SFT and reward as model.adapters says" in said
+    assert "each stage as its adapters say" in said
 
 
 # Time.

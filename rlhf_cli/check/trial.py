@@ -117,13 +117,14 @@ class Trial:
         with self.report.collecting():
             of_ppo.text_rewards(config, self.options, stage.parents, load=False)
         with self.report.collecting():
-            of_ppo.require_hub(config)
+            of_ppo.require_hub(config, stage.parents.get("models.sft"))
         with self.report.collecting():
             if not stage.finished:
                 reward_cards.require(config, stage.parents)
         with self.report.collecting():
             if body is not None:
                 of_ppo.check_layers(config, body)
+                adapters.check_targets(config, body)
         scorers, own = self._scorers(stage, tokenizer)
         with self.report.collecting():
             if tokenizer is not None and body is not None:

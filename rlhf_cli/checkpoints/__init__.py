@@ -25,6 +25,7 @@ from rlhf_cli.checkpoints.parents import (
     open_reference,
     read_manifest,
     references,
+    stands_on,
 )
 from rlhf_cli.checkpoints.states import (
     commit_state,
@@ -70,6 +71,7 @@ __all__ = [
     "release",
     "seal_state",
     "shown",
+    "stands_on",
     "state_at",
     "state_steps",
     "usable",

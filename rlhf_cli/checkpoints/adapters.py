@@ -66,4 +66,9 @@ def whole_sha256(files: Mapping[str, Mapping[str, Any]], parents: Mapping[str, M
     `files` and `parents` as a manifest tells them.
     """
     own = model_sha256(files)
-    return json_sha256([own, parents["model.path"]["sha256"]]) if f"model/{SETTINGS}" in files else own
+    return json_sha256([own, told_base(parents)["sha256"]]) if f"model/{SETTINGS}" in files else own
+
+
+def told_base(parents: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of a manifest's parents the one that an adapter of the stage's belongs beside: PPO's is the SFT model's."""
+    return parents["models.sft" if "models.sft" in parents else "model.path"]

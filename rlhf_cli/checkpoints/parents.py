@@ -7,12 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.checkpoints.adapters import SETTINGS, base_named, no_base, read_adapter, whole_sha256
+from rlhf_cli.checkpoints.adapters import (
+    SETTINGS,
+    base_named,
+    is_hub_id,
+    no_base,
+    read_adapter,
+    told_base,
+    whole_sha256,
+)
 from rlhf_cli.checkpoints.files import (
     cached_model,
     damage,
     files_sha256,
     inside,
+    json_sha256,
     model_sha256,
     read_object,
     read_sealed,
@@ -22,6 +31,7 @@ from rlhf_cli.config.stages import VALUE_WORDS
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, placed, shown
 
 FOREIGN = "foreign"
+SNAPSHOTS = "snapshots"
 # What of a plain folder makes the model: the rest (pickles that we never load, cards, pictures) does not count.
 _MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
 
@@ -142,6 +152,9 @@ def open_parent(
     if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
         text = f"{key}: {shown(folder)} is the inside of a stage's folder"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {shown(folder.parent)}")
+    if folder.parent.name == SNAPSHOTS and read_adapter(folder):
+        with placed(where):
+            return _snapshot(folder, key, where, hashed=hashed)
     _refuse_adapter(folder, key, where)
     if (folder / "config.json").is_file():
         return _foreign(folder, key, hashed=hashed)
@@ -184,7 +197,7 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str, *, hashe
     base = None
     if f"model/{SETTINGS}" in models:
         with placed(where):
-            base = _base(folder, stage, manifest["parents"]["model.path"], key, where, hashed=hashed)
+            base = _base(folder, stage, told_base(manifest["parents"]), key, where, hashed=hashed)
     return Parent(key, folder, stage, folder / "model", whole_sha256(models, manifest["parents"]), manifest, base=base)
 
 
@@ -202,6 +215,31 @@ def _base(folder: Path, stage: str, told: Mapping[str, Any], key: str, where: st
     return base
 
 
+def _snapshot(folder: Path, key: str, where: str, *, hashed: bool) -> Parent:
+    """A policy of adapters that PPO kept along the way; M04 where its base is not what it was at the run's start."""
+    run = folder.parent.parent
+    identity, told = read_object(run / "identity.json") or {}, read_adapter(folder) or {}
+    name, parents = told.get("base_model_name_or_path"), identity.get("parents")
+    sha256 = parents.get("models.sft") if isinstance(parents, dict) else None
+    if not isinstance(name, str) or not isinstance(sha256, str):
+        text = f"{key}: {shown(folder)} holds an adapter, and does not tell its base"
+        raise RLHFError("M04", text, hint="name the folder of a finished stage")
+    if not is_hub_id(name):  # the stage's folder, not the model inside
+        model = Path(os.path.normpath(folder / name))
+        inner = model.name == "model" and (model.parent / "identity.json").is_file()
+        name = os.path.relpath(model.parent if inner else model, run)
+        name = name if name.startswith(".") else f"./{name}"
+    base = _base(run, "ppo", {**told, "path": name, "sha256": sha256}, key, where, hashed=hashed)
+    found = _foreign(folder, key, hashed=hashed)
+    return replace(found, sha256=json_sha256([found.sha256, base.sha256]) if hashed else "", base=base)
+
+
+def stands_on(parent: Parent, base: Parent) -> bool:
+    """Whether a model is an adapter of another: of the same folder, or of the same weights elsewhere."""
+    below = parent.base
+    return below is not None and (below.path == base.path or (bool(base.sha256) and below.sha256 == base.sha256))
+
+
 def verify(parents: Mapping[str, Parent]) -> None:
     """Before a stage loads its parents: hash by hash, the models that other stages finished are what they wrote.
 
@@ -211,8 +249,9 @@ def verify(parents: Mapping[str, Parent]) -> None:
     ours: dict[Path, Parent] = {}  # several keys may name one folder
     for parent in parents.values():
         found: Parent | None = parent
-        while found and found.stage != FOREIGN:
-            ours.setdefault(found.path, found)
+        while found:
+            if found.stage != FOREIGN:
+                ours.setdefault(found.path, found)
             found = found.base
     all_of(*(partial(_verify, parent) for parent in ours.values()))
 

@@ -1,40 +1,31 @@
-"""`model.adapters`: small matrices that learn beside frozen weights. Options of peft's have peft's names."""
+"""`model.adapters`, and `models.adapters` of PPO: small matrices that learn beside frozen weights.
+
+Options of peft's have peft's names.
+"""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rlhf_cli.config.base import Section
+from rlhf_cli.ppo.settings import RECIPES
 
 TRL = "TRL 1.16, trl/trainer/model_config.py"
 PEFT = "[peft 0.21.2, src/peft/tuners/lora/config.py]"
 # What training in full and adapters would be given; adapters start at zero and have fewer numbers to move.
-LEARNING_RATES = {"sft": 2e-4, "reward": 1e-4}
+LEARNING_RATES = {"sft": 2e-4, "reward": 1e-4, "ppo": 3e-5}
+TIMES = 10
 
 
-class Adapters(Section):
+class LoRA(Section):
     """LoRA (Hu et al. 2021, arXiv 2106.09685): each layer's weight W stays, W + (lora_alpha / r) B A is used."""
 
-    kind: Literal["lora", "qlora"] = Field(
-        description=(
-            "lora: the frozen weights stay as they are; qlora: while this stage trains they are held in 4 bits "
-            "(bitsandbytes' NF4, its scales quantised too; Dettmers et al. 2023, arXiv 2305.14314)."
-        )
-    )
+    kind: Literal["lora", "qlora"]
     r: int = Field(
         16, gt=0, description=f"Rank: the columns of B, and the rows of A. [{TRL}; it is called lora_r there]"
     )
     lora_alpha: int = Field(
         32, gt=0, description=f"Scale of what is learnt: lora_alpha / r is its factor. [{TRL}; the same there]"
-    )
-    lora_dropout: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description=(
-            "Dropout of what A reads. Reward training turns all dropout off, unless trainer.disable_dropout is false. "
-            f"{PEFT}"
-        ),
     )
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
         "all-linear",
@@ -52,11 +43,48 @@ class Adapters(Section):
     )
 
 
+class Adapters(LoRA):
+    """What SFT and reward training put beside a model's weights."""
+
+    kind: Literal["lora", "qlora"] = Field(
+        description=(
+            "lora: the frozen weights stay as they are; qlora: while this stage trains they are held in 4 bits "
+            "(bitsandbytes' NF4, its scales quantised too; Dettmers et al. 2023, arXiv 2305.14314)."
+        )
+    )
+    lora_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Dropout of what A reads. Reward training turns all dropout off, unless trainer.disable_dropout is false. "
+            f"{PEFT}"
+        ),
+    )
+
+
+class PPOAdapters(LoRA):
+    """What PPO puts beside the SFT model's weights: without dropout, which PPO turns off."""
+
+    kind: Literal["lora"] = Field(
+        description="lora: the SFT model's weights stay as they are, and are there once for all four models."
+    )
+
+
 def with_learning_rate(keys: Any, stage: str) -> Any:
     """The keys of a stage's config, with the learning rate that adapters want where none is told."""
-    if not isinstance(keys, dict) or not isinstance(keys.get("model"), dict) or not keys["model"].get("adapters"):
+    models = keys.get("models" if stage == "ppo" else "model") if isinstance(keys, dict) else None
+    if not isinstance(models, dict) or not models.get("adapters"):
         return keys
     settings = keys.get(stage) or {}
-    if not isinstance(settings, dict) or "learning_rate" in settings:
+    if not isinstance(settings, dict):
         return keys
-    return {**keys, stage: {**settings, "learning_rate": LEARNING_RATES[stage]}}
+    return {**keys, stage: {"learning_rate": LEARNING_RATES[stage], **_of_recipe(settings), **settings}}
+
+
+def _of_recipe(settings: dict[str, Any]) -> dict[str, float]:
+    """The learning rates that adapters want in place of those of a recipe of PPO's."""
+    recipe = settings.get("recipe")
+    defaults = RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}
+    rates = {key: value for key, (value, _) in defaults.items() if key.endswith("learning_rate")}
+    return {key: float(f"{TIMES * value:g}") for key, value in rates.items()}

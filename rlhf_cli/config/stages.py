@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.adapters import with_learning_rate
+from rlhf_cli.config.adapters import PPOAdapters, with_learning_rate
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section
 from rlhf_cli.config.keys import PathKey
 from rlhf_cli.config.sections import (
@@ -150,6 +150,14 @@ class PPOModels(Section):
     revision: str | None = Field(None, description=REVISION)
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description=DTYPE)
     attn_implementation: str | None = Field(None, description=ATTENTION)
+    adapters: PPOAdapters | None = Field(
+        None,
+        description=(
+            "Train adapters (LoRA) for policy and value model, and leave them alone on disk: the SFT model's frozen "
+            "weights are there once for policy, reference, reward and value model; none: whole models are trained. "
+            "docs/adapters.md tells more. [`pytest tests/test_one_base.py -k whole_models_unless`]"
+        ),
+    )
 
 
 class RewardSource(Section):
@@ -307,6 +315,11 @@ class PPOConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
+    def _adapters_learn_faster(cls, keys: Any) -> Any:
+        return with_learning_rate(keys, "ppo")
+
+    @model_validator(mode="before")
+    @classmethod
     def _reward_by_default(cls, keys: Any) -> Any:
         """No sources, or `reward` without a kind: the reward model."""
         models = keys.get("models") if isinstance(keys, dict) else None
@@ -332,6 +345,13 @@ class PPOConfig(Config):
                 "key": given,
             }
             raise PydanticCustomError("C17", "{text}", context)
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_shared_once(self) -> Self:
+        if self.models.adapters and self.ppo.num_shared_layers:
+            text = "num_shared_layers has no effect with models.adapters, which share all layers"
+            raise PydanticCustomError("C17", text, {"hint": "take it out", "key": "ppo.num_shared_layers"})
         return self
 
     @model_validator(mode="after")

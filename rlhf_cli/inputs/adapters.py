@@ -1,11 +1,9 @@
-"""What `model.adapters` asks of the model that SFT or reward training starts from."""
+"""What `model.adapters` and `models.adapters` ask of the model that a stage starts from."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 from rlhf_cli.checkpoints import Parent
-from rlhf_cli.config import RewardConfig, SFTConfig
+from rlhf_cli.config import PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, placed
 from rlhf_cli.models import adapters, loading, shapes
 
@@ -23,19 +21,20 @@ def to_train(config: SFTConfig | RewardConfig, parent: Parent | None, model: Any
         loading.fit_embeddings(model, tokenizer)
         return model
     assert parent is not None, "model.new takes no adapters"
-    base = parent.hub or Path(os.path.relpath(parent.model, config.folder / "model")).as_posix()
-    device, settings = loading.device(), config.sft if isinstance(config, SFTConfig) else config.reward
+    base, device = parent.hub or parent.model, loading.device()
+    settings = config.sft if isinstance(config, SFTConfig) else config.reward
     bf16, rows = loading.computes_in_bf16(settings.bf16), len(tokenizer)
     with placed(config.where(KEY)):
         return adapters.put_on(model, ours, rows=rows, base=base, revision=parent.revision, device=device, bf16=bf16)
 
 
-def check_targets(config: SFTConfig | RewardConfig, body: Any) -> None:
+def check_targets(config: SFTConfig | RewardConfig | PPOConfig, body: Any) -> None:
     """Raises RLHFError C07 where a model of config `body` has no layers called as in target_modules."""
-    ours = config.model.adapters
+    key = "models.adapters" if isinstance(config, PPOConfig) else "model.adapters"
+    ours = config.models.adapters if isinstance(config, PPOConfig) else config.model.adapters
     if ours is not None and ours.target_modules != "all-linear":
-        with placed(config.where(KEY)):
-            adapters.targets_of(shapes.causal(body), ours)
+        with placed(config.where(f"{key}.target_modules")):
+            adapters.targets_of(shapes.causal(body), ours, key)
 
 
 def refuse_new_tokens(config: SFTConfig | RewardConfig, tokenizer: Any, before: int) -> None:

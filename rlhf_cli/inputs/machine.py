@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_cli import checkpoints, room, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import loading
 
@@ -63,7 +64,11 @@ def _warn_of_formats(config: Any) -> None:
 
 def adapters_of(config: Config) -> str | None:
     """The kind of adapters that a stage trains; None where whole models are trained."""
-    ours = config.model.adapters if isinstance(config, SFTConfig | RewardConfig) else None
+    ours: LoRA | None = None
+    if isinstance(config, SFTConfig | RewardConfig):
+        ours = config.model.adapters
+    elif isinstance(config, PPOConfig):
+        ours = config.models.adapters
     return ours.kind if ours else None
 
 
@@ -134,10 +139,19 @@ def _counts(config: Config, parents: Mapping[str, Parent]) -> tuple[int, int]:
     shared = isinstance(config, PPOConfig) and config.ppo.num_shared_layers  # how much of the policy learns is unknown
     adapters = adapters_of(config)  # how large they get is not counted; weights in 4 bits are read whole at the end
     counts = [0, 0]
+    if isinstance(config, PPOConfig) and adapters:
+        return 0, sum(folders[folder] for folder in bodies(config, parents))
     for use in uses(config):
         learns = use.trained and not adapters and not (shared and use.role == "policy")
         counts[not learns] += 0 if shared and use.role == "policy" else sizes.get(use.key, 0)
     return counts[0], counts[1]
+
+
+def bodies(config: PPOConfig, parents: Mapping[str, Parent]) -> set[Path]:
+    """The models, by folder, whose weights PPO with adapters holds, once each: what is no adapter of models.sft's."""
+    sft = parents.get("models.sft")
+    found = [parents[use.key] for use in uses(config) if use.key in parents]
+    return {parent.model for parent in found if parent is sft or not (sft and checkpoints.stands_on(parent, sft))}
 
 
 def _numbers(parent: Parent) -> int:

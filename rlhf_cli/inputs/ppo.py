@@ -52,10 +52,15 @@ def check_layers(config: PPOConfig, body: Any) -> None:
         raise RLHFError("C06", text, where=config.where("ppo.num_shared_layers"), hint=hint)
 
 
-def require_hub(config: PPOConfig) -> None:
-    """Raises RLHFError C17 where ppo.push_to_hub_if_best could not push."""
-    if config.ppo.push_to_hub_if_best:
-        publishing.require_token(config.ppo.push_to_hub_if_best, config.where("ppo.push_to_hub_if_best"))
+def require_hub(config: PPOConfig, sft: Parent | None) -> None:
+    """Raises RLHFError C17 where ppo.push_to_hub_if_best could not push, or would push what nobody there could read."""
+    if not (repo := config.ppo.push_to_hub_if_best):
+        return
+    where = config.where("ppo.push_to_hub_if_best")
+    if config.models.adapters and sft and not sft.hub:
+        text = f"adapters alone would be pushed to {repo}, and their base, models.sft, is a folder here"
+        raise RLHFError("C17", text, where=where, hint="take ppo.push_to_hub_if_best out, or models.adapters")
+    publishing.require_token(repo, where)
 
 
 def check_rows(config: PPOConfig, prompts: data.Rows[Any], held_out: data.Rows[Any] | None) -> None:

@@ -1,8 +1,9 @@
-"""Adapters: put beside a model's frozen weights, written down, and added into the weights. peft and bitsandbytes enter
-here, and only where adapters are asked for.
+"""Adapters: put beside a model's frozen weights, written down, read again, and added into the weights. peft and
+bitsandbytes enter here, and only where adapters are asked for.
 """
 
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,12 @@ from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_cli.checkpoints import MERGED, SETTINGS, WEIGHTS
-from rlhf_cli.config.adapters import Adapters
+from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.errors import RLHFError, nearest, shown
 
 # What an adapter's file decides of the sum. Nothing else in it is believed: peft would import modules that it names.
 DECIDES = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
+LEARNS = (".lora_", ".modules_to_save.")  # in the names of an adapter's weights, and of its head
 # Weights of 4 bits that share a scale. Where rows are no multiple of it, bitsandbytes 0.50 reads them wrongly on a CPU,
 # by a fifth to a half of their size, and says nothing.
 BLOCK = 64
@@ -30,42 +32,66 @@ CARRIED = ("pad_token_id", "reward_mean", "reward_std")
 
 
 def are_on(model: Any) -> bool:
-    """Whether `put_on` made this model."""
+    """Whether `put_on` or `beside` made this model."""
     return type(model).__module__.startswith("peft.")
 
 
+def inside(model: Any) -> Any:
+    """The plain model in one that `put_on` or `beside` made; another as it is."""
+    return model.get_base_model() if are_on(model) else model
+
+
 def put_on(
-    model: Any, ours: Adapters, *, rows: int, base: str, revision: str | None, device: torch.device, bf16: bool
+    model: Any,
+    ours: LoRA,
+    *,
+    rows: int,
+    base: Path | str,
+    revision: str | None,
+    device: torch.device,
+    bf16: bool,
+    key: str = "model.adapters",
 ) -> Any:
     """The model with adapters that learn, a new classifier's head too, and nothing else.
 
-    `rows` are the tokens that it must have embeddings for, `base` the name under which its weights will be found,
-    `device` and `bf16` where and in what it will be trained.
+    `rows` are the tokens that it must have embeddings for, `base` the folder or hub id where its weights will be found,
+    `device` and `bf16` where and in what it will be trained, `key` the config's for `ours`.
     Raises RLHFError C07 for targets that it does not have, C17 where 4 bits can hold none of its layers.
     """
     from peft import LoraConfig, get_peft_model
 
-    targets = targets_of(model, ours)
+    targets = targets_of(model, ours, key)
     grow(model, rows)
     if ours.kind == "qlora":
         _pack(model, device, torch.bfloat16 if bf16 else torch.float32)
     names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+    told = {name: getattr(ours, name) for name in names if name in type(ours).model_fields}
     task = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
-    settings = LoraConfig(task_type=task, target_modules=targets, **{name: getattr(ours, name) for name in names})
     with _quietly():
-        made = get_peft_model(model, settings)
+        made = get_peft_model(model, LoraConfig(task_type=task, target_modules=targets, **told))
     if ours.kind == "qlora":
         del model.is_loaded_in_4bit  # TRL would make the adapters bfloat16, in which small updates get lost
-    settings.base_model_name_or_path, settings.revision = base, revision
-    settings.target_modules = targets  # in order: a set would be written in another one each time
-    made.create_or_update_model_card = lambda *_: None  # ours is written with the model
-    plain = made.save_pretrained
-    # Grown rows are made again from the base; peft would ask the hub whether there are any.
-    made.save_pretrained = lambda folder, **how: plain(folder, save_embedding_layers=False, **how)
+    _name_base(made, base, revision)
     return made
 
 
-def targets_of(model: Any, ours: Adapters) -> list[str]:
+def _name_base(made: Any, base: Path | str, revision: str | None) -> None:
+    """Let what is saved of peft's model tell its base: a folder as seen from its own, or a hub id."""
+    settings, plain = made.peft_config["default"], made.save_pretrained
+    settings.revision = revision
+    settings.target_modules = sorted(settings.target_modules)  # a set would be written in another order each time
+
+    def save(folder: Path | str, **how: Any) -> None:
+        path = Path(os.path.relpath(base, folder)).as_posix() if isinstance(base, Path) else base
+        settings.base_model_name_or_path = path
+        # Grown rows are made again from the base; peft would ask the hub whether there are any.
+        plain(folder, save_embedding_layers=False, **how)
+
+    made.save_pretrained = save
+    made.create_or_update_model_card = lambda *_: None  # ours is written with the model
+
+
+def targets_of(model: Any, ours: LoRA, key: str = "model.adapters") -> list[str]:
     """The last names, sorted, of the layers that get adapters. Raises RLHFError C07 for a name that no layer has."""
     known = sorted({name for _, name, _ in linear_layers(model)})
     if ours.target_modules == "all-linear":
@@ -73,7 +99,7 @@ def targets_of(model: Any, ours: Adapters) -> list[str]:
     for wanted in ours.target_modules:
         if wanted not in known:
             near = nearest(wanted, known)
-            text = f"model.adapters.target_modules: no linear layer inside of the model is called {wanted}"
+            text = f"{key}.target_modules: no linear layer inside of the model is called {wanted}"
             raise RLHFError("C07", text, hint=f"did you mean {near}?" if near else f"there are {', '.join(known)}")
     return sorted(set(ours.target_modules))
 
@@ -133,9 +159,50 @@ def merge(model: Any, folder: Path, config: Any) -> set[str]:
     Returns the names of weights that the adapter holds itself: a reward model's head. Raises RLHFError M01 for an
     adapter that does not fit.
     """
+    grow(model, config.get_text_config().vocab_size)
+    made, held = _read(model, folder)
+    made.merge_and_unload()
+    model.requires_grad_(True)  # peft froze it
+    _carry(model, folder, config)
+    return {name.removeprefix("base_model.model.") for name in held if ".lora_" not in name}
+
+
+def beside(model: Any, folder: Path, config: Any, base: Path | str, revision: str | None = None) -> Any:
+    """As `merge`, but the adapter stays apart: peft's model, in which adapter and head alone learn.
+
+    `base` as in `put_on`. Raises RLHFError M01 for an adapter that does not fit.
+    """
+    made, _ = _read(model, folder)
+    made.peft_config["default"].task_type = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
+    for name, weight in made.named_parameters():
+        weight.requires_grad_(any(part in name for part in LEARNS))
+        if weight.requires_grad:
+            weight.data = weight.data.float()  # peft gave it the base's format, in which small updates get lost
+    take_over(made, folder)
+    _carry(model, folder, config)
+    _name_base(made, base, revision)
+    return made
+
+
+def take_over(made: Any, folder: Path) -> None:
+    """Give peft's model the numbers of an adapter in a folder, which one like it was saved in."""
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(made, load_file(folder / WEIGHTS))
+
+
+def copy_numbers(of: Any, to: Any) -> None:
+    """Give peft's model `to` the adapters of another on a body of the same layers; a head of its own stays."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    own, theirs = (get_peft_model_state_dict(made, save_embedding_layers=False) for made in (to, of))
+    set_peft_model_state_dict(to, {**own, **theirs})
+
+
+def _read(model: Any, folder: Path) -> tuple[Any, set[str]]:
+    """peft's model of a base and the adapter in a folder, and the names in its file. Raises RLHFError M01."""
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-    grow(model, config.get_text_config().vocab_size)
     try:
         told = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         heads = [name for name in told["modules_to_save"] or () if hasattr(model, name)]
@@ -148,17 +215,19 @@ def merge(model: Any, folder: Path, config: Any) -> set[str]:
             bare = [name for name, weight in made.named_parameters() if weight.is_meta]
             if left or bare:
                 raise ValueError(f"{(left or bare)[0]} has no place there, or no numbers")
-            made.merge_and_unload()
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         text = f"{shown(folder)} does not fit its base: {str(error).partition(chr(10))[0]}"
         raise RLHFError("M01", text, hint="train the adapter again") from error
-    model.requires_grad_(True)  # peft froze it
+    return made, set(tensors)
+
+
+def _carry(model: Any, folder: Path, config: Any) -> None:
+    """What training added to the config of the base."""
     for name in CARRIED:
         if hasattr(config, name):
             setattr(model.config, name, getattr(config, name))
     if model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(folder / MERGED)
-    return {name.removeprefix("base_model.model.") for name in tensors if ".lora_" not in name}
 
 
 @contextmanager

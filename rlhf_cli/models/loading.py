@@ -264,7 +264,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
 
 def set_special_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
     """Write down which id pads, and in the generation config of a model that writes, which one ends a response."""
-    model = model.get_base_model() if adapters.are_on(model) else model
+    model = adapters.inside(model)
     model.config.pad_token_id = tokenizer.pad_token_id
     if model.can_generate():
         model.generation_config = GenerationConfig(

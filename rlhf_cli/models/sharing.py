@@ -1,9 +1,18 @@
-"""The first layers of two models of one kind as one frozen copy."""
+"""Weights that several models use: all of them, or the first layers of two."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def twin(model: Any) -> Any:
+    """A model with modules of its own over the very tensors of another.
+
+    What is put into its modules stays in it. Where tensors are moved or frozen, they are so in both.
+    """
+    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
 
 
 def share_layers(policy: Any, ref: Any, count: int) -> None:

@@ -10,7 +10,7 @@ from rlhf_cli import checkpoints, data, sources, terminal
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig, load
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import eval as of_eval
-from rlhf_cli.inputs import models
+from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import sft as of_sft
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.plan.ghosts import Lengths
@@ -59,6 +59,24 @@ class Chain:
             maker = None if (path / "manifest.json").exists() else self._maker(path)
             self.known[path] = self._of(maker) if maker else self._there(config, reference)
         return self.known[path]
+
+    def apart(self, config: Config) -> set[str]:
+        """Keys of the models that are no adapters of models.sft's weights, where PPO trains adapters."""
+        if not isinstance(config, PPOConfig) or not config.models.adapters:
+            return set()
+        sft, *others = checkpoints.references(config)
+        return {one.key for one in others if machine.is_scorer(one.key) and not self._stands_on(config, one, sft)}
+
+    def _stands_on(self, config: Config, reference: checkpoints.Reference, sft: checkpoints.Reference) -> bool:
+        path = Path(reference.path)
+        maker = None if (path / "manifest.json").exists() else self._maker(path)
+        if isinstance(maker, RewardConfig):
+            return maker.model.adapters is not None and maker.model.path == sft.path
+        below = checkpoints.open_reference(config, reference, hashed=False).base
+        there = Path(sft.path).is_dir()
+        return below is not None and below.path == (
+            Path(sft.path) if there else checkpoints.open_reference(config, sft, hashed=False).path
+        )
 
     def _maker(self, folder: Path) -> Config | None:
         beside = folder.parent / f"{folder.name}.yaml"

@@ -1,11 +1,12 @@
 """The estimate of one stage: its models built without content, and its phases counted on them."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rlhf_cli import checkpoints
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import machine
@@ -43,17 +44,25 @@ def of(config: Config, chain: Chain, mode: str | None) -> Estimate:
 
     Raises RLHFError as `rlhf check` does, for models and data that are not there or do not fit.
     """
-    mode = mode or machine.adapters_of(config) or "full"
+    apart = chain.apart(config) if mode is None else set()
+    mode = mode or _mode(config)
     starts = {use.key: chain.start(config, use.key) for use in machine.uses(config)}
     first = next(iter(starts.values()))
     lengths = chain.lengths(config, first)
-    estimates: dict[str, Callable[..., Found]] = {"sft": _sft, "reward": _reward, "ppo": _ppo}
+    ppo = partial(_ppo, apart=apart)
+    estimates: dict[str, Callable[..., Found]] = {"sft": _sft, "reward": _reward, "ppo": ppo}
     if isinstance(config, EvalConfig):
         estimates["eval"] = partial(_eval, snapshots=chain.snapshots(config))
     models, phases, steps = estimates[config.stage](config, {k: s.body for k, s in starts.items()}, lengths, mode)
     text = first.body.get_text_config()
     mode = "full" if isinstance(config, EvalConfig) else mode  # what is evaluated is loaded whole
     return Estimate(config, mode, models, lengths, text.hidden_size, text.num_hidden_layers, phases, steps)
+
+
+def _mode(config: Config) -> str:
+    if isinstance(config, PPOConfig) and config.models.adapters:
+        return "one-base"
+    return machine.adapters_of(config) or "full"
 
 
 def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
@@ -77,21 +86,27 @@ def _by_trl(config: Any, ours: Any, name: str, model: Any, step: Any, lengths: L
     return count, made, _steps(config, ours)
 
 
-def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
+def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, apart: Collection[str]) -> Found:
+    """`apart`: keys of models that are no adapters of the policy's weights, though PPO trains adapters."""
     of_ppo.check_layers(config, bodies["models.sft"])
     settings, section = config.ppo, config.models
     policy = _causal(config, "models.sft", bodies, section)
     made: dict[str, Any] = {"policy": policy, "reference": copy.deepcopy(policy)}
+    keys: dict[str, str] = {}
     for use in machine.uses(config):
         if use.role in ("value", "reward"):
             name = use.role if use.role not in made else f"{use.role} {use.key}"
-            made[name] = _scorer(config, use.key, bodies, section)
+            made[name], keys[name] = _scorer(config, use.key, bodies, section), use.key
     value = made.get("value") or reading.ValueHead(policy)
     count = {name: model.num_parameters() for name, model in made.items()}
     rewards = {name: model for name, model in made.items() if name.startswith("reward")}
     if settings.bf16 and not loading.can_use("bfloat16"):
         settings = settings.model_copy(update={"bf16": False})
-    models = memory.Trained(policy, made["reference"], value, rewards)
+    paths = {reference.key: reference.path for reference in checkpoints.references(config)}
+    beside = next((name for name in rewards if "value" in keys and paths[keys[name]] == paths[keys["value"]]), None)
+    whole = {name for name, key in keys.items() if key in apart}
+    adapters = config.models.adapters or STANDARD
+    models = memory.Trained(policy, made["reference"], value, rewards, adapters, whole, beside)
     phases = memory.ppo(models, settings, lengths, mode=mode, gpu=_gpu())
     prompts = None if settings.total_episodes else _rows(config, "data.prompts")
     return count, phases, settings.num_updates(prompts)

@@ -5,7 +5,8 @@ SFT and reward training the one step that TRL's trainers make. So a change of th
 out, in bytes of float32, for W numbers of weights of which T are trained, and micro-batches of n rows of L tokens, N of
 them response tokens; hidden size H, intermediate size I, A heads of which K have keys of their own, V vocabulary:
 
-    weights      4 W        PPO: policy, reference, value and reward models, each folder of a reward model once
+    weights      4 W        PPO: policy, reference, value and reward models, each folder of a reward model once; with
+                            adapters the weights of models.sft once, and reward models that are no adapters of them
     gradients    4 T        PPO keeps them from one backward pass to the next
     optimizer    8 T        AdamW's two averages
     activations  what a backward pass needs. Of a Llama's layer 4 n L (8 H + 2 H K / A + 4 I): each norm keeps its
@@ -24,19 +25,19 @@ On a CPU that is what tensors take; a process holds more, since glibc's malloc k
 
 import sys
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.config.adapters import Adapters
+from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.models import loading, reading, shapes
 from rlhf_cli.plan import modes
 from rlhf_cli.plan.ghosts import Ghosts, Lengths, prime
 from rlhf_cli.plan.tally import META, Tally
 from rlhf_cli.ppo import formulas, noise, passes
-from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.rewards import ModelReward
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -60,12 +61,15 @@ class Phase:
 
 @dataclass(frozen=True)
 class Trained:
-    """The models of a PPO run. Those of `rewards` are only read."""
+    """The models of a PPO run. Those of `rewards` are only read; `whole`, `beside` as `modes.prepare` takes them."""
 
     policy: Any
     ref: Any
     value: Any
     rewards: dict[str, Any] = field(default_factory=dict)  # by folder
+    adapters: LoRA = modes.STANDARD
+    whole: Collection[str] = ()
+    beside: str | None = None
 
     @property
     def all(self) -> list[nn.Module]:
@@ -86,15 +90,12 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
             "micro_batch_tokens": tokens, "optim": "adamw_torch",
         }
     )  # fmt: skip
-    adapters = None
     if mode != "full":
-        modes.prepare(models.policy, models.ref, models.value, models.rewards.values(), mode)
-        adapters = default.adamw({"policy": models.policy, "value": models.value}, once)
+        four = (models.policy, models.ref, models.value, models.rewards)
+        modes.prepare(*four, mode, models.adapters, models.whole, models.beside)
     rate: Any = _NoSchedule()
     with Tally([], vocabulary):  # to share layers, models are compared
-        trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, adapters, rate)
-    if adapters:
-        modes.freeze(models.value)  # all of a value model learns, as the trainer knows it
+        trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, None, rate)
     optimizer = trainer.optimizer
     for group in optimizer.param_groups:
         group["foreach"] = gpu and settings.optim == "adamw_torch"  # as torch chooses where it sees the device
@@ -188,7 +189,7 @@ class How:
     checkpointing: bool
     mode: str
     gpu: bool
-    adapters: Adapters = modes.STANDARD
+    adapters: LoRA = modes.STANDARD
 
 
 def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How) -> Phase:

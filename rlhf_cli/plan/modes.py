@@ -1,18 +1,18 @@
 """Models as adapters would have them: small matrices learn, beside weights that are frozen."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.config.adapters import Adapters
+from rlhf_cli.config.adapters import Adapters, LoRA
 from rlhf_cli.models import adapters
 from rlhf_cli.plan.tally import META
 
 Mode = Literal["full", "lora", "qlora", "one-base"]
 MODES: tuple[str, ...] = get_args(Mode)
-STANDARD = Adapters(kind="lora")
+STANDARD: LoRA = Adapters(kind="lora")
 
 
 class Adapted(nn.Module):
@@ -56,23 +56,35 @@ class _Opened(torch.autograd.Function):
         return grad @ grad.new_empty(ctx.shape).T, None
 
 
-def prepare(policy: Any, ref: Any, value: nn.Module, rewards: Iterable[Any], mode: str) -> None:
-    """Four models as `mode` would hold them. The reference is the policy with its adapters switched off.
+def prepare(
+    policy: Any,
+    ref: Any,
+    value: nn.Module,
+    rewards: Mapping[str, Any],
+    mode: str,
+    ours: LoRA = STANDARD,
+    whole: Collection[str] = (),
+    beside: str | None = None,
+) -> None:
+    """Four models as `mode` would hold them. The reference is the policy without its adapters.
 
     lora: value and reward models have weights of their own; qlora: theirs too are packed; one-base: they are adapters
-    on the policy's weights.
+    on the policy's weights, but those named in `whole`: a reward model has no adapters then, and "value" has its own
+    `beside` the weights of that reward model; None: beside its own weights.
     """
+    borne = {name: model for name, model in rewards.items() if mode == "one-base" and name not in whole}
     if mode == "one-base":
-        for model in (value, *rewards):
+        for model in borne.values():
             on_one_base(model, policy)
-    for model in (policy, value, *(rewards if mode != "lora" else ())):
-        adapt(model, mode)
-    for model in rewards:
+        on_one_base(value, policy if "value" not in whole else rewards[beside] if beside else value)
+    for model in (policy, value, *(rewards.values() if mode == "qlora" else borne.values())):
+        adapt(model, mode, ours)
+    for model in rewards.values():
         model.requires_grad_(False)
     on_one_base(ref, policy)
 
 
-def adapt(model: Any, mode: str, ours: Adapters = STANDARD) -> None:
+def adapt(model: Any, mode: str, ours: LoRA = STANDARD) -> None:
     """Put adapters beside linear layers of the body, and let nothing else learn but a one-label head.
 
     `qlora`: all of its linear layers are packed that can be.
@@ -93,8 +105,11 @@ def freeze(model: nn.Module) -> None:
 
 
 def on_one_base(model: nn.Module, base: nn.Module) -> None:
-    """Let a model use the weights of another in place of its own wherever the two have the same; adapters stay out."""
-    theirs = dict(base.named_modules())
+    """Let a model use the weights of another in place of its own wherever the two have the same; adapters stay out.
+
+    So does a head, of which each model has its own.
+    """
+    theirs = {name: module for name, module in base.named_modules() if name != "score"}
     for name, module in list(model.named_modules()):
         other = theirs.get(name)
         if isinstance(other, Adapted):

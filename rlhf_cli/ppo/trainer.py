@@ -33,7 +33,9 @@ class PPOTrainer:
     `policy` and `ref` are causal models, `value` a one-label sequence classifier with the policy's tokenizer, or a
     `reading.ValueHead` on the policy; `rewards` are named sources whose scores are added with `weights` (1 each by
     default). `ptx` are rows (prompt ids, completion ids) for ptx_coef. Dropout is switched off in all models, and
-    `ref` is frozen. `num_updates` is the length of the learning-rate schedule; by default what total_episodes makes.
+    `ref` is frozen; of policy and value learns what requires a gradient, and the state leaves out what does not, such
+    as weights below adapters. `num_updates` is the length of the learning-rate schedule; by default what
+    total_episodes makes.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class PPOTrainer:
             f"the engine samples at {drawn}, log-probs are read at {settings.temperature}"
         )
         assert getattr(engine, "bf16", settings.bf16) == settings.bf16, "the engine and log-probs differ in bf16"
-        self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value.requires_grad_(True)
+        assert all(any(p.requires_grad for p in model.parameters()) for model in (policy, value)), "nothing learns"
+        self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value
+        self._stands_still = {name: _frozen(model) for name, model in (("policy", policy), ("value", value))}
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
         self.weights, self.clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
         for model in (policy, ref, value):
@@ -279,8 +283,10 @@ class PPOTrainer:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, but the frozen models and the settings."""
+        """Everything that the next step depends on, but the frozen weights and the settings."""
         parts = {name: getattr(self, name).state_dict() for name in ("policy", "value", "optimizer", "scheduler")}
+        for name, still in self._stands_still.items():
+            parts[name] = {key: tensor for key, tensor in parts[name].items() if key not in still}
         numbers = {"updates": self.updates, "seed": self.seed, "kl_coef": self.kl_coef}
         return {**numbers, "moments": asdict(self.moments), **parts}
 
@@ -288,6 +294,15 @@ class PPOTrainer:
         """Go on from `state_dict()`. Raises ValueError on the state of a run with another seed."""
         if state["seed"] != self.seed:
             raise ValueError(f"the state is of a run with seed {state['seed']}, this one has {self.seed}")
-        for name in ("policy", "value", "optimizer", "scheduler"):
+        for name in ("optimizer", "scheduler"):
             getattr(self, name).load_state_dict(state[name])
+        for name, still in self._stands_still.items():
+            model = getattr(self, name)
+            here = {key: tensor for key, tensor in model.state_dict().items() if key in still}
+            model.load_state_dict({**here, **state[name]})
         self.updates, self.kl_coef, self.moments = state["updates"], state["kl_coef"], Moments(**state["moments"])
+
+
+def _frozen(model: Any) -> set[str]:
+    """The names of what does not learn, as a state dict has them: what is tied has several."""
+    return {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}

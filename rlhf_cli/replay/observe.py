@@ -66,9 +66,13 @@ def numbers(values: Any) -> Tensor:
 
 
 def weights(policy: nn.Module, value: nn.Module) -> Weights:
-    """A copy of the weights as they are now, in float64."""
+    """A copy of the weights that learn as they are now, in float64."""
     return {
-        name: {key: p.detach().to("cpu", torch.float64, copy=True) for key, p in model.named_parameters()}
+        name: {
+            key: p.detach().to("cpu", torch.float64, copy=True)
+            for key, p in model.named_parameters()
+            if p.requires_grad
+        }
         for name, model in (("policy", policy), ("value", value))
     }
 

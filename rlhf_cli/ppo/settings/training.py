@@ -22,7 +22,14 @@ def _refuse_fp16(value: object) -> object:
 class TrainingSettings(Settings):
     """One AdamW over policy and value, with a learning rate for each."""
 
-    learning_rate: float = Field(3e-6, ge=0, description=f"Peak learning rate of the policy. {TRL}")
+    learning_rate: float = Field(
+        3e-6,
+        ge=0,
+        description=(
+            "Peak learning rate of the policy; with models.adapters 3e-5 where none is told, and ten times the rates "
+            f"of a recipe. {TRL}"
+        ),
+    )
     value_learning_rate: float | None = Field(
         None, ge=0, description=f"Peak learning rate of the value model; none: learning_rate. {TRL}"
     )

@@ -104,9 +104,15 @@ def learn(start: Start, judged: Judged, tick: Callable[[], None]) -> tuple[list[
 
 
 def trainable(start: Start) -> None:
-    """Everything of policy and value learns, but the embeddings and first layers that num_shared_layers freezes."""
-    start.value.requires_grad_(True)
-    start.policy.requires_grad_(True)
+    """Everything of policy and value learns, but the embeddings and first layers that num_shared_layers freezes.
+
+    Of a model with adapters beside its layers (LoRA, arXiv 2106.09685) these and a head of its own do, nothing else.
+    """
+    for model in (start.policy, start.value):
+        names = [name for name, _ in model.named_parameters()]
+        adapters = any(".lora_A." in name for name in names)
+        for name, w in model.named_parameters():
+            w.requires_grad_(not adapters or ".lora_" in name or ".modules_to_save." in name)
     if count := start.settings.num_shared_layers:
         layers = start.policy.config.get_text_config().num_hidden_layers
         for module in start.policy.modules():

@@ -37,9 +37,7 @@ def run(config: PPOConfig, options: Options) -> None:
         training.run()
     except RunStop as stop:
         stopped, step = stop, training.snapshots.best_step
-        how = loading.how(config.models, options.trust_remote_code)
-        best = checkpoints.state_at(training.snapshots.folder, step)
-        parts.trainer.policy.load_state_dict(loading.load_causal(best, **how).state_dict())
+        making.restore(config, options, parts, checkpoints.state_at(training.snapshots.folder, step))
         told = {"model_is": "the best step", "stopped": stop.problems[0].text}
         training.snapshots.tidy(parts.trainer.updates, at_the_end=True)
     save_models(config, parts, step)
@@ -72,10 +70,11 @@ def headline(config: PPOConfig, parts: making.Parts) -> Stats:
 
 
 def save_models(config: PPOConfig, parts: making.Parts, step: int) -> None:
-    """model/ is the policy after `step`, value/ the value model; both load with from_pretrained."""
-    policy, value = parts.trainer.policy, parts.trainer.value
+    """model/ is the policy after `step`, value/ the value model: whole, or adapters of a base that they name."""
+    policy, value = parts.policy, parts.value
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
     loading.save_model(policy, parts.tokenizer, config.folder / "model", f"Policy after {trained}.")
     if isinstance(value, reading.ValueHead):
-        value = loading.scorer_around(policy, value.score)
+        head = value.score
+        value = parts.base.with_head(policy, head) if parts.base else loading.scorer_around(policy, head)
     loading.save_model(value, parts.tokenizer, config.folder / "value", f"Value model after {trained}.")

@@ -9,9 +9,10 @@ from typing import Any
 from rlhf_cli import data
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
-from rlhf_cli.inputs import models
+from rlhf_cli.inputs import models, one_base
 from rlhf_cli.inputs import ppo as inputs
-from rlhf_cli.models import loading, reading
+from rlhf_cli.inputs.one_base import OneBase
+from rlhf_cli.models import adapters, loading, reading
 from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource, TextReward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -19,7 +20,7 @@ from rlhf_cli.ppo.trainer import PPOTrainer
 
 @dataclass(frozen=True)
 class Parts:
-    """The loaded run."""
+    """The loaded run. `policy` and `value` are the trainer's as they are saved: adapters are, in peft's models."""
 
     tokenizer: Any
     stop_token_id: int | None
@@ -28,18 +29,24 @@ class Parts:
     trainer: PPOTrainer
     ref_engine: HFEngine
     updates: int
+    policy: Any
+    value: Any
+    base: OneBase | None
 
 
 def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> Parts:
-    """Load all that the run needs, checks first. Raises RLHFError: C06, C13, D01-D14, T04, T05, M01-M09."""
+    """Load all that the run needs, checks first. Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09."""
     settings, sft = config.ppo, parents["models.sft"]
     if settings.bf16 and not loading.can_use("bfloat16"):
         settings = settings.model_copy(update={"bf16": False})
-    inputs.require_hub(config)
+    inputs.require_hub(config, sft)
     models.check_alike(config, options, parents)
     texts = inputs.text_rewards(config, options, parents)
     tokenizer = models.tokenizer(config, options, sft)
-    policy = models.causal(config, options, sft, tokenizer).to(loading.device())
+    start = models.causal(config, options, sft, tokenizer).to(loading.device())
+    base = one_base.of(config, options, sft, start)
+    saved_policy = base.policy() if base else start
+    policy = adapters.inside(saved_policy)
     inputs.check_layers(config, policy.config)
     stop_token_id = inputs.stop_token(config, tokenizer, policy.get_input_embeddings().weight.shape[0])
     prompts = inputs.read(config, "prompts", tokenizer, policy.config)
@@ -47,7 +54,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     eval_prompts = inputs.read(config, "eval_prompts", tokenizer, policy.config) if held_out else None
     inputs.check_rows(config, prompts, eval_prompts)
     writing = models.Writing(sft, tokenizer, stop_token_id, [*prompts, *(eval_prompts or [])])
-    scorers = _Scorers(config, options, parents, writing)
+    scorers = _Scorers(config, options, parents, writing, base)
     for key, parent in parents.items():
         if parent.manifest.get("probes"):
             models.check_probes(scorers.frozen(key), parent, where=config.where(key))
@@ -55,11 +62,12 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     pad = tokenizer.pad_token_id or 0
     engine = HFEngine(policy, stop_token_id, pad, settings.temperature, batch, bf16=settings.bf16)
     updates = settings.num_updates(len(prompts))
-    ref = copy.deepcopy(policy)
+    ref = start if base else copy.deepcopy(policy)
+    saved_value = scorers.value(policy)
     trainer = PPOTrainer(
         policy,
         ref,
-        scorers.value(policy),
+        adapters.inside(saved_value),
         _sources(config, texts, scorers),
         engine,
         settings,
@@ -70,7 +78,27 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
         seed=config.seed,
     )
     ref_engine = replace(engine, model=ref)
-    return Parts(tokenizer, stop_token_id, prompts, eval_prompts or [], trainer, ref_engine, updates)
+    return Parts(
+        tokenizer,
+        stop_token_id,
+        prompts,
+        eval_prompts or [],
+        trainer,
+        ref_engine,
+        updates,
+        saved_policy,
+        saved_value,
+        base,
+    )
+
+
+def restore(config: PPOConfig, options: Options, parts: Parts, folder: Path) -> None:
+    """Give the policy the weights that it was saved with in a folder. Raises RLHFError M01, M04."""
+    if parts.base:
+        adapters.take_over(parts.policy, folder)
+    else:
+        kept = loading.load_causal(folder, **loading.how(config.models, options.trust_remote_code))
+        parts.trainer.policy.load_state_dict(kept.state_dict())
 
 
 @dataclass
@@ -81,11 +109,14 @@ class _Scorers:
     options: Options
     parents: Mapping[str, Parent]
     writing: models.Writing
+    base: OneBase | None
     loaded: dict[Path, tuple[Any, Any]] = field(default_factory=dict)
 
     def load(self, key: str, theirs: Any = None) -> Any:
         """A model of one's own, that reads the policy's tokens unless it has a tokenizer of its own (`theirs`)."""
         tokenizer = theirs or self.writing.tokenizer
+        if self.base:
+            return one_base.reward(self.base, self.parents[key], tokenizer)
         return models.scorer(self.config, self.options, self.parents[key], tokenizer).to(loading.device())
 
     def frozen(self, key: str) -> Any:
@@ -110,12 +141,16 @@ class _Scorers:
         return self.loaded[parent.model]
 
     def value(self, policy: Any) -> Any:
-        """The value model, made as models.value says."""
-        if self.config.models.value == "policy_head":
+        """The value model, made as models.value says; with adapters peft's."""
+        wish = self.config.models.value
+        if wish == "policy_head":
             return reading.ValueHead(policy)
-        if self.config.models.value == "reward":
-            return copy.deepcopy(self.frozen("models.reward"))
-        return self.load("models.value")
+        key = "models.reward" if wish == "reward" else "models.value"
+        if self.base:
+            parent = self.parents[key]
+            apart = self.base.apart(parent, self.writing.tokenizer)
+            return self.base.beside(self.frozen(key), parent) if apart else self.base.scorer(parent)
+        return copy.deepcopy(self.frozen(key)).requires_grad_(True) if wish == "reward" else self.load(key)
 
 
 def _ptx(config: PPOConfig, tokenizer: Any, body: Any) -> list[tuple[list[int], list[int]]]:

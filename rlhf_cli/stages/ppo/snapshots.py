@@ -1,4 +1,4 @@
-"""Policies kept along the way, plain Hugging Face folders: some evenly over the run, and the best."""
+"""Policies kept along the way, Hugging Face folders as model/ is one: some evenly over the run, and the best."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -89,12 +89,12 @@ class Snapshots:
 
     def _save(self, step: int) -> None:
         card = f"Policy after {step} of {self.parts.updates} PPO updates."
-        trainer, tokenizer = self.parts.trainer, self.parts.tokenizer
+        policy, tokenizer = self.parts.policy, self.parts.tokenizer
         with self.cost.one():
             checkpoints.commit_state(
                 self.folder,
                 self.path(step).name,
-                lambda path: loading.save_model(trainer.policy, tokenizer, path, card),
+                lambda path: loading.save_model(policy, tokenizer, path, card),
                 keep=None,  # `tidy` drops them, never as the oldest
             )
 
