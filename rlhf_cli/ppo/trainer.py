@@ -33,8 +33,8 @@ class PPOTrainer:
     `policy` and `ref` are causal models, `value` a one-label sequence classifier with the policy's tokenizer, or a
     `reading.ValueHead` on the policy; `rewards` are named sources whose scores are added with `weights` (1 each by
     default). `ptx` are rows (prompt ids, completion ids) for ptx_coef. Dropout is switched off in all models, and
-    `ref` is frozen; of policy and value learns what requires a gradient, and the state leaves out what does not, such
-    as weights below adapters. `num_updates` is the length of the learning-rate schedule; by default what
+    `ref` is frozen; of policy and value learns what requires a gradient (all of it where nothing does), and the state
+    leaves out what does not, such as weights below adapters. `num_updates` is the length of the learning-rate schedule; by default what
     total_episodes makes.
     """
 
@@ -62,7 +62,9 @@ class PPOTrainer:
             f"the engine samples at {drawn}, log-probs are read at {settings.temperature}"
         )
         assert getattr(engine, "bf16", settings.bf16) == settings.bf16, "the engine and log-probs differ in bf16"
-        assert all(any(p.requires_grad for p in model.parameters()) for model in (policy, value)), "nothing learns"
+        for model in (policy, value):
+            if not any(weight.requires_grad for weight in model.parameters()):  # a copy of a frozen one learns whole
+                model.requires_grad_(True)
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value
         self._stands_still = {name: _frozen(model) for name, model in (("policy", policy), ("value", value))}
         self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
