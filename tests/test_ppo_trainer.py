@@ -376,3 +376,14 @@ def test_advantages_are_whitened_over_the_whole_update():
     experience = trainer.judge(trainer.generate(tiny.prompts()))
     assert formulas.masked_mean(experience.advantages, experience.mask).item() == pytest.approx(0.0, abs=1e-6)
     assert formulas.masked_var(experience.advantages, experience.mask).item() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_value_model_that_is_a_copy_of_a_frozen_one_learns():
+    """copy.deepcopy of a reward model keeps that it is frozen."""
+    plain = tiny.trainer()
+    frozen = PPOTrainer(
+        plain.policy, plain.ref, plain.value.requires_grad_(False), plain.rewards, plain.engine, plain.settings
+    )
+    before = tiny.weights(frozen.value)
+    frozen.step(tiny.prompts())
+    assert not torch.equal(before, tiny.weights(frozen.value))

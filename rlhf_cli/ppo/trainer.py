@@ -34,8 +34,8 @@ class PPOTrainer:
     `reading.ValueHead` on the policy; `rewards` are named sources whose scores are added with `weights` (1 each by
     default). `ptx` are rows (prompt ids, completion ids) for ptx_coef. Dropout is switched off in all models, and
     `ref` is frozen; of policy and value learns what requires a gradient (all of it where nothing does), and the state
-    leaves out what does not, such as weights below adapters. `num_updates` is the length of the learning-rate schedule; by default what
-    total_episodes makes.
+    leaves out what does not, such as weights below adapters. `num_updates` is the length of the learning-rate schedule;
+    by default what total_episodes makes.
     """
 
     def __init__(
