@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli import config
-from rlhf_cli.config.adapters import LEARNING_RATES, Adapters, PPOAdapters
+from rlhf_cli.config.adapters import Adapters, PPOAdapters
 
 PAGE = (Path(__file__).parents[1] / "docs/adapters.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n# (sft|reward|ppo)\.yaml.*?\n(.*?)```", PAGE, re.DOTALL)
@@ -35,8 +35,19 @@ def test_every_key_is_told_with_its_default() -> None:
                         and isinstance(default, int | float) else default), key  # fmt: skip
 
 
-def test_the_learning_rates_are_those_of_the_code() -> None:
-    assert "SFT takes 2e-4 and the reward stage 1e-4, PPO 3e-5" in " ".join(PAGE.split())
-    assert LEARNING_RATES == {"sft": 2e-4, "reward": 1e-4, "ppo": 3e-5}
-    for stage, rate in LEARNING_RATES.items():
+def test_the_learning_rates_are_those_of_the_code(tmp_path: Path) -> None:
+    assert "SFT takes 2e-4 and the reward stage 1e-4, PPO 3e-5, ten times what they" in " ".join(PAGE.split())
+    lora = "adapters: {kind: lora}"
+    for stage, text, rate in (
+        ("sft", f"model: {{path: base, {lora}}}\ndata: {{train: rows.jsonl}}\n", 2e-4),
+        ("reward", f"model: {{{lora}}}\ndata: {{train: pairs.jsonl}}\n", 1e-4),
+        (
+            "ppo",
+            f"models: {{{lora}}}\ndata: {{prompts: a}}\nppo: {{total_episodes: 8, response_length: 8}}\n",
+            3e-5,
+        ),
+    ):
+        (tmp_path / f"{stage}.yaml").write_text(text, encoding="utf-8")
+        found = config.load(stage, tmp_path / f"{stage}.yaml")
+        assert getattr(found, stage).learning_rate == rate
         assert rate == pytest.approx(10 * config.keys(stage)[f"{stage}.learning_rate"].default)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rlhf_cli import config
-from rlhf_cli.config.stages import KINDS
+from rlhf_cli.config.rewards import KINDS
 from rlhf_cli.ppo.rewards import Place, make
 from rlhf_cli.ppo.rewards.builtin import READY
 

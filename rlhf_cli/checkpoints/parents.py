@@ -27,7 +27,7 @@ from rlhf_cli.checkpoints.files import (
     read_sealed,
     results,
 )
-from rlhf_cli.config.stages import VALUE_WORDS
+from rlhf_cli.config.ppo import VALUE_WORDS
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, placed, shown
 
 FOREIGN = "foreign"

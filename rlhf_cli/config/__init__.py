@@ -1,8 +1,10 @@
 """Configs: one YAML a stage, checked as a whole before anything is loaded. Imports no torch."""
 
 from rlhf_cli.config.base import Config, Options
+from rlhf_cli.config.eval import EvalConfig, Select
 from rlhf_cli.config.load import keys, load, schema, takes
-from rlhf_cli.config.stages import CONFIGS, EvalConfig, PPOConfig, RewardConfig, Select, SFTConfig
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.stages import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.which import stage_of
 
 __all__ = [

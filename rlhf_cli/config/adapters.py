@@ -5,15 +5,15 @@ Options of peft's have peft's names.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from rlhf_cli.config.base import Section
+from rlhf_cli.config.base import Config, Section
+from rlhf_cli.config.keys import field_at
 from rlhf_cli.ppo.settings import RECIPES
 
 TRL = "TRL 1.16, trl/trainer/model_config.py"
 PEFT = "[peft 0.21.2, src/peft/tuners/lora/config.py]"
-# What training in full and adapters would be given; adapters start at zero and have fewer numbers to move.
-LEARNING_RATES = {"sft": 2e-4, "reward": 1e-4, "ppo": 3e-5}
+# Adapters learn at so many times the rate of whole weights: they start at zero and have fewer numbers to move.
 TIMES = 10
 
 
@@ -71,20 +71,26 @@ class PPOAdapters(LoRA):
     )
 
 
-def with_learning_rate(keys: Any, stage: str) -> Any:
-    """The keys of a stage's config, with the learning rate that adapters want where none is told."""
-    models = keys.get("models" if stage == "ppo" else "model") if isinstance(keys, dict) else None
-    if not isinstance(models, dict) or not models.get("adapters"):
-        return keys
-    settings = keys.get(stage) or {}
-    if not isinstance(settings, dict):
-        return keys
-    return {**keys, stage: {"learning_rate": LEARNING_RATES[stage], **_of_recipe(settings), **settings}}
+class TrainingConfig(Config):
+    """The config of a stage that trains, with the learning rates that adapters want where none are told."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_learn_faster(cls, keys: Any) -> Any:
+        stage = cls.model_fields["stage"].default
+        models = keys.get("models" if "models" in cls.model_fields else "model") if isinstance(keys, dict) else None
+        if not isinstance(models, dict) or not models.get("adapters"):
+            return keys
+        settings = keys.get(stage) or {}
+        default = field_at(cls, (stage, "learning_rate"))
+        if not isinstance(settings, dict) or default is None:
+            return keys
+        rates = {"learning_rate": default.default, **_of_recipe(settings)}
+        return {**keys, stage: {**{key: float(f"{TIMES * rate:g}") for key, rate in rates.items()}, **settings}}
 
 
 def _of_recipe(settings: dict[str, Any]) -> dict[str, float]:
-    """The learning rates that adapters want in place of those of a recipe of PPO's."""
+    """The learning rates of a recipe of PPO's."""
     recipe = settings.get("recipe")
     defaults = RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}
-    rates = {key: value for key, (value, _) in defaults.items() if key.endswith("learning_rate")}
-    return {key: float(f"{TIMES * value:g}") for key, value in rates.items()}
+    return {key: value for key, (value, _) in defaults.items() if key.endswith("learning_rate")}

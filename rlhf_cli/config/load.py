@@ -13,10 +13,12 @@ from pydantic.json_schema import models_json_schema
 from rlhf_cli.config import overrides as override_lines
 from rlhf_cli.config import secrets, trl, yaml_source
 from rlhf_cli.config.base import Config, Origin
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.keys import field_at, field_shape, keys_of
 from rlhf_cli.config.paths import fill_and_resolve
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.problems import translate
-from rlhf_cli.config.stages import CONFIGS, EvalConfig, PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.config.stages import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.which import refuse_other_stage
 from rlhf_cli.errors import Problem, RLHFError
 

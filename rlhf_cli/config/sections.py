@@ -1,4 +1,4 @@
-"""The sections that sft.yaml and reward.yaml are made of."""
+"""The sections that the four configs are made of."""
 
 import os
 from collections.abc import Callable
@@ -14,6 +14,10 @@ from rlhf_cli.config.keys import PathKey
 from rlhf_cli.ppo.settings.base import Range
 from rlhf_cli.sources import Share, Source
 
+STAGE = (
+    "The stage that the file is for; optional, must match the command. "
+    "[`pytest tests/test_check.py::test_the_stage_of_a_file`]"
+)
 OWN_STAGES = "[`pytest tests/test_config.py::test_models_default_to_the_runs_own_stages`]"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Columns = dict[str, str]

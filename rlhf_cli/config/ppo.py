@@ -1,0 +1,149 @@
+"""ppo.yaml: reinforcement learning."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rlhf_cli.config.adapters import PPOAdapters, TrainingConfig
+from rlhf_cli.config.base import ModelPath, Name, Section
+from rlhf_cli.config.keys import PathKey
+from rlhf_cli.config.rewards import KINDS, RewardSource
+from rlhf_cli.config.sections import ATTENTION, DTYPE, OWN_STAGES, REVISION, STAGE, PPOData
+from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
+from rlhf_cli.sources import Source
+
+VALUE_WORDS = ("reward", "policy_head")
+
+
+class PPOModels(Section):
+    """The models that PPO works with. RUN is the run's folder."""
+
+    sft: ModelPath = Field(
+        "RUN/sft",
+        description=(
+            f"Start of the policy, and the frozen reference: a folder or a hub id; the SFT stage's result. {OWN_STAGES}"
+        ),
+    )
+    reward: ModelPath = Field(
+        "RUN/reward",
+        description=f"The reward model: a folder or a hub id; the reward stage's result. {OWN_STAGES}",
+    )
+    value: Annotated[str, PathKey("value", VALUE_WORDS)] = Field(
+        "reward",
+        description=(
+            "The value model: reward (starts as a copy of the reward model), policy_head (a head on the policy, zero "
+            "at first: one forward pass for both and half the memory), or the start is a folder or a hub id. "
+            "[Ouyang et al. 2022, arXiv 2203.02155, section 3.5]"
+        ),
+    )
+    revision: str | None = Field(None, description=REVISION)
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description=DTYPE)
+    attn_implementation: str | None = Field(None, description=ATTENTION)
+    adapters: PPOAdapters | None = Field(
+        None,
+        description=(
+            "Train adapters (LoRA) for policy and value model, and leave them alone on disk: the SFT model's frozen "
+            "weights are there once for policy, reference, reward and value model; none: whole models are trained. "
+            "docs/adapters.md tells more. [`pytest tests/test_one_base.py -k whole_models_unless`]"
+        ),
+    )
+
+
+class PPOConfig(TrainingConfig):
+    """ppo.yaml: reinforcement learning."""
+
+    stage: Literal["ppo"] = Field("ppo", description=STAGE)
+    models: PPOModels = Field(default_factory=PPOModels, description="The models to work with.")
+    data: PPOData = Field(description="The prompts to train on.")
+    rewards: dict[Name, RewardSource] = Field(
+        default_factory=dict,
+        description=(
+            "Sources of reward by name, added up by weight; none: models.reward alone. "
+            "[`pytest tests/test_config.py::test_rewards_default_to_the_reward_model`]"
+        ),
+    )
+    ppo: PPOSettings = Field(description="The numbers of PPO.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_by_default(cls, keys: Any) -> Any:
+        """No sources, or `reward` without a kind: the reward model."""
+        models = keys.get("models") if isinstance(keys, dict) else None
+        path = models.get("reward") if isinstance(models, dict) else None
+        if path is None or not isinstance(keys.get("rewards"), dict | None):
+            return keys
+        sources = keys.get("rewards") or {"reward": {}}
+        source = {} if sources.get("reward", 0) is None else sources.get("reward")
+        if isinstance(source, dict) and not source.keys() & set(KINDS):
+            sources = {**sources, "reward": {"model": path, **source}}
+        return {**keys, "rewards": sources}
+
+    @model_validator(mode="after")
+    def _ptx_has_both(self) -> Self:
+        if bool(self.ppo.ptx_coef) != bool(self.data.ptx_data):
+            missing, given = (
+                ("data.ptx_data", "ppo.ptx_coef") if self.ppo.ptx_coef else ("ppo.ptx_coef", "data.ptx_data")
+            )
+            hint = "name SFT's rows, e.g. data/sft.jsonl" if self.ppo.ptx_coef else "e.g. 27.8, as InstructGPT"
+            context = {
+                "text": f"{given} has no effect without {missing}",
+                "hint": f"set {missing}: {hint}",
+                "key": given,
+            }
+            raise PydanticCustomError("C17", "{text}", context)
+        return self
+
+    @model_validator(mode="after")
+    def _layers_are_shared_once(self) -> Self:
+        if self.models.adapters and self.ppo.num_shared_layers:
+            text = "num_shared_layers has no effect with models.adapters, which share all layers"
+            raise PydanticCustomError("C17", text, {"hint": "take it out", "key": "ppo.num_shared_layers"})
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_optimised(self) -> Self:
+        if self.rewards and len(self.held_out) == len(self.rewards):
+            text = "all rewards have weight 0: there is nothing to optimise"
+            raise PydanticCustomError("C17", text, {"hint": "give one of them a weight", "key": "rewards"})
+        return self
+
+    @model_validator(mode="after")
+    def _the_watchdog_has_what_it_watches(self) -> Self:
+        ensembles = [name for name, source in self.rewards.items() if source.models]
+        needs = {
+            "judge": (self.held_out, "a source of weight 0 in rewards"),
+            "disagreement": (ensembles, "an ensemble in rewards"),
+        }
+        if (watchdog := self.ppo.watchdog) is None:
+            return self
+        for signal, (found, what) in needs.items():
+            acts = signal in watchdog.actions
+            if not found and (acts or getattr(watchdog, signal) != WatchdogSettings.model_fields[signal].default):
+                key = f"ppo.watchdog.{'actions.' if acts else ''}{signal}"
+                text = f"{key} has no effect without {what}"
+                context = {"text": text, "hint": "docs/reward-hacking.md shows one", "key": key}
+                raise PydanticCustomError("C17", "{text}", context)
+        return self
+
+    @property
+    def held_out(self) -> list[str]:
+        """The held-out judges: sources of weight 0, which are scored and logged, and watched by the watchdog."""
+        return [name for name, source in self.rewards.items() if source.weight == 0]
+
+    def sources(self) -> dict[str, Source]:
+        """Key path -> source, of all data that the stage reads."""
+        return self.data.sources(self.where)
+
+    def identity(self) -> dict[str, Any]:
+        """Without how an endpoint is reached, too: where it fails, a run may go on with more patience."""
+        tree = super().identity()
+        for source in tree["rewards"].values():
+            for key in ("timeout", "retries", "headers"):
+                del source[key]
+        return tree
+
+    def code(self) -> dict[str, Path]:
+        """Key path -> Python file, of each reward function whose module lies beside the config."""
+        return self._beside({f"rewards.{name}.function": source.function for name, source in self.rewards.items()})
