@@ -179,6 +179,45 @@ def test_checkpointing_and_bf16_and_smaller_batches_take_less(three: Path) -> No
     assert part["logits"] == pytest.approx(whole["logits"] / 4, rel=0.05)
 
 
+def test_averages_of_8_bits_take_a_quarter_but_those_of_embeddings(three: Path) -> None:
+    """By the least size that 8 bits begin with, and the scale of each block of 256 numbers (bitsandbytes)."""
+    body = loading.read_config("model")
+    wide = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": body.vocab_size}
+    models = {"policy": tiny.causal("llama", **wide), "value": tiny.scorer("llama", **wide)}
+    for folder, model in zip(("model", "scorer"), models.values(), strict=True):
+        model.save_pretrained(folder)
+    held = dict.fromkeys(("ppo.yaml", "sft.yaml"), 0)
+    for name, model in models.items():
+        words = model.get_input_embeddings().weight
+        for weight in model.parameters():
+            small = weight is words or weight.numel() < 4096
+            taken = 8 * weight.numel() if small else 2 * (weight.numel() + 4 * -(-weight.numel() // 256))
+            held["ppo.yaml"] += taken
+            held["sft.yaml"] += taken if name == "policy" else 0
+    assert held["sft.yaml"] < 7 * models["policy"].num_parameters()  # some are in 8 bits
+    for file, key, name in (("ppo.yaml", "ppo.optim", "update"), ("sft.yaml", "trainer.optim", "step")):
+        (told,) = found(file, f"{key}=adamw_8bit").values()
+        assert phase(told, name)["bytes"]["optimizer"] == pytest.approx(held[file], abs=3000)  # tables of 256 numbers
+        (whole,) = found(file).values()
+        assert phase(told, name)["bytes"]["weights"] == phase(whole, name)["bytes"]["weights"]
+
+
+def test_what_is_sent_away_is_in_memory_while_it_is_read(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, scorer = (made.num_parameters() for made in (loading.load_causal("model"), loading.load_scorer("scorer")))
+    nowhere, plain = (found("ppo.yaml", *more)["ppo"]["phases"] for more in (["ppo.offload=true"], []))
+    assert nowhere == plain  # on a CPU
+    monkeypatch.setattr(machine, "_on_cpu", lambda: False)
+    for exact in (False, True):
+        loss = ["ppo.kl_in=loss", "ppo.kl_estimator=full"] * exact
+        told, whole = (found("ppo.yaml", *more, *loss)["ppo"] for more in (["ppo.offload=true"], []))
+        held = {each["name"]: each["bytes"]["weights"] for each in told["phases"]}
+        learn = 4 * (policy + scorer)
+        expected = {"rollout": learn, "update": learn + 4 * policy * exact}
+        assert {name: held[name] for name in expected} == pytest.approx(expected, abs=500)  # angles
+        assert held["judge"] in [pytest.approx(learn + 4 * size, abs=500) for size in (policy, scorer)]
+        assert phase(told, "update")["bytes"]["activations"] == phase(whole, "update")["bytes"]["activations"]
+
+
 def test_the_cache_is_keys_and_values_of_all_layers(three: Path) -> None:
     """At the fuller of two moments: the prompts were read, or the last token but one was written."""
     config = loading.read_config("model")

@@ -273,15 +273,18 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     monkeypatch.setattr(trl_training.Follower, "on_step_end", on_step_end)
 
 
-@pytest.mark.parametrize(("number", "code", "step"), [(signal.SIGTERM, 143, 17), (signal.SIGINT, 130, 5)])
+@pytest.mark.parametrize(
+    ("number", "code", "step", "optim"),
+    [(signal.SIGTERM, 143, 17, "adamw_torch_fused"), (signal.SIGINT, 130, 5, "adamw_8bit")],
+)
 def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int, step: int
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int, step: int, optim: str
 ) -> None:
     """Step 17 lies in the second epoch, between two lines of the log and two regular checkpoints."""
     settings = {"max_steps": 26, "logging_steps": 3, "eval_steps": 9, "gradient_accumulation_steps": 1}
     dropout = {"new": {**SIZES, "attention_dropout": 0.1, "tokenizer": {"train": str(world.text), "vocab_size": 320}}}
     configs = [
-        config_of(world, folder, sft=settings, model=dropout, output={"save_steps": 12})
+        config_of(world, folder, sft=settings, model=dropout, output={"save_steps": 12}, trainer={"optim": optim})
         for folder in (tmp_path / "straight", tmp_path / "stopped")
         if not folder.mkdir()
     ]

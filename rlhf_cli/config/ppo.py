@@ -96,10 +96,11 @@ class PPOConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
-    def _layers_are_shared_once(self) -> Self:
-        if self.models.adapters and self.ppo.num_shared_layers:
-            text = "num_shared_layers has no effect with models.adapters, which share all layers"
-            raise PydanticCustomError("C17", text, {"hint": "take it out", "key": "ppo.num_shared_layers"})
+    def _one_base_is_shared_already(self) -> Self:
+        for key in ("num_shared_layers", "offload"):
+            if self.models.adapters and getattr(self.ppo, key):
+                text = f"{key} has no effect with models.adapters, which share all layers"
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "take it out", "key": f"ppo.{key}"})
         return self
 
     @model_validator(mode="after")

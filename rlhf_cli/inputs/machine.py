@@ -15,6 +15,7 @@ from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConf
 from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import loading
+from rlhf_cli.ppo.settings import PPOSettings
 
 # Bytes for each number that is trained, in float32: the weight and AdamW's two averages in a state, and the gradient.
 STATE, MEMORY, WEIGHT = 12, 16, 4
@@ -47,6 +48,16 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
         _check_memory(config, trained, frozen, runs_here=runs_here)
 
 
+def usable(settings: PPOSettings) -> PPOSettings:
+    """The settings that `device` can follow; what it cannot is said by `check`."""
+    changes = {"bf16": settings.bf16 and loading.can_use("bfloat16"), "offload": settings.offload and not _on_cpu()}
+    return settings.model_copy(update=changes)
+
+
+def _on_cpu() -> bool:
+    return loading.device().type == "cpu"
+
+
 def _warn_of_formats(config: Any) -> None:
     section = "model" if config.stage in ("sft", "reward") else "models"
     wishes = {f"{section}.dtype": getattr(config, section).dtype}
@@ -56,7 +67,10 @@ def _warn_of_formats(config: Any) -> None:
         if name != "auto" and not loading.can_use(name):
             text = f"{name} does not work on {loading.device_name()}, float32 is used"
             terminal.warn("E01", text, where=config.where(key), hint=f"leave {key} out")
-    if adapters_of(config) == "qlora" and loading.device().type == "cpu":
+    if isinstance(config, PPOConfig) and config.ppo.offload and _on_cpu():
+        text = "offload sends models from a GPU into the CPU's memory, where they are here: nothing is done for it"
+        terminal.warn("E01", text, where=config.where("ppo.offload"), hint="leave ppo.offload out")
+    if adapters_of(config) == "qlora" and _on_cpu():
         text = f"weights in 4 bits work on {loading.device_name()}, but slowly"
         where = config.where("model.adapters.kind")
         terminal.warn("E02", text, where=where, hint="lora is faster where the weights fit the memory as they are")

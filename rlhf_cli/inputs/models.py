@@ -98,19 +98,19 @@ def retold_prompts(
     return dict(zip(texts, (ids for ids, _ in encoded), strict=True))
 
 
-def reward(
-    config: Any, key: str, writing: Writing, model: Any, theirs: Any, *, rows: int, packed: bool = True
-) -> ModelReward:
+def reward(config: Any, key: str, writing: Writing, model: Any, theirs: Any, *, rows: int, **how: bool) -> ModelReward:
     """A loaded reward model as a source that reads `rows` at a time; `theirs` as `own_tokenizer` gives it.
+
+    `how` (packed, offloaded) is as ModelReward takes it.
 
     Raises RLHFError as `retold_prompts` does.
     """
     if theirs is None:
-        return ModelReward(model, rows, packed=packed)
+        return ModelReward(model, rows, **how)
     terminal.say(f"{config.stage:<8} {key}: {RETOLD}")
     prompts = retold_prompts(config, key, theirs, writing.prompts, model.config)
     return RetoldReward(
-        model, rows, packed=packed, name=key, tokenizer=writing.tokenizer, encode=partial(data.encode_many, theirs),
+        model, rows, **how, name=key, tokenizer=writing.tokenizer, encode=partial(data.encode_many, theirs),
         stop_token_id=writing.stop_token_id, context=loading.context_of(model.config), prompts=prompts,
     )  # fmt: skip
 

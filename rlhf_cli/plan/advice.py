@@ -40,12 +40,16 @@ def _ideas(found: Estimate) -> Iterator[list[str]]:
         yield [half, f"{stage}.gradient_accumulation_steps={2 * parts}"]
     if not settings.bf16 and loading.can_use("bfloat16"):
         yield [f"{stage}.bf16=true"]
+    key = "ppo.optim" if isinstance(config, PPOConfig) else "trainer.optim"
+    yield [f"{key}=adamw_8bit"]
     if not isinstance(config, PPOConfig):
         yield [f"{stage}.max_length={settings.max_length // 2}"]
         return
     yield [f"ppo.micro_batch_tokens={max(1, rows // 2) * found.lengths.row}"]
     at_once = settings.local_rollout_forward_batch_size or settings.episodes_per_update
     yield [f"ppo.local_rollout_forward_batch_size={max(1, at_once // 2)}"]
+    if not config.models.adapters:
+        yield ["ppo.offload=true"]
     if config.models.value != "policy_head":
         yield ["models.value=policy_head"]
     if not settings.num_shared_layers and found.layers > 1:

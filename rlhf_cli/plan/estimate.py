@@ -18,6 +18,7 @@ from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.memory import How, Phase
 from rlhf_cli.plan.modes import STANDARD
 
+EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
 Found = tuple[dict[str, int], list[Phase], int]  # parameters of each model, phases, steps
 
 
@@ -89,7 +90,7 @@ def _by_trl(config: Any, ours: Any, name: str, model: Any, step: Any, lengths: L
 def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, apart: Collection[str]) -> Found:
     """`apart`: keys of models that are no adapters of the policy's weights, though PPO trains adapters."""
     of_ppo.check_layers(config, bodies["models.sft"])
-    settings, section = config.ppo, config.models
+    settings, section = machine.usable(config.ppo), config.models
     policy = _causal(config, "models.sft", bodies, section)
     made: dict[str, Any] = {"policy": policy, "reference": copy.deepcopy(policy)}
     keys: dict[str, str] = {}
@@ -100,8 +101,6 @@ def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str,
     value = made.get("value") or reading.ValueHead(policy)
     count = {name: model.num_parameters() for name, model in made.items()}
     rewards = {name: model for name, model in made.items() if name.startswith("reward")}
-    if settings.bf16 and not loading.can_use("bfloat16"):
-        settings = settings.model_copy(update={"bf16": False})
     paths = {reference.key: reference.path for reference in checkpoints.references(config)}
     beside = next((name for name in rewards if "value" in keys and paths[keys[name]] == paths[keys["value"]]), None)
     whole = {name for name, key in keys.items() if key in apart}
@@ -138,7 +137,8 @@ def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section:
 
 def _how(config: Any, ours: Any, mode: str) -> How:
     adapters = config.model.adapters or STANDARD
-    return How(loading.computes_in_bf16(ours.bf16), ours.gradient_checkpointing, mode, _gpu(), adapters)
+    bf16, in_8_bits = loading.computes_in_bf16(ours.bf16), config.trainer.get("optim") in EIGHT_BITS
+    return How(bf16, ours.gradient_checkpointing, mode, _gpu(), adapters, in_8_bits)
 
 
 def _steps(config: SFTConfig | RewardConfig, ours: Any) -> int:

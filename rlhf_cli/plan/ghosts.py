@@ -57,9 +57,17 @@ class Ghosts(Rollout):
 
 
 def prime(optimizer: torch.optim.Optimizer, *, gradients: bool) -> None:
-    """Give an optimizer what it has after its first step, and if asked the weights their gradients."""
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
+    """Give an optimizer what it has after its first step, and if asked the weights their gradients.
+
+    One of 8 bits makes its own, and no steps from then on: they are one kernel, that holds nothing else.
+    """
+    for at, group in enumerate(optimizer.param_groups):
+        for index, weight in enumerate(group["params"]):
             weight.grad = torch.zeros_like(weight) if gradients else None
-            averages = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[weight] = {"step": torch.zeros(()), **averages}
+            if isinstance(optimizer, torch.optim.AdamW):
+                averages = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[weight] = {"step": torch.zeros(()), **averages}
+            else:
+                optimizer.init_state(group, weight, at, index)  # type: ignore[attr-defined]
+    if not isinstance(optimizer, torch.optim.AdamW):
+        optimizer.step = lambda *_: None  # type: ignore[assignment,method-assign]

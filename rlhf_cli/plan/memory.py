@@ -6,9 +6,10 @@ out, in bytes of float32, for W numbers of weights of which T are trained, and m
 them response tokens; hidden size H, intermediate size I, A heads of which K have keys of their own, V vocabulary:
 
     weights      4 W        PPO: policy, reference, value and reward models, each folder of a reward model once; with
-                            adapters the weights of models.sft once, and reward models that are no adapters of them
+                            adapters the weights of models.sft once, and reward models that are no adapters of them;
+                            with offload reference and reward models where they are read, one at a time
     gradients    4 T        PPO keeps them from one backward pass to the next
-    optimizer    8 T        AdamW's two averages
+    optimizer    8 T        AdamW's two averages; of 8 bits each 2 T, but 8 for embeddings and small weights
     activations  what a backward pass needs. Of a Llama's layer 4 n L (8 H + 2 H K / A + 4 I): each norm keeps its
                  input, the normalised and its output (6 H), attention its query, its output (2 H), its key and value
                  (2 H K / A), the MLP its gate before and after, its other factor and their product (4 I)
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_cli.config.adapters import LoRA
-from rlhf_cli.models import loading, reading, shapes
+from rlhf_cli.models import eight_bits, loading, reading, shapes
 from rlhf_cli.plan import modes
 from rlhf_cli.plan.ghosts import Ghosts, Lengths, prime
 from rlhf_cli.plan.tally import META, Tally
@@ -87,7 +88,8 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
     once = settings.model_copy(
         update={
             "num_mini_batches": 1, "num_ppo_epochs": 1, "value_only_updates": 0, "logits_at_a_time": held,
-            "micro_batch_tokens": tokens, "optim": "adamw_torch",
+            "micro_batch_tokens": tokens, "offload": False,
+            "optim": "adamw_torch" if settings.optim == "adamw_torch_fused" else settings.optim,
         }
     )  # fmt: skip
     if mode != "full":
@@ -101,18 +103,26 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
         group["foreach"] = gpu and settings.optim == "adamw_torch"  # as torch chooses where it sees the device
     prime(optimizer, gradients=True)
 
-    def tally() -> Tally:
-        return Tally(models.all, vocabulary, optimizer)
+    def tally(*read: Any) -> Tally:
+        """With the models in memory: all; with offload those that are trained, and of the others what is `read`."""
+        resident = [models.policy, models.value, *read] if settings.offload else models.all
+        return Tally(resident, vocabulary, optimizer)
 
     found = [writing(models.policy, tally, settings.local_rollout_forward_batch_size or episodes, episodes, lengths)]
     ghosts = Ghosts.of(rows, lengths)
-    with tally() as judged:
-        for model in models.rewards.values():
-            at_once = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
+    judged = []
+    for model in models.rewards.values():
+        at_once = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
+        with tally(model) as scored:
             ModelReward(model, at_once, packed=settings.packing)(ghosts)
+        judged.append(scored)
+    with tally(models.ref) as read:
         experience = trainer.judge(ghosts, torch.zeros(rows, device=META))
-    found.append(Phase("judge", min(size, rows), dict(judged.peak), judged.flops * episodes / rows))
-    with tally() as learnt:
+    judged.append(read)
+    peak = max((each.peak for each in judged), key=lambda peak: peak.total())
+    work = sum(each.flops for each in judged) * episodes / rows
+    found.append(Phase("judge", min(size, rows), dict(peak), work))
+    with tally(*[models.ref] * trainer.passes.exact_kl_in_loss) as learnt:
         trainer.update(experience)
     work = learnt.flops * episodes / rows * settings.num_ppo_epochs
     found.append(Phase("update", min(size, rows), dict(learnt.peak), work))
@@ -190,6 +200,7 @@ class How:
     mode: str
     gpu: bool
     adapters: LoRA = modes.STANDARD
+    eight_bits: bool = False
 
 
 def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How) -> Phase:
@@ -222,7 +233,9 @@ def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: H
     if how.mode != "full":
         modes.adapt(model, how.mode, how.adapters)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, foreach=how.gpu)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, foreach=how.gpu)
+    if how.eight_bits:
+        optimizer = eight_bits.adamw([{"params": trained}], words=eight_bits.embeddings([model]))
     prime(optimizer, gradients=False)
     with Tally([model], _vocabulary(model), optimizer) as tally:
         for _ in range(min(parts, TOGETHER)):

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from rlhf_cli.models import eight_bits
 from rlhf_cli.ppo.settings import PPOSettings
 
 
-def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.AdamW:
+def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Optimizer:
     """One AdamW over all models, `value` at value_learning_rate; biases and norms (one dimension) do not decay."""
     groups = []
     for name, model in models.items():
@@ -21,9 +22,14 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Ad
             params = [p for p in trained if (p.ndim < 2) == bool(suffix)]
             if params:
                 groups.append({"params": params, "lr": lr, "weight_decay": decay, "name": name + suffix})
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    fused = settings.optim == "adamw_torch_fused"
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas, eps=settings.adam_epsilon, fused=fused)
+    same: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_epsilon,
+    }
+    if settings.optim == "adamw_8bit":
+        return eight_bits.adamw(groups, words=eight_bits.embeddings(models.values()), **same)
+    return torch.optim.AdamW(groups, fused=settings.optim == "adamw_torch_fused", **same)
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: PPOSettings, updates: int) -> LRScheduler:

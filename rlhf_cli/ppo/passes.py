@@ -106,7 +106,7 @@ class Passes:
         with self._autocast():
             logits = reading.head_logits(self.policy, hidden)
             with torch.no_grad():
-                ref_logits = reading.head_logits(self.ref, ref_hidden) if self._exact_kl_in_loss else None
+                ref_logits = reading.head_logits(self.ref, ref_hidden) if self.exact_kl_in_loss else None
         return policy_losses(told, logits, ref_logits, kl_coef, self.settings)
 
     def _backward_value(
@@ -121,13 +121,14 @@ class Passes:
     @torch.no_grad()
     def _ref_hidden(self, micro: MicroBatch) -> Tensor:
         """The reference's hidden states (N, H) where the loss needs its logits, else (N, 0)."""
-        if not self._exact_kl_in_loss:
+        if not self.exact_kl_in_loss:
             return torch.empty(len(micro.targets), 0, device=micro.ids.device)
         with self._autocast():
             return reading.response_hidden(self.ref, micro)
 
     @property
-    def _exact_kl_in_loss(self) -> bool:
+    def exact_kl_in_loss(self) -> bool:
+        """Whether an update reads the reference's logits."""
         return self.settings.kl_in == "loss" and self.settings.kl_estimator == "full"
 
     def backward_ptx(self, micro: MicroBatch, share: float) -> float:

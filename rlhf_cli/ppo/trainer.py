@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from itertools import chain, pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import reading, sharing
+from rlhf_cli.models import offload, reading, sharing
 from rlhf_cli.ppo import finite, formulas, metrics, scoring
 from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.advantages import gae
@@ -74,6 +75,8 @@ class PPOTrainer:
         if settings.num_shared_layers:
             sharing.share_layers(policy, ref, settings.num_shared_layers)
         self.passes = Passes(policy, ref, value, settings)
+        if settings.offload:
+            offload.wait_on_cpu(ref)
         if settings.gradient_checkpointing:
             reading.checkpoint_activations(policy)
             if not self.passes.head_on_policy:
@@ -138,7 +141,8 @@ class PPOTrainer:
         rollout = rollout.to(self.policy.device)
         settings, mask = self.settings, rollout.response_mask
         plan = self._plan(rollout, epoch=0)
-        read = self._read(rollout, plan)
+        with self.reference_at_hand():
+            read = self._read(rollout, plan)
         finite.check(read, self.updates + 1)
         scored = self._score(rollout, scores)
         penalty = self.kl_coef * read["kl"] if settings.kl_in == "reward" else torch.zeros_like(read["kl"])
@@ -186,6 +190,10 @@ class PPOTrainer:
         size = self.settings.per_device_train_batch_size
         return tuple(micro_batches(rollout.lengths, rows, max_rows=size, max_tokens=tokens, packed=self.passes.packed))
 
+    def reference_at_hand(self) -> AbstractContextManager:
+        """Within, the reference can be read where the policy is; with settings.offload it waits elsewhere."""
+        return offload.visiting(self.ref, self.policy.device) if self.settings.offload else nullcontext()
+
     def _read(self, rollout: Rollout, plan: tuple[Minibatch, ...]) -> dict[str, Tensor]:
         """What the models say of each response token, (B, R) each, 0 elsewhere; on the update's own micro-batches."""
         read: dict[str, Tensor] = {}
@@ -205,11 +213,12 @@ class PPOTrainer:
         settings = self.settings
         rates = {"lr": self._rate("policy"), "value/lr": self._rate("value")}
         steps: list[Stats] = []
-        for epoch in range(settings.num_ppo_epochs):
-            plan = experience.plan if epoch == 0 else self._plan(experience.rollout, epoch)
-            steps += [self._learn(experience, minibatch, epoch) for minibatch in plan]
-            if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
-                break
+        with self.reference_at_hand() if self.passes.exact_kl_in_loss else nullcontext():
+            for epoch in range(settings.num_ppo_epochs):
+                plan = experience.plan if epoch == 0 else self._plan(experience.rollout, epoch)
+                steps += [self._learn(experience, minibatch, epoch) for minibatch in plan]
+                if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
+                    break
         finite.check_weights({"policy": self.policy, "value": self.value}, self.updates + 1)
         learns = self._policy_learns  # else the KL is no answer to the coefficient
         self.scheduler.step()

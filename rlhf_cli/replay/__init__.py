@@ -19,6 +19,7 @@ import torch
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import Options
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.replay import observe
 from rlhf_cli.replay.compare import TOLERANCE, Quantity, only_rounding, side_by_side, worst
@@ -61,7 +62,7 @@ def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> i
     """Compare, show, and return 0 where the float64 numbers agree, else 1.
 
     Raises RLHFError C06 for a step that cannot be made again, M01 where there is no run, C15 where its inputs changed,
-    M05 for a damaged state, and what `rlhf ppo` raises for its parents and data.
+    M05 for a damaged state, C06 for ppo.optim adamw_8bit, and what `rlhf ppo` raises for its parents and data.
     """
     with _writing_nothing():
         report = replay(open_run(folder), step, options)
@@ -76,6 +77,9 @@ def replay(run: Run, step: int | None, options: Options) -> Report:
     """Make update `step` of a run again, in all three ways."""
     step = run.choose(step)
     config, settings = run.config, run.config.ppo
+    if settings.optim == "adamw_8bit":
+        text = "an update with averages in 8 bits cannot be made again in float64: they are rounded on the way"
+        raise RLHFError("C06", text, where=config.where("ppo.optim"), hint="replay a run with another ppo.optim")
     with terminal.muted_warnings():  # `rlhf ppo` has said them
         parts = making.load(config, options, run.parents())
     trainer = parts.trainer

@@ -1,6 +1,7 @@
 """`model:` and `models:`: reward models, on the policy's own tokens or on tokens of their own, and ensembles."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import packing, reading
+from rlhf_cli.models import offload, packing, reading
 from rlhf_cli.ppo.records import Opinions, Rollout
 
 # Prompts and responses as text -> their token ids, each response with the stop token behind it (data.encode_many).
@@ -20,19 +21,23 @@ class ModelReward:
     """A one-label sequence classifier that shares the policy's tokenizer:
 
     it reads the rollout's own ids, at the last real token. `packed`: its rows end to end, where the model can
-    (models/packing.py).
+    (models/packing.py). `offloaded`: it waits in the CPU's memory, and scores on the rollout's device.
     """
 
     model: Any
     max_rows: int = 64
     max_tokens: int | None = None
     packed: bool = True
+    offloaded: bool = False
 
     def __post_init__(self) -> None:
         self.packed = self.packed and packing.enable([self.model])
+        if self.offloaded:
+            offload.wait_on_cpu(self.model)
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        return reading.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
+        with offload.visiting(self.model, rollout.ids.device) if self.offloaded else nullcontext():
+            return reading.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
 
 
 @dataclass(kw_only=True)

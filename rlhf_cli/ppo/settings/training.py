@@ -70,8 +70,13 @@ class TrainingSettings(Settings):
         ),
     )
     weight_decay: float = Field(0.0, ge=0, description=f"AdamW's weight decay; none on biases and norms. {HF}")
-    optim: Literal["adamw_torch_fused", "adamw_torch"] = Field(
-        "adamw_torch_fused", description=f"AdamW as one kernel, or step by step: the same formula. {HF}"
+    optim: Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit"] = Field(
+        "adamw_torch_fused",
+        description=(
+            "AdamW as one kernel, or step by step: the same formula. adamw_8bit keeps its averages in 8 bits a number, "
+            "embeddings' and small weights' in 32 (bitsandbytes; Dettmers et al. 2021, arXiv 2110.02861): 2 in place "
+            f"of 8 bytes for each number that is trained. {HF}"
+        ),
     )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description=f"AdamW's beta1. {HF}")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description=f"AdamW's beta2. {HF}")
@@ -92,6 +97,13 @@ class TrainingSettings(Settings):
             f"{TRL_STEP[:-1]}; TRL 1.12's default is on, and had no effect]"
         ),
     )
+    offload: bool = Field(
+        False,
+        description=(
+            "Reference and reward models wait in the CPU's memory, and come onto the GPU while they are read: less GPU "
+            "memory, more time. [OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py]"
+        ),
+    )
     bf16: bool = Field(
         False, description=f"Forward and backward passes under bfloat16 autocast; weights stay float32. {HF}"
     )
@@ -108,4 +120,11 @@ class TrainingSettings(Settings):
         if given and self.lr_scheduler_type == "constant":
             text = f"{given[0]} has no effect with lr_scheduler_type constant"
             raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "set constant_with_warmup"})
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_shared_leaves(self) -> Self:
+        if self.offload and self.num_shared_layers:
+            text = "offload cannot send away layers that num_shared_layers lets the policy use"
+            raise PydanticCustomError("C17", text, {"hint": "keep one of them; num_shared_layers saves more"})
         return self

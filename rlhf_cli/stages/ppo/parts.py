@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from rlhf_cli import data
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
-from rlhf_cli.inputs import models, one_base
+from rlhf_cli.inputs import machine, models, one_base
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.inputs.one_base import OneBase
-from rlhf_cli.models import adapters, loading, reading
+from rlhf_cli.models import adapters, loading, offload, reading
 from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource, TextReward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -36,14 +37,14 @@ class Parts:
 
 def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> Parts:
     """Load all that the run needs, checks first. Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09."""
-    settings, sft = config.ppo, parents["models.sft"]
-    if settings.bf16 and not loading.can_use("bfloat16"):
-        settings = settings.model_copy(update={"bf16": False})
+    settings, sft = machine.usable(config.ppo), parents["models.sft"]
     inputs.require_hub(config, sft)
     models.check_alike(config, options, parents)
     texts = inputs.text_rewards(config, options, parents)
     tokenizer = models.tokenizer(config, options, sft)
-    start = models.causal(config, options, sft, tokenizer).to(loading.device())
+    start = models.causal(config, options, sft, tokenizer)
+    ref = start if config.models.adapters else copy.deepcopy(start)  # with offload, a GPU never holds it for long
+    start.to(loading.device())
     base = one_base.of(config, options, sft, start)
     saved_policy = base.policy() if base else start
     policy = adapters.inside(saved_policy)
@@ -54,19 +55,20 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
     eval_prompts = inputs.read(config, "eval_prompts", tokenizer, policy.config) if held_out else None
     inputs.check_rows(config, prompts, eval_prompts)
     writing = models.Writing(sft, tokenizer, stop_token_id, [*prompts, *(eval_prompts or [])])
-    scorers = _Scorers(config, options, parents, writing, base)
+    scorers = _Scorers(config, options, parents, writing, base, settings.offload)
     for key, parent in parents.items():
         if parent.manifest.get("probes"):
-            models.check_probes(scorers.frozen(key), parent, where=config.where(key))
+            model = scorers.frozen(key)
+            with offload.visiting(model, loading.device()) if settings.offload else nullcontext():
+                models.check_probes(model, parent, where=config.where(key))
     batch = settings.local_rollout_forward_batch_size
     pad = tokenizer.pad_token_id or 0
     engine = HFEngine(policy, stop_token_id, pad, settings.temperature, batch, bf16=settings.bf16)
     updates = settings.num_updates(len(prompts))
-    ref = start if base else copy.deepcopy(policy)
     saved_value = scorers.value(policy)
     trainer = PPOTrainer(
         policy,
-        ref,
+        ref if settings.offload else ref.to(loading.device()),
         adapters.inside(saved_value),
         _sources(config, texts, scorers),
         engine,
@@ -110,6 +112,7 @@ class _Scorers:
     parents: Mapping[str, Parent]
     writing: models.Writing
     base: OneBase | None
+    offload: bool
     loaded: dict[Path, tuple[Any, Any]] = field(default_factory=dict)
 
     def load(self, key: str, theirs: Any = None) -> Any:
@@ -117,7 +120,7 @@ class _Scorers:
         tokenizer = theirs or self.writing.tokenizer
         if self.base:
             return one_base.reward(self.base, self.parents[key], tokenizer)
-        return models.scorer(self.config, self.options, self.parents[key], tokenizer).to(loading.device())
+        return models.scorer(self.config, self.options, self.parents[key], tokenizer)
 
     def frozen(self, key: str) -> Any:
         """A model that is only read."""
@@ -127,7 +130,9 @@ class _Scorers:
         """A frozen model as a source, on the policy's tokens or on its own."""
         ours = self.config.ppo
         rows = ours.local_rollout_forward_batch_size or ours.per_device_train_batch_size
-        return models.reward(self.config, key, self.writing, *self._read(key), rows=rows, packed=ours.packing)
+        return models.reward(
+            self.config, key, self.writing, *self._read(key), rows=rows, packed=ours.packing, offloaded=self.offload
+        )
 
     def _read(self, key: str) -> tuple[Any, Any]:
         """A frozen model, and its tokenizer where it is not the policy's."""
@@ -135,6 +140,8 @@ class _Scorers:
         if parent.model not in self.loaded:
             theirs = models.own_tokenizer(self.config, self.options, self.writing.sft, parent)
             model = self.load(key, theirs).eval().requires_grad_(False)
+            if not self.offload:
+                model.to(loading.device())
             self.loaded[parent.model] = model, theirs
             stop = data.stop_token_id(theirs) if theirs else self.writing.stop_token_id
             inputs.warn_pad(model.config, stop, self.config.where(key))
@@ -150,7 +157,8 @@ class _Scorers:
             parent = self.parents[key]
             apart = self.base.apart(parent, self.writing.tokenizer)
             return self.base.beside(self.frozen(key), parent) if apart else self.base.scorer(parent)
-        return copy.deepcopy(self.frozen(key)).requires_grad_(True) if wish == "reward" else self.load(key)
+        made = copy.deepcopy(self.frozen(key)).requires_grad_(True) if wish == "reward" else self.load(key)
+        return made.to(loading.device())
 
 
 def _ptx(config: PPOConfig, tokenizer: Any, body: Any) -> list[tuple[list[int], list[int]]]:

@@ -47,7 +47,9 @@ class SampleTables:
         """The reference's own responses to the same prompts, drawn with the same seeds as the table's."""
         trainer, count = self.parts.trainer, min(IN_THE_LOG, len(rollout))
         prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
-        experience = trainer.judge(self.parts.ref_engine.generate(trainer.keyed(prompts, "show")))
+        with trainer.reference_at_hand():
+            rollout = self.parts.ref_engine.generate(trainer.keyed(prompts, "show"))
+        experience = trainer.judge(rollout)
         rows = [told(self.parts.tokenizer, experience, row) for row in range(count)]
         return [{"ref_response": row["response"], "ref_score": row["score"]} for row in rows]
 
