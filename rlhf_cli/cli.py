@@ -16,8 +16,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rlhf_cli import __version__, processes, room, terminal
+from rlhf_cli import __version__, launch, processes, room, terminal
 from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.signals import end_with
 
 STAGES = {
     "sft": "Supervised fine-tuning: train a language model on examples.",
@@ -54,7 +55,7 @@ class Commands(TyperGroup):
             code = 143
         except Exception as error:
             if "--debug" in arguments:
-                terminal.say(traceback.format_exc().rstrip())
+                terminal.say_here(traceback.format_exc().rstrip())
             code = _explain(error)
         finally:
             _on_sigterm(before)
@@ -68,7 +69,8 @@ class Commands(TyperGroup):
 def _explain(error: Exception) -> int:
     """Say on stderr what is wrong, a line and a hint for each problem; returns the exit code."""
     if isinstance(error, RLHFError):
-        terminal.say(str(error))
+        # Of several processes all find the same; those of another machine may not.
+        (terminal.say if processes.is_first() or processes.local_rank() else terminal.say_here)(str(error))
         return error.exit_code
     if isinstance(error, typer.Abort):
         return 130
@@ -79,7 +81,7 @@ def _explain(error: Exception) -> int:
         return 2
     said = " ".join(str(error).split())
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    terminal.say(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
+    terminal.say_here(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
     return 1
 
 
@@ -113,6 +115,10 @@ Trailing = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let models run Python code from their own folders.")
 ]
+Nproc = Annotated[
+    str | None,
+    typer.Option("--nproc", metavar="N", help="Train in N processes, one to a GPU; auto: as many as there are GPUs."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
@@ -128,6 +134,7 @@ def _add_stage(stage: str, text: str) -> None:
         fresh: Annotated[
             bool, typer.Option("--fresh", help="Move the old output to RUN/.old/ and start over.")
         ] = False,
+        nproc: Nproc = None,
         trust_remote_code: TrustRemoteCode = False,
         debug: Debug = False,
     ) -> None:
@@ -135,16 +142,25 @@ def _add_stage(stage: str, text: str) -> None:
 
         if os.path.isdir(config):
             raise _folder_for_a_file(stage, config)
-        loaded = load(stage, config, [*(set_ or []), *(assignments or [])])
+        overrides = [*(set_ or []), *(assignments or [])]
+        loaded = load(stage, config, overrides)
         options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
         if dry_run:
             from rlhf_cli import pipeline
 
             pipeline.preview(loaded, fresh=fresh)
-        else:
-            processes.refuse_several()
-            with room.explained(loaded.folder):
-                _runner(stage)(loaded, options)
+            return
+        processes.check_group()
+        if nproc and (count := launch.number(nproc)) > 1:
+            from rlhf_cli import pipeline
+
+            _, *arguments = pipeline.child_command(loaded, overrides, options, fresh=fresh)
+            raise typer.Exit(launch.run(count, arguments))
+        if processes.count() > 1:
+            end_with(os.getppid())
+            terminal.say(f"{stage:<8} {processes.count()} processes")
+        with room.explained(loaded.folder):
+            _runner(stage)(loaded, options)
 
 
 for _stage, _text in STAGES.items():
@@ -179,6 +195,7 @@ def run(
         typer.Option("--force", metavar="STAGE", help="Run this stage even if it is up to date; may be given again."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and why; run nothing.")] = False,
+    nproc: Nproc = None,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -189,9 +206,9 @@ def run(
     from rlhf_cli import pipeline
     from rlhf_cli.config import Options
 
-    processes.refuse_several()
+    processes.refuse_several("run")
     selection = pipeline.Selection(tuple(only or ()), start, tuple(force or ()))
-    options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug)
+    options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
     raise typer.Exit(pipeline.run(folder, [*(set_ or []), *(assignments or [])], selection, options))
 
 

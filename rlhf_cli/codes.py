@@ -332,8 +332,8 @@ MACHINE_AND_RUN = {
     "E04": Code(
         "wrong number of processes",
         2,
-        "A launcher was asked for several processes; this version trains in one.",
-        "Start the command without torchrun, accelerate launch, mpirun or a srun of several tasks.",
+        "Other processes came up than were asked for, or ones that do not know of each other.",
+        "Start them with --nproc N, or with torchrun; `accelerate launch --cpu` starts one whatever it is asked for.",
     ),
     "E05": Code(
         "resumed in another environment",
@@ -426,6 +426,12 @@ MACHINE_AND_RUN = {
         1,
         "A sign that the policy games its reward is beyond its limit in ppo.watchdog; watchdog.jsonl has each reading.",
         "Read samples.jsonl. Raise kl_coef or mend the reward; after a stop model/ holds the best policy.",
+    ),
+    "R14": Code(
+        "one of several processes ended",
+        1,
+        "Of the processes that train together one has ended, and the others cannot go on without it.",
+        "Look at what that one said; the same command goes on from the last state.",
     ),
     "S01": Code(
         "control characters",

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from rlhf_cli.codes import CODES
 
@@ -51,6 +52,10 @@ class RLHFError(Exception):
         error.problems = tuple(problems)
         return error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is, hints and all: it may be raised in one process and told by another."""
+        return _again, (type(self), self.args, self.__dict__)
+
     @property
     def exit_code(self) -> int:
         """2 where `rlhf check` could have seen it, else 1."""
@@ -58,6 +63,12 @@ class RLHFError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+def _again(kind: type[RLHFError], args: tuple[Any, ...], state: dict[str, Any]) -> RLHFError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 def all_of(*checks: Callable[[], object]) -> None:

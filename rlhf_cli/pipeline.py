@@ -230,6 +230,7 @@ def child_command(config: Config, overrides: Sequence[str], options: Options, *,
     command = [*OURSELVES, config.stage, "--config", str(config.file)]
     for text in overrides:
         command += ["--set", text]
+    command += ["--nproc", options.nproc] if options.nproc else []
     flags = {"--fresh": fresh, "--trust-remote-code": options.trust_remote_code, "--debug": options.debug}
     return command + [flag for flag, is_set in flags.items() if is_set]
 

@@ -8,8 +8,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType, TracebackType
+
+from rlhf_cli import processes
 
 HEARD = b"\nstopping after this step, with a checkpoint; a second signal ends it at once\n"
 ONE_BLOW = 0.2  # seconds: what stops a whole group of processes reaches a child twice, itself and through its parent
@@ -34,6 +37,10 @@ class StopWish:
         assert self.wished
         return 128 + self.wished
 
+    def hear(self, others: Iterable[signal.Signals | None]) -> None:
+        """What other processes of a group were told: all must end at the same place."""
+        self.wished = self.wished or next((wish for wish in others if wish), None)
+
     def __enter__(self) -> "StopWish":
         numbers = [number for number in self.SIGNALS if not is_nohup(number)]
         self._before = {number: signal.signal(number, self._note) for number in numbers}
@@ -46,8 +53,9 @@ class StopWish:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.wished is None:
             self.wished, self._heard_at = signal.Signals(number), time.monotonic()
-            with suppress(OSError):  # whoever read it may be gone
-                os.write(2, HEARD)  # straight to the terminal: a print may be what was interrupted
+            if processes.is_first():
+                with suppress(OSError):  # whoever read it may be gone
+                    os.write(2, HEARD)  # straight to the terminal: a print may be what was interrupted
         elif time.monotonic() - self._heard_at > ONE_BLOW:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TextIO
 from unicodedata import combining, east_asian_width
 
+from rlhf_cli import processes
 from rlhf_cli.errors import Problem
 from rlhf_cli.redaction import redacted
 
@@ -29,13 +30,20 @@ def clean(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """One log line on stderr."""
-    _write(sys.stderr, text)
+    """One log line on stderr. Of several processes the first one speaks."""
+    if processes.is_first():
+        _write(sys.stderr, text)
 
 
 def out(text: str = "") -> None:
-    """A result line on stdout."""
-    _write(sys.stdout, text)
+    """A result line on stdout. Of several processes the first one speaks."""
+    if processes.is_first():
+        _write(sys.stdout, text)
+
+
+def say_here(text: str) -> None:
+    """One log line on stderr, whichever process this is: what went wrong in this one alone."""
+    _write(sys.stderr, text if processes.count() == 1 else f"process {processes.rank()}: {text}")
 
 
 def warn(code: str, text: str, *, where: str | None = None, hint: str | None = None) -> None:
@@ -46,7 +54,7 @@ def warn(code: str, text: str, *, where: str | None = None, hint: str | None = N
     if line not in _said:
         _said[line] = problem
         if not _muted:
-            _write(sys.stderr, problem.line("warning"))
+            say(problem.line("warning"))
 
 
 @contextmanager

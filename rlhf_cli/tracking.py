@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from rlhf_cli import terminal
+from rlhf_cli import processes, terminal
 from rlhf_cli.checkpoints.files import sync
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rows import append_jsonl, to_json, write_jsonl
@@ -32,14 +32,18 @@ class Log:
     def __init__(self, path: Path, mark: Mark | None = None) -> None:
         self.path = path
         kept = b""
-        if mark is None:
+        if not processes.is_first():
+            pass
+        elif mark is None:
             path.unlink(missing_ok=True)
         else:
             kept = _cut(path, mark)
         self._bytes, self._sha256 = len(kept), hashlib.sha256(kept)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row: from now on it is there whatever becomes of this process."""
+        """Add a row: from now on it is there whatever becomes of this process. Of several the first one writes."""
+        if not processes.is_first():
+            return
         line = append_jsonl(self.path, row)
         self._bytes += len(line)
         self._sha256.update(line)

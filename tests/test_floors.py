@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent / "rlhf_cli"
 FLOORS = [
     {"__init__", "codes", "redaction"},
     {"errors"},
-    {"rows", "terminal", "statistics", "signals", "room", "processes"}
+    {"processes"},
+    {"rows", "terminal", "statistics", "signals", "room"}
     | {"ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.noise", "ppo.seeds"},
     {"ppo.records", "replay.naive.*"},
     {"sources.*", "reward_card.*"},
@@ -29,6 +30,7 @@ FLOORS = [
         "ppo.metrics",
         "ppo.scoring",
     },
+    {"ppo.ranks"},
     {"ppo.rollout", "ppo.rewards.*", "ppo.passes", "ppo.optimizer", "ppo.alarms", "ppo.watchdog"},
     {"ppo.trainer"},
     {"ppo"},
@@ -38,6 +40,7 @@ FLOORS = [
     {"check.*", "plan.*", "replay.compare", "replay.float64", "replay.recorded"},
     {"replay.observe"},
     {"replay"},
+    {"launch"},
     {"cli"},
     {"__main__"},
 ]

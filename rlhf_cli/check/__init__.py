@@ -23,7 +23,7 @@ def run(
     """
     report = Report()
     with report.collecting():
-        processes.refuse_several()
+        processes.refuse_several("check")
     with report.collecting(), terminal.muted_warnings() if quiet else nullcontext():
         whole_run = os.path.isdir(path) or not (os.path.isfile(path) or path.suffix in (".yaml", ".yml"))
         if whole_run:

@@ -11,6 +11,7 @@ from rlhf_cli.checkpoints.outputs import (
     examine,
     finish,
     identity,
+    processes_of,
     usable,
     versions,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "open_parent",
     "open_parents",
     "open_reference",
+    "processes_of",
     "read_manifest",
     "references",
     "release",

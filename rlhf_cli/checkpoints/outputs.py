@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic_core import to_jsonable_python
 
-from rlhf_cli import __version__, sources, terminal
+from rlhf_cli import __version__, processes, sources, terminal
 from rlhf_cli.checkpoints.adapters import whole_sha256
 from rlhf_cli.checkpoints.files import (
     damage,
@@ -166,8 +166,8 @@ def begin(
     A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
     `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
     another process is writing, M05 for a finished one whose files are damaged, M10 for parents whose weights are not
-    what their stages wrote (hash by hash), E03 where nothing can be written. Warns (E05) of a run that another
-    `device` or other versions go on with than those that it was started with.
+    what their stages wrote (hash by hash), E03 where nothing can be written, E04 for a run that fewer or more processes
+    began. Warns (E05) of a run that another `device` or other versions go on with than those that it was started with.
     """
     folder = config.folder
     try:
@@ -187,13 +187,27 @@ def begin(
     folder.mkdir(exist_ok=True)
     for place in (folder, folder / "state", folder / "snapshots"):
         clear_leftovers(place)
-    environment = {"versions": versions(), "device": device}
+    environment = {"versions": versions(), "device": device, "processes": processes.count()}
     if status.state == "resume":
+        _refuse_another_group(config)
         _warn_of_changes(folder, environment)
     write_json(folder / "identity.json", wanted | {"environment": environment})
     resolved = config.dump(relative_to=folder)
     write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
     return "resume" if status.state == "resume" else "new"
+
+
+def processes_of(folder: Path) -> int:
+    """How many processes a stage was run in."""
+    return int((read_object(folder / "identity.json") or {}).get("environment", {}).get("processes", 1))
+
+
+def _refuse_another_group(config: Any) -> None:
+    """More or fewer processes make larger or smaller batches: another run."""
+    before, now = processes_of(config.folder), processes.count()
+    if before != now:
+        text = f"{shown(config.folder)} was begun in {before} process{'es' * (before > 1)}, {now} would go on with it"
+        raise RLHFError("E04", text, hint=f"go on with --nproc {before}, or start over with --fresh")
 
 
 def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
@@ -240,8 +254,11 @@ def _move_aside(folder: Path) -> Path | None:
 def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]) -> None:
     """Write RUN/<stage>/manifest.json, last of all: from here on the stage is complete, and its folder is let go.
 
-    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top.
+    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top. Of several processes
+    the first one writes.
     """
+    if not processes.is_first():
+        return
     folder = config.folder
     keep_newest(folder / "state", config.output.keep)
     names = [name for name in names_in(folder) if not name.startswith("state/") and name not in _OUTSIDE_THE_MANIFEST]

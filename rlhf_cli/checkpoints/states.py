@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from rlhf_cli import terminal
+from rlhf_cli import processes, terminal
 from rlhf_cli.checkpoints.files import (
     damage,
     describe,
@@ -32,8 +32,11 @@ def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep
     """Make folder/name out of what `write(path)` writes, in one step, then drop all but the newest `keep`, if any.
 
     The files are written into a folder beside it, hashed into its state.json, forced to the disk, and renamed.
-    Whatever `write` raises comes through, and leaves the older states as they were.
+    Whatever `write` raises comes through, and leaves the older states as they were. Of several processes the first one
+    writes.
     """
+    if not processes.is_first():
+        return folder / name
     assert keep is None or keep >= 1, "a state that is dropped as it is written helps nobody"
     make_room(folder, name)
     scratch = folder / f".tmp-{name}-{os.getpid()}"
@@ -189,7 +192,9 @@ def _prune(folder: Path, written: str, keep: int | None, spare: Collection[str] 
 
 
 def drop_state(state: Path) -> None:
-    """A rename first: a state that is half deleted must not look like one."""
+    """A rename first: a state that is half deleted must not look like one. Of several processes the first does it."""
+    if not processes.is_first():
+        return
     trash = state.with_name(f".trash-{state.name}-{os.getpid()}")
     state.rename(trash)
     _remove(trash)

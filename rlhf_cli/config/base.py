@@ -83,6 +83,7 @@ class Options:
     fresh: bool = False
     trust_remote_code: bool = False
     debug: bool = False
+    nproc: str | None = None  # a number, or auto
 
 
 @dataclass(frozen=True)

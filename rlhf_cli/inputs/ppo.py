@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from pydantic import ValidationError
+
 from rlhf_cli import data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
@@ -113,10 +115,22 @@ def warn_pad(body: Any, stop_token_id: int | None, where: str) -> None:
         terminal.warn("T01", text, where=where)
 
 
-def arithmetic(config: PPOConfig, prompts: int) -> str:
-    """What the batch sizes come to, in one line."""
+def of_group(config: PPOConfig, processes: int) -> PPOConfig:
+    """The config with the batches of so many processes. Raises RLHFError C06 where they do not go with other keys."""
+    if processes == 1:
+        return config
+    try:
+        return config.model_copy(update={"ppo": config.ppo.across(processes)})
+    except ValidationError as error:
+        text = f"in {processes} processes: {error.errors()[0]['msg']}"
+        raise RLHFError("C06", text, where=config.where("ppo"), hint="smaller batches, or fewer processes") from error
+
+
+def arithmetic(config: PPOConfig, prompts: int, processes: int = 1) -> str:
+    """What the batch sizes come to, in one line; the config is that of all processes."""
     ours, updates = config.ppo, config.ppo.num_updates(prompts)
-    rows, parts, episodes = ours.per_device_train_batch_size, ours.gradient_accumulation_steps, ours.episodes_per_update
+    rows, episodes = ours.per_device_train_batch_size, ours.episodes_per_update
+    parts = f"{ours.gradient_accumulation_steps // processes}" + (f" x {processes} processes" if processes > 1 else "")
     epochs, minibatches = ours.num_ppo_epochs, ours.num_mini_batches
     return (
         f"{prompts} prompts; an update: {rows} x {parts} = {episodes} episodes, "

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rlhf_cli import checkpoints, room, terminal
+from rlhf_cli import checkpoints, processes, room, terminal
 from rlhf_cli.checkpoints.adapters import read_adapter
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import RLHFError, nearest, shown
@@ -251,8 +251,10 @@ def fit_embeddings(model: Any, tokenizer: Any) -> None:
 def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
     """Write a plain Hugging Face folder: safetensors, tokenizer, chat template, and `card` as its README.
 
-    Of a model with adapters these alone, as peft writes them.
+    Of a model with adapters these alone, as peft writes them. Of several processes the first one writes.
     """
+    if not processes.is_first():
+        return
     if folder.exists():
         shutil.rmtree(folder)
     model.save_pretrained(folder)

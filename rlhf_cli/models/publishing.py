@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 
-from rlhf_cli import terminal
+from rlhf_cli import processes, terminal
 from rlhf_cli.errors import RLHFError, shown
 
 
@@ -16,7 +16,12 @@ def require_token(repo: str, where: str) -> None:
 
 
 def push(folder: Path, repo: str, message: str) -> None:
-    """Put a model's folder into `repo` OWNER/NAME, made private where it is new. Warns R09 where that fails."""
+    """Put a model's folder into `repo` OWNER/NAME, made private where it is new. Warns R09 where that fails.
+
+    Of several processes the first one does it.
+    """
+    if not processes.is_first():
+        return
     hub = HfApi()
     try:
         hub.create_repo(repo, private=True, exist_ok=True)

@@ -46,6 +46,15 @@ def _opinions(experience: Experience) -> Stats:
     return found
 
 
+def sums(parts: list[Stats]) -> Stats:
+    """Sums by name of what several say, each of whom may leave names out."""
+    found: Stats = {}
+    for part in parts:
+        for name, number in part.items():
+            found[name] = found[name] + number if name in found else number
+    return found
+
+
 def averages(steps: list[Stats]) -> Stats:
     """Means over the update's optimizer steps, those that ratio_threshold skipped left out (where not all were)."""
     made = [step for step in steps if not step["skipped"]] or steps

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.models import packing, reading, vocabulary
-from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo import finite, formulas
 from rlhf_cli.ppo.losses import Gauges, PolicyLosses, policy_losses, value_losses
 from rlhf_cli.ppo.records import MicroBatch, Told
 from rlhf_cli.ppo.settings import PPOSettings
@@ -40,6 +40,32 @@ class Learned:
     micro: MicroBatch
     loss: Tensor  # (N,)
     gauges: Gauges
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a rank's micro-batches of a minibatch came to, beside their gradients."""
+
+    gauges: dict[str, float]  # summed over tokens
+    ptx: dict[str, float]
+    ratio_error: float
+    problem: finite.NotFinite | None  # a loss that is not finite
+
+    @classmethod
+    def of(cls, found: list[Learned], ptx: dict[str, float], step: int) -> "Made":
+        names = found[0].gauges if found else ()
+        sums = {name: float(sum(learned.gauges[name].sum() for learned in found)) for name in names}
+        errors = [float((learned.gauges["val/ratio"] - 1).abs().max()) for learned in found]
+        return cls(sums, ptx, max(errors, default=0.0), cls._problem(found, step))
+
+    @staticmethod
+    def _problem(found: list[Learned], step: int) -> finite.NotFinite | None:
+        try:
+            for learned in found:
+                finite.check_loss(learned.loss, learned.micro, step)
+        except finite.NotFinite as problem:
+            return problem
+        return None
 
 
 class Passes:

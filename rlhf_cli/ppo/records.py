@@ -27,6 +27,11 @@ def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tenso
     return ids, mask
 
 
+def _widened(x: Tensor, more: int) -> Tensor:
+    """(B, W) with `more` columns of 0 on the right."""
+    return torch.cat([x, x.new_zeros(len(x), more)], 1)
+
+
 def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
     """Ids (B, W) int64 and mask (B, W) bool of ragged rows, padded on the right."""
     width = max(map(len, rows), default=0)
@@ -128,6 +133,19 @@ class Rollout:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    def rows(self, part: slice) -> "Rollout":
+        """Some of its rows, as wide as all."""
+        return Rollout(self.ids[part], self.mask[part], self.response_mask[part], self.ended[part])
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rollout"]) -> "Rollout":
+        """Rollouts of prompts of one width, one below the other."""
+        width = max(part.response_mask.shape[1] for part in parts)
+        wide = [[_widened(x, width - part.response_mask.shape[1]) for x in (part.ids, part.mask, part.response_mask)]
+                for part in parts]  # fmt: skip
+        ids, mask, response_mask = (torch.cat(each) for each in zip(*wide, strict=True))
+        return cls(ids, mask, response_mask, torch.cat([part.ended for part in parts]))
+
     def to(self, device: torch.device) -> "Rollout":
         return Rollout(self.ids.to(device), self.mask.to(device), self.response_mask.to(device), self.ended.to(device))
 
@@ -216,6 +234,15 @@ class Opinions:
 
     score: Tensor  # (B,) float32: the opinions made one
     members: dict[str, Tensor]  # (B,) float32 each
+
+    @classmethod
+    def joined(cls, parts: Sequence["Opinions"]) -> "Opinions":
+        """Those of the responses of one part after the other."""
+        members = {name: torch.cat([part.members[name] for part in parts]) for name in parts[0].members}
+        return cls(torch.cat([part.score for part in parts]), members)
+
+    def cpu(self) -> "Opinions":
+        return Opinions(self.score.cpu(), {name: score.cpu() for name, score in self.members.items()})
 
     @property
     def disagreement(self) -> Tensor:

@@ -18,7 +18,8 @@ from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.advantages import gae
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.passes import Learned, Passes, most_tokens
+from rlhf_cli.ppo.passes import Learned, Made, Passes, most_tokens
+from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.records import Experience, Opinions, Prompts, Rollout, Scored, micro_batches
 from rlhf_cli.ppo.rewards import RewardSource
 from rlhf_cli.ppo.rollout import RolloutEngine
@@ -26,6 +27,10 @@ from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 
 Minibatch = tuple[Tensor, ...]  # micro-batches, each the rows of the rollout that are in it
+
+
+READ = ("logprobs", "ref_logprobs", "kl", "values")  # what the judge reads of each response token
+CPU = torch.device("cpu")
 
 
 class PPOTrainer:
@@ -36,7 +41,8 @@ class PPOTrainer:
     default). `ptx` are rows (prompt ids, completion ids) for ptx_coef. Dropout is switched off in all models, and
     `ref` is frozen; of policy and value learns what requires a gradient (all of it where nothing does), and the state
     leaves out what does not, such as weights below adapters. `num_updates` is the length of the learning-rate schedule;
-    by default what total_episodes makes.
+    by default what total_episodes makes. `ranks`: the processes that train together, each with a trainer of the same
+    models and settings; a batch is of all of them. Their numbers are those of one process, but for rounding.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class PPOTrainer:
         ptx: Sequence[tuple[list[int], list[int]]] = (),
         num_updates: int | None = None,
         seed: int = 0,
+        ranks: Ranks = ALONE,
     ):
         assert policy is not ref, "the reference must be a copy of its own"
         assert bool(ptx) == bool(settings.ptx_coef), "ptx_coef and rows for it go together"
@@ -68,7 +75,7 @@ class PPOTrainer:
                 model.requires_grad_(True)
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value
         self._stands_still = {name: _frozen(model) for name, model in (("policy", policy), ("value", value))}
-        self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
+        self.rewards, self.engine, self.settings, self.seed, self.ranks = rewards, engine, settings, seed, ranks
         self.weights, self.clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
         for model in (policy, ref, value):
             reading.disable_dropout(model)
@@ -107,14 +114,19 @@ class PPOTrainer:
 
     # Generate
 
-    def generate(self, prompts: Prompts, purpose: str = "sample") -> Rollout:
-        """Responses, their draws keyed by (seed, purpose, update, row).
+    def generate(self, prompts: Prompts, purpose: str = "sample", engine: RolloutEngine | None = None) -> Rollout:
+        """Responses, their draws keyed by (seed, purpose, update, row), by the trainer's engine or another one.
 
-        For training ("sample") num_samples_per_prompt to each prompt, for another purpose one.
+        For training ("sample") num_samples_per_prompt to each prompt, for another purpose one. Each rank writes a part.
         """
         if purpose == "sample":
             prompts = prompts.repeat(self.settings.num_samples_per_prompt)
-        return self.engine.generate(self.keyed(prompts, purpose))
+        asked, engine = self.keyed(prompts, purpose), engine or self.engine
+        if self.ranks.count == 1:
+            return engine.generate(asked)
+        part = self.ranks.part(len(asked))
+        written = engine.generate(asked.rows(part.start, part.stop)).to(CPU) if part.start < part.stop else None
+        return Rollout.joined([each for each in self.ranks.told(written) if each is not None])
 
     def keyed(self, prompts: Prompts, purpose: str) -> Prompts:
         """The prompts as an engine takes them: with this update's seeds and length limit."""
@@ -156,7 +168,11 @@ class PPOTrainer:
         return Experience(rollout, plan, self.passes.packed, scored, self.kl_coef, **numbers)
 
     def _score(self, rollout: Rollout, given: Tensor | None) -> Scored:
-        asked = {name: ask(rollout) for name, ask in self.rewards.items()} if given is None else {"given": given}
+        asked = (
+            {name: self._ask(source, rollout) for name, source in self.rewards.items()}
+            if given is None
+            else {"given": given}
+        )
         opinions = {name: said for name, said in asked.items() if isinstance(said, Opinions)}
         asked |= {name: said.score for name, said in opinions.items()}
         raw = {name: self._per_row(name, said, rollout) for name, said in asked.items()}
@@ -168,6 +184,17 @@ class PPOTrainer:
         if given is None:
             placed = scoring.penalised(placed, rollout, self.response_length, self.settings)
         return Scored(raw, opinions, summed, moments, placed)
+
+    def _ask(self, source: RewardSource, rollout: Rollout) -> Any:
+        """What a source says of all rows: each rank asks for its part where rows are told `by_row`, else the first."""
+        if self.ranks.count == 1:
+            return source(rollout)
+        if not getattr(source, "by_row", False):
+            return self.ranks.first(lambda: _on_cpu(source(rollout)))
+        part = self.ranks.part(len(rollout))
+        said = _on_cpu(source(rollout.rows(part))) if part.start < part.stop else None
+        parts = [each for each in self.ranks.told(said) if each is not None]
+        return Opinions.joined(parts) if isinstance(parts[0], Opinions) else torch.cat(parts)
 
     @staticmethod
     def _per_row(name: str, scores: Any, rollout: Rollout) -> Tensor:
@@ -196,11 +223,13 @@ class PPOTrainer:
 
     def _read(self, rollout: Rollout, plan: tuple[Minibatch, ...]) -> dict[str, Tensor]:
         """What the models say of each response token, (B, R) each, 0 elsewhere; on the update's own micro-batches."""
-        read: dict[str, Tensor] = {}
-        for rows in chain.from_iterable(plan):
+        dtype = torch.promote_types(self.policy.dtype, torch.float32)
+        read = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in READ}
+        for rows in self.ranks.share(list(chain.from_iterable(plan))):
             micro = rollout.micro_batch(rows)
             for name, flat in self.passes.read(micro).items():
-                read.setdefault(name, flat.new_zeros(rollout.response_mask.shape))[micro.cells] = flat
+                read[name][micro.cells] = flat
+        self.ranks.add(read.values())
         return read
 
     # Update
@@ -247,16 +276,16 @@ class PPOTrainer:
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         self.optimizer.zero_grad(set_to_none=True)
         with reading.recomputing(self.policy, self.value), self.passes.adding():
-            found = [self._backward(experience, rows, 1 / tokens) for rows in minibatch]
+            found = [self._backward(experience, rows, 1 / tokens) for rows in self.ranks.share(minibatch)]
             ptx = self._learn_ptx(minibatch, epoch)
-        gauges = {name: sum(learned.gauges[name].sum() for learned in found) for name in found[0].gauges}
-        stats = {name: float(total) / tokens for name, total in gauges.items()} | ptx
-        error = max(float((learned.gauges["val/ratio"] - 1).abs().max()) for learned in found)
+        made = self.ranks.told(Made.of(found, ptx, self.updates + 1))
+        stats = {name: total / tokens for name, total in metrics.sums([each.gauges for each in made]).items()}
+        stats |= metrics.sums([each.ptx for each in made])
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
         if not skipped:
-            stats |= self._optimize(found)
-        return stats | {"ratio_error": error, "skipped": float(skipped)}
+            stats |= self._optimize(made)
+        return stats | {"ratio_error": max(each.ratio_error for each in made), "skipped": float(skipped)}
 
     def _backward(self, experience: Experience, rows: Tensor, share: float) -> Learned:
         micro = experience.rollout.micro_batch(rows)
@@ -275,14 +304,16 @@ class PPOTrainer:
         chosen = [self.ptx[draw % len(self.ptx)] for draw in draws]
         rows = Rollout.from_lists(*zip(*chosen, strict=True)).to(self.policy.device)
         tokens, total = int(rows.response_mask.sum()), 0.0
-        for part in self._split(rows, torch.arange(len(rows), device=rows.ids.device)):
+        for part in self.ranks.share(self._split(rows, torch.arange(len(rows), device=rows.ids.device))):
             total += self.passes.backward_ptx(rows.micro_batch(part), 1 / tokens)
         return {"loss/ptx_avg": total}
 
-    def _optimize(self, found: list[Learned]) -> Stats:
+    def _optimize(self, made: list[Made]) -> Stats:
         """Clip and step. Raises RLHFError R01, and steps nowhere, where a loss or gradient is not finite."""
-        for learned in found:
-            finite.check_loss(learned.loss, learned.micro, self.updates + 1)
+        for each in made:
+            if each.problem:
+                raise each.problem
+        self.ranks.add_gradients(weight for model in (self.policy, self.value) for weight in model.parameters())
         norms = {
             name: torch.nn.utils.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm)
             for name, model in (("policy", self.policy), ("value", self.value))
@@ -312,6 +343,10 @@ class PPOTrainer:
             here = {key: tensor for key, tensor in model.state_dict().items() if key in still}
             model.load_state_dict({**here, **state[name]})
         self.updates, self.kl_coef, self.moments = state["updates"], state["kl_coef"], Moments(**state["moments"])
+
+
+def _on_cpu(said: Any) -> Any:
+    return said.cpu() if isinstance(said, Tensor | Opinions) else said
 
 
 def _frozen(model: Any) -> set[str]:

@@ -9,6 +9,7 @@ from rlhf_cli.checkpoints import Parent, shown
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import PPOConfig, load
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.inputs.ppo import of_group
 from rlhf_cli.models import trees
 from rlhf_cli.tracking import read_log
 
@@ -82,7 +83,7 @@ def open_run(run: Path) -> Run:
     config = load("ppo", folder / "config.yaml")
     # What a replay makes stays here: no hub is needed.
     settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})
-    config = config.model_copy(update={"ppo": settings})
+    config = of_group(config.model_copy(update={"ppo": settings}), checkpoints.processes_of(folder))
     # Reward functions lie beside the config that the run was started with, which is the run's folder unless `run:` says
     # otherwise.
     config._origin = replace(config._origin, file=folder.resolve().parent / "ppo.yaml")

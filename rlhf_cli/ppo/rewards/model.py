@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class ModelReward:
     max_tokens: int | None = None
     packed: bool = True
     offloaded: bool = False
+    by_row: ClassVar[bool] = True  # several processes may each ask for some of the rows
 
     def __post_init__(self) -> None:
         self.packed = self.packed and packing.enable([self.model])
@@ -102,6 +103,7 @@ class EnsembleReward:
     members: dict[str, ModelReward]
     combine: str = "mean"
     std_coef: float = 1.0
+    by_row: ClassVar[bool] = True
 
     def __call__(self, rollout: Rollout) -> Opinions:
         scores = {name: member(rollout) for name, member in self.members.items()}

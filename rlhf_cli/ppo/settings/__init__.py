@@ -110,6 +110,14 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             raise PydanticCustomError("C06", "{text}", {"text": text, "hint": hint, "key": "horizon"})
         return self
 
+    def across(self, processes: int) -> Self:
+        """The settings of so many processes together, each with its own per_device_train_batch_size rows at a time.
+
+        Raises pydantic's ValidationError where their larger batches do not go with the other keys.
+        """
+        parts = self.gradient_accumulation_steps * processes
+        return type(self).model_validate({**self.model_dump(exclude_unset=True), "gradient_accumulation_steps": parts})
+
     def num_updates(self, prompt_count: int | None = None) -> int:
         """Updates of the whole run; the last one is whole too. `prompt_count` is needed with num_train_epochs."""
         if self.total_episodes is not None:

@@ -4,9 +4,11 @@ from rlhf_cli import checkpoints, terminal
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import machine, reward_cards
+from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.models import loading, reading, tokenizers
 from rlhf_cli.ppo.alarms import RunStop
 from rlhf_cli.ppo.metrics import Stats, objective
+from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.stages.ppo import parts as making
 from rlhf_cli.stages.ppo.training import Training
@@ -18,18 +20,26 @@ def run(config: PPOConfig, options: Options) -> None:
     """Train a policy by PPO and leave RUN/ppo. Goes on from the last state where there is one.
 
     Where ppo.kl_stop or the watchdog ends the run, RUN/ppo is finished with the best policy so far, and the error is
-    raised all the same: R04, R13. Raises M05 where that policy's snapshot came to harm.
+    raised all the same: R04, R13. Raises M05 where that policy's snapshot came to harm, E04 and R14 as `Ranks` does.
     """
+    with group() as ranks:
+        _run(config, options, ranks)
+
+
+def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
     if options.fresh or checkpoints.examine(config, identity).state != "finished":
         reward_cards.require(config, parents)  # before --fresh moves anything aside
-    status = checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
+    status = ranks.first(
+        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
+    )
     if status == "finished":
         terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")
         return
     machine.check(config, parents)
-    parts = making.load(config, options, parents)
+    config = inputs.of_group(config, ranks.count)
+    parts = making.load(config, options, parents, ranks)
     training = Training(config, parts, resume=status == "resume")
     stopped: RunStop | None = None
     step, told = parts.updates, {"model_is": "the last step"}
@@ -37,6 +47,7 @@ def run(config: PPOConfig, options: Options) -> None:
         training.run()
     except RunStop as stop:
         stopped, step = stop, training.snapshots.best_step
+        ranks.wait()  # for its snapshot
         making.restore(config, options, parts, checkpoints.state_at(training.snapshots.folder, step))
         told = {"model_is": "the best step", "stopped": stop.problems[0].text}
         training.snapshots.tidy(parts.trainer.updates, at_the_end=True)

@@ -14,6 +14,7 @@ from rlhf_cli.inputs import machine, models, one_base
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.inputs.one_base import OneBase
 from rlhf_cli.models import adapters, loading, offload, reading
+from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource, TextReward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -35,8 +36,11 @@ class Parts:
     base: OneBase | None
 
 
-def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> Parts:
-    """Load all that the run needs, checks first. Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09."""
+def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ranks: Ranks = ALONE) -> Parts:
+    """Load all that the run needs, checks first. `config` has the batches of all ranks.
+
+    Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09.
+    """
     settings, sft = machine.usable(config.ppo), parents["models.sft"]
     inputs.require_hub(config, sft)
     models.check_alike(config, options, parents)
@@ -78,6 +82,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent]) -> 
         ptx=_ptx(config, tokenizer, policy.config),
         num_updates=updates,
         seed=config.seed,
+        ranks=ranks,
     )
     ref_engine = replace(engine, model=ref)
     return Parts(

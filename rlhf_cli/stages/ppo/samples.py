@@ -48,7 +48,7 @@ class SampleTables:
         trainer, count = self.parts.trainer, min(IN_THE_LOG, len(rollout))
         prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
         with trainer.reference_at_hand():
-            rollout = self.parts.ref_engine.generate(trainer.keyed(prompts, "show"))
+            rollout = trainer.generate(prompts, "show", self.parts.ref_engine)
         experience = trainer.judge(rollout)
         rows = [told(self.parts.tokenizer, experience, row) for row in range(count)]
         return [{"ref_response": row["response"], "ref_score": row["score"]} for row in rows]

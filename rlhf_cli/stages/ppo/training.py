@@ -55,7 +55,7 @@ class Training:
         Raises RLHFError R01, R02, R05, RunStop R04 and R13.
         """
         config, trainer, updates = self.config, self.trainer, self.parts.updates
-        terminal.say(f"ppo      {inputs.arithmetic(config, len(self.parts.prompts))}")
+        terminal.say(f"ppo      {inputs.arithmetic(config, len(self.parts.prompts), trainer.ranks.count)}")
         if config.ppo.packing and not trainer.passes.packed:
             terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
         self._warn_of_the_estimator()
@@ -68,11 +68,13 @@ class Training:
                 stats = self._update()
                 step = trainer.updates
                 bar.advance(note=status_line(stats))
+                stop.hear(trainer.ranks.told(stop.wished))
                 if step % save_every == 0 or step == updates or stop.wished:
                     self._save()
                 if stop.wished and step < updates:
                     text = f"ppo      stopped at step {step} of {updates}, saved; the same command goes on from here"
                     terminal.say(text)
+                    trainer.ranks.wait()  # who ends first has the others ended
                     raise SystemExit(stop.exit_code)
         terminal.say(f"ppo      {self.cost}")
 
