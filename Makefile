@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-learning test test-slow chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews bench bench-learning test test-slow distributed chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -46,6 +46,9 @@ test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
 
 test-slow: $(VENV)/.installed-test ## the tests that take minutes
 	$(TESTING) $(VENV)/bin/python -m pytest -m slow
+
+distributed: $(VENV)/.installed-test ## the stages in several processes, killed and sharded: minutes on two cores
+	$(TESTING) $(VENV)/bin/python -m pytest -m distributed
 
 # The suite's 2000 cases are the same each time; these are new ones.
 CASES ?= 20000

@@ -15,17 +15,17 @@ GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def count() -> int:
     """How many processes train together: 1 without a launcher."""
-    return int(_told("WORLD_SIZE") or 1)
+    return _number("WORLD_SIZE", 1)
 
 
 def rank() -> int:
     """Which of them this is, from 0."""
-    return int(_told("RANK") or 0)
+    return _number("RANK", 0)
 
 
 def local_rank() -> int:
     """Which of those on this machine this is, from 0: its GPU's number."""
-    return int(_told("LOCAL_RANK") or 0)
+    return _number("LOCAL_RANK", 0)
 
 
 def is_first() -> bool:
@@ -47,9 +47,7 @@ def check_group() -> None:
         return
     for name in COUNTS:
         if _told(name) not in ("", "1"):
-            raise _refusal(
-                name, f"{_told(name)} processes were asked for, and 1 came up, which knows no other"
-            )
+            raise _refusal(name, f"{_told(name)} processes were asked for, and 1 came up, which knows no other")
     if _told("MASTER_ADDR") and not _told("WORLD_SIZE"):
         text = "MASTER_ADDR is set without WORLD_SIZE: a launcher was asked for several processes, and 1 came up"
         raise _refusal("MASTER_ADDR", text)
@@ -61,6 +59,10 @@ def refuse_several(command: str) -> None:
     if count() > 1:
         text = f"{count()} processes were started, `rlhf {command}` runs in one"
         raise RLHFError("E04", text, where="WORLD_SIZE", hint="start it without a launcher; --nproc N is for stages")
+
+
+def _number(name: str, otherwise: int) -> int:
+    return int(_told(name)) if _told(name).isdecimal() else otherwise
 
 
 def _told(name: str) -> str:

@@ -272,10 +272,11 @@ def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("variables", "place", "says"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE: ", "2 processes were asked for, 1 is all"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE: ", "2 processes were asked for, and 1 came up"),
         ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR: ", "a launcher was asked for several processes, and 1 came up"),
         ({"MASTER_ADDR": "::1", "WORLD_SIZE": ""}, "MASTER_ADDR: ", "MASTER_ADDR is set without WORLD_SIZE"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS: ", "4 proc"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: ", "two processes were asked for"),
         ({"OMPI_COMM_WORLD_SIZE": "3", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: ", "3 processes were asked for"),
     ],
 )
@@ -286,7 +287,7 @@ def test_e04_several_processes(
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, command)
     assert f"error[E04]: {place}" in result.stderr and says in result.stderr
-    assert result.exit_code == 2 and "hint: start it without a launcher" in result.stderr
+    assert result.exit_code == 2 and "hint: use --nproc N, or torchrun" in result.stderr
     assert f"unset {place.removesuffix(': ')}\n" in result.stderr
     assert not (folder / "sft").exists()
 

@@ -1,0 +1,138 @@
+"""What one process and two of half the batch make of the same, for tests/test_group_ppo.py.
+
+`torchrun group_cases.py OUT` leaves what rank 0 found in OUT, and that of rank 1 in OUT.1; here `found(Ranks())` is one
+process.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import reading
+from rlhf_cli.ppo import HFEngine, ModelReward, PPOTrainer
+from rlhf_cli.ppo.ranks import Ranks, group
+from rlhf_cli.ppo.records import Opinions
+from rlhf_cli.ppo.rewards import EnsembleReward
+
+PTX = [([5, 6], [7, 8, 2]), ([4], [9, 9, 9, 2]), ([3, 3, 3], [2])]
+# Name -> settings beside the usual ones. Of a batch of 8 rows micro-batches hold 4 in one process, 2 in each of two.
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "few tokens, unlike numbers of micro-batches": {"micro_batch_tokens": 11, "num_mini_batches": 2},
+    "padded": {"packing": False, "whiten_rewards": True},
+    "more minibatches than a rank has rows": {"num_mini_batches": 8},
+    "kl in the loss": {"kl_in": "loss", "kl_estimator": "full", "entropy_coef": 0.01},
+    "scaled scores, adaptive coefficient": {
+        "use_score_scaling": True, "use_score_norm": True, "score_clip": 1.0, "adap_kl_ctrl": True, "horizon": 100,
+    },
+    "ptx": {"ptx_coef": 0.5},
+    "value first": {"value_only_updates": 1},
+    "stopped early": {"early_stopping": True, "target_kl": 1e-3, "learning_rate": 0.3},
+    "minibatches skipped": {"ratio_threshold": 1.0001, "learning_rate": 0.3},
+    "two to a prompt": {"num_samples_per_prompt": 2},
+    "checkpointed": {"gradient_checkpointing": True},
+}  # fmt: skip
+UPDATES = 2
+
+
+def trainer(ranks: Ranks, dtype: torch.dtype, head: bool = False, **changes: Any) -> PPOTrainer:
+    """As tiny.trainer makes it, with SGD, so that weights tell of gradients."""
+    sizes = {"per_device_train_batch_size": 4 // ranks.count, "gradient_accumulation_steps": 2 * ranks.count}
+    settings = tiny.settings(**sizes, **changes)
+    policy, ref = tiny.causal("llama", 3).to(dtype), tiny.causal("llama", 0).to(dtype)
+    value = reading.ValueHead(policy) if head else tiny.scorer().to(dtype)
+    # Scores are float32: those of a row by itself do not depend on who reads it.
+    wide = dtype == torch.float64
+    members = {
+        f"m{seed}": ModelReward(tiny.scorer("llama", seed), 1 if wide else 4, packed=not wide) for seed in (1, 5)
+    }
+    rewards = {"model": members["m1"], "both": EnsembleReward(members), "length": length}
+    optimizer = torch.optim.SGD([*policy.parameters(), *value.parameters()], lr=settings.learning_rate)
+    engine = HFEngine(policy, tiny.EOS, tiny.PAD, settings.temperature)
+    ptx = PTX if settings.ptx_coef else ()
+    return PPOTrainer(policy, ref, value, rewards, engine, settings, optimizer, ptx=ptx, num_updates=4, ranks=ranks)
+
+
+def length(rollout: Any) -> Any:
+    """A function: asked once, of all rows."""
+    assert len(rollout) == 8
+    return [0.1 * n for n in rollout.response_lengths.tolist()]
+
+
+def told(made: PPOTrainer) -> dict[str, Any]:
+    """Two updates: their metrics, the rollouts, and the weights after them."""
+    prompts = tiny.prompts(8 // made.settings.num_samples_per_prompt)
+    stats, rollouts = [], []
+    for _ in range(UPDATES):
+        stats.append({key: n for key, n in made.step(prompts).items() if not key.endswith("_s")})
+        assert made.experience is not None
+        rollout = made.experience.rollout
+        rollouts.append([(rollout.prompt_tokens(row), rollout.response_tokens(row)) for row in range(len(rollout))])
+    weights = {"policy": tiny.weights(made.policy), "value": tiny.weights(made.value)}
+    return {"stats": stats, "rollouts": rollouts, **weights, "kl_coef": made.kl_coef, "moments": made.moments}
+
+
+def found(ranks: Ranks) -> dict[str, Any]:
+    made = {}
+    for name, changes in CASES.items():
+        for dtype in (torch.float32, torch.float64):
+            made[f"{name}, {dtype}"] = told(trainer(ranks, dtype, **changes))
+    made["a head on the policy, torch.float64"] = told(trainer(ranks, torch.float64, head=True))
+    made["nobody has a row to spare, torch.float64"] = small(ranks)
+    for name, spoilt in (("loss", spoil_loss), ("reward", spoil_reward)):
+        made[f"error in the {name}"] = error(spoilt(trainer(ranks, torch.float32)))
+    return made
+
+
+def small(ranks: Ranks) -> dict[str, Any]:
+    """A rollout of one row: the second rank has nothing to write, read or learn."""
+    made = trainer(ranks, torch.float64)
+    made.rewards.pop("length")
+    rollout = made.generate(tiny.prompts(1))
+    experience = made.judge(rollout)
+    stats = made.update(experience)
+    return {"stats": [stats], "rollouts": [rollout.response_tokens(0)], "policy": tiny.weights(made.policy),
+            "value": tiny.weights(made.value), "kl_coef": made.kl_coef, "moments": made.moments}  # fmt: skip
+
+
+def error(made: PPOTrainer) -> dict[str, Any]:
+    before = tiny.weights(made.policy)
+    try:
+        made.step(tiny.prompts(8))
+    except RLHFError as problem:
+        return {"said": str(problem), "changed": not torch.equal(before, tiny.weights(made.policy))}
+    return {"said": "nothing"}
+
+
+def spoil_loss(made: PPOTrainer) -> PPOTrainer:
+    """Not finite in one row alone, which one rank alone has."""
+    backward = made.passes.backward
+
+    def spoilt(told: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
+        learned = backward(told, micro, *args, **kwargs)
+        if 5 in micro.rows.tolist():
+            learned.loss[micro.rows[micro.row] == 5] = torch.nan
+        return learned
+
+    made.passes.backward = spoilt  # type: ignore[method-assign]
+    return made
+
+
+def spoil_reward(made: PPOTrainer) -> PPOTrainer:
+    """A function, which the first rank alone asks."""
+
+    def fails(rollout: Any) -> Opinions:
+        raise RLHFError("R05", "reward `length` raised ValueError", where="ppo.yaml:3", hint="mend it")
+
+    made.rewards["length"] = fails
+    return made
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with group() as here:
+        torch.save(found(here), Path(f"{sys.argv[1]}.{here.rank}"))
