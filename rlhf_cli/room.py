@@ -48,6 +48,15 @@ def existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
+def require_writable(folder: Path, *, where: str | None = None, hint: str) -> None:
+    """Raises RLHFError E03 where the folder cannot be made, or written."""
+    above = existing(folder)
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        reason = "is read-only" if above.is_dir() else "is a file"
+        text = f"{shown(folder)} cannot be written: {shown(above)} {reason}"
+        raise RLHFError("E03", text, where=where, hint=hint)
+
+
 def memory() -> int:
     """Bytes of this machine's memory, or fewer where a container is allowed fewer."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
