@@ -68,7 +68,9 @@ def _folder(run: Path, stage: str | None) -> Path:
     if not begun:
         inner = next((path for path in run.resolve().parents if (path / "identity.json").is_file()), None)
         what = f"no {stage} stage" if stage else "neither ppo/ nor sft/ of a run"
-        hint = f"name the stage's folder: {shown(inner)}" if inner else "name the folder of a run, e.g. runs/demo"
+        there = [name for name in STAGES if (run / name / "identity.json").is_file()]
+        hint = f"it holds {' and '.join(there)}" if there else "name the folder of a run, e.g. runs/demo"
+        hint = f"name the stage's folder: {shown(inner)}" if inner else hint
         raise RLHFError("M01", f"{shown(run)} holds {what}", hint=hint)
     if stage is None and begun == list(UNASKED) and not (run / "ppo/manifest.json").exists():
         text = f"{shown(run / 'ppo')} is not finished (its manifest.json is missing)"

@@ -48,21 +48,18 @@ def run(
         own = sameness.logits(adapters.inside(model), rows)
         bar.advance(note="the run's own logits")
         model = adapters.fold(model).to(written)
-        about = card.write(found, model, str(written).removeprefix("torch."))
+        numbers, about = model.num_parameters(), card.write(found, model, _named(written))
         with checkpoints.new_folder(target) as scratch:
             loading.save_model(model, tokenizer, scratch, about)
-            numbers = model.num_parameters()
+            for path in scratch.glob("*.safetensors"):  # safetensors lets nobody else read them
+                path.chmod((scratch / "README.md").stat().st_mode)
             del model  # the folder's is loaded in its place
             bar.advance(note="written")
             difference = sameness.require(scratch, rows, own, written, tokenizer, options.trust_remote_code)
             bar.advance(note="loaded again")
-    terminal.out(
-        f"export   {name_of(found)}, {numbers:,} parameters in {str(written).removeprefix('torch.')}: {shown(target)}"
-    )
-    terminal.out(
-        f"export   loaded again with transformers, its logits are the run's own to {difference:.1e} of the largest, "
-        f"on {rows}"
-    )
+    terminal.out(f"export   {name_of(found)}, {numbers:,} parameters in {_named(written)}: {shown(target)}")
+    alike = f"to {difference:.1e} of the largest" if difference else "to the last bit"
+    terminal.out(f"export   loaded again with transformers, its logits are the run's own {alike}, on {rows}")
     return target
 
 
@@ -73,6 +70,10 @@ def name_of(chosen: Chosen) -> str:
         stopped = chosen.last and chosen.model.manifest.get("model_is") == "the best step"
         what += f" after update {chosen.step}" + (", the best where the run was stopped" if stopped else "")
     return what + (" with its adapters merged" if chosen.model.base else "")
+
+
+def _named(number_format: torch.dtype) -> str:
+    return str(number_format).removeprefix("torch.")
 
 
 def _check_format(dtype: str | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_cli import __version__
 from rlhf_cli.checkpoints import FOREIGN, Chosen, read_manifest
 from rlhf_cli.checkpoints.adapters import is_hub_id, read_adapter
-from rlhf_cli.models import cards, loading
+from rlhf_cli.models import cards
 from rlhf_cli.verdict.words import interval
 
 LIBRARIES = ("rlhf", "torch", "transformers", "trl", "peft", "bitsandbytes", "tokenizers", "safetensors")
@@ -26,7 +26,7 @@ def write(chosen: Chosen, model: Any, dtype: str) -> str:
 
 def _head(chosen: Chosen, model: Any, chain: list[Made]) -> str:
     """What the hub reads, and the title."""
-    task = "text-classification" if loading.is_classifier(model.config) else "text-generation"
+    task = "text-generation" if model.can_generate() else "text-classification"
     roots = [told["path"] for _, manifest in chain for told in _parents(manifest).values() if told["stage"] == FOREIGN]
     base = [f"base_model: {root}" for root in roots if is_hub_id(root)][:1]
     lines = ["library_name: transformers", f"pipeline_tag: {task}", *base, f"tags: [rlhf-cli, {chosen.model.stage}]"]
@@ -45,7 +45,7 @@ def _about(chosen: Chosen, dtype: str) -> list[str]:
 
 
 def _use(model: Any) -> str:
-    kind = "SequenceClassification" if loading.is_classifier(model.config) else "CausalLM"
+    kind = "CausalLM" if model.can_generate() else "SequenceClassification"
     lines = [
         f"from transformers import AutoModelFor{kind}, AutoTokenizer",
         "",
@@ -105,7 +105,7 @@ def _measured(chosen: Chosen) -> list[str]:
     """The headline numbers of the stage. They are of what it left at its end, and of no policy on the way."""
     metrics = chosen.model.manifest.get("metrics", {})
     rows = [
-        (name, interval(value, metrics.get(f"{name}_ci95")))
+        (name, str(value) if isinstance(value, int) else interval(value, metrics.get(f"{name}_ci95")))
         for name, value in metrics.items()
         if chosen.last and isinstance(value, int | float)
     ]
