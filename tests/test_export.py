@@ -269,6 +269,7 @@ def test_the_card_tells_where_it_comes_from_and_what_is_known(copied: Path) -> N
     assert f"| reward, mean score | {point['reward']:.3f} [" in picked and "It was picked on these prompts" in picked
     assert f"| win rate over SFT, by short | {report['win_rate']['ppo_vs_sft']['short']['value']:.3f} [" in last
     assert f"| win rate over SFT, by short | {point['win_rate']['short']['value']:.3f} [" in picked
+    assert "- model at its end, update 5: sha256" in picked and "- model at its end" not in last
     assert "No evaluation" not in last + picked and "## Limits" in last
 
 

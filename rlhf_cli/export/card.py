@@ -19,7 +19,7 @@ def write(chosen: Chosen, model: Any, dtype: str) -> str:
     """The card of a model that is about to be written in a number format."""
     chain = list(_chain(chosen.model.path, chosen.model.manifest))
     blocks = [_head(chosen, model, chain), *_about(chosen, dtype), _use(model)]
-    blocks += ["## How it was made", *map(_stage, chain), _versions(chosen.model.manifest)]
+    blocks += ["## How it was made", *(_stage(manifest, chosen) for _, manifest in chain), _versions(chain[0][1])]
     blocks += [*_measured(chosen), *_evaluated(chosen), "## Limits", "\n".join(f"- {line}" for line in _limits(chosen))]
     return "\n\n".join(blocks) + "\n"
 
@@ -75,11 +75,12 @@ def _parents(manifest: Manifest) -> dict[str, Any]:
     return dict(manifest.get("parents", {}))
 
 
-def _stage(made: Made) -> str:
+def _stage(manifest: Manifest, chosen: Chosen) -> str:
     """A stage with the hashes of all that went into it. A file's or a folder's place is of no use to a reader."""
-    _, manifest = made
     lines = [f"**{manifest['stage']}**, seed {manifest['seed']}"]
-    hashes = {"model": manifest["model_sha256"], "config": manifest["config_sha256"]}
+    on_the_way = manifest is chosen.model.manifest and not chosen.last
+    model = f"model at its end, update {manifest['step']}" if on_the_way else "model"
+    hashes = {model: manifest["model_sha256"], "config": manifest["config_sha256"]}
     for key, told in _parents(manifest).items():
         hashes[f"{key}, {_name(told)}"] = told["sha256"]
     hashes |= manifest["data"]
@@ -132,10 +133,12 @@ def _evaluated(chosen: Chosen) -> list[str]:
         f"{report['n']} held-out prompts, sampled at temperature {report['temperature']:g}, 95 % intervals in brackets."
     )
     blocks = ["## Evaluated", about, _table(("", "value"), rows)]
-    if not chosen.last and chosen.step == report.get("selected_step"):
+    if chosen.step is not None and chosen.step == report.get("selected_step"):
         picked = report["selected"]
-        flattery = f": its mean flatters it by some {picked['optimism']:.3f}" if picked.get("optimism") else ""
-        blocks.append(f"It was picked on these prompts, by {picked['rule']}{flattery}.")
+        line = f"It was picked on these prompts, by {picked['rule']}: its mean flatters it by some {picked['optimism']:.3f}."
+        noise = ", ".join(map(str, picked["within_noise"]))
+        line += f" The policies after updates {noise} could not be line apart from it." if noise else ""
+        blocks.append(line)
     return blocks
 
 
@@ -164,11 +167,12 @@ def _limits(chosen: Chosen) -> Iterator[str]:
         yield "No evaluation of this very model was found beside it: nothing is known of the quality of its answers."
     else:
         yield "The numbers above are of those prompts and those judges; other prompts may fare otherwise."
+    if stage != "reward":
+        yield "No work was done on safety. It may say what is wrong or harmful."
     if stage == "ppo":
         yield "PPO raises what its reward likes, which is not the same as what is good: read answers of it before use."
         if "stopped" in manifest:
             yield f"The training was stopped: {manifest['stopped']}. This is its policy of step {chosen.step}."
-    yield "No work was done on safety. It may say what is wrong or harmful."
     yield "The licences of its base model and of its data hold for it too; this card does not know them."
 
 
