@@ -267,6 +267,8 @@ def test_the_card_tells_where_it_comes_from_and_what_is_known(copied: Path) -> N
     told, point = report["models"]["ppo"], next(p for p in report["frontier"] if p["step"] == report["selected_step"])
     assert f"| reward, mean score | {told['reward_mean']:.3f} [" in last
     assert f"| reward, mean score | {point['reward']:.3f} [" in picked and "It was picked on these prompts" in picked
+    noise = ", ".join(map(str, report["selected"]["within_noise"]))
+    assert (f"after updates {noise} could not be told apart" in picked) == bool(noise)
     assert f"| win rate over SFT, by short | {report['win_rate']['ppo_vs_sft']['short']['value']:.3f} [" in last
     assert f"| win rate over SFT, by short | {point['win_rate']['short']['value']:.3f} [" in picked
     assert "- model at its end, update 5: sha256" in picked and "- model at its end" not in last

@@ -120,26 +120,26 @@ def _evaluated(chosen: Chosen) -> list[str]:
     if not told:
         return []
     rows = [(f"{name}, mean score", interval(each["mean"], each["ci95"])) for name, each in told["judges"].items()]
-    rows += (
-        [("KL from the SFT model, nats an answer", interval(told["kl"], told.get("kl_ci95")))] if "kl" in told else []
-    )
-    rows += [("length of an answer, tokens", f"{told['response_length_mean']:.1f}")]
-    rows += [("answers that end by themselves", f"{told['eos_fraction']:.0%}")]
+    if "kl" in told:
+        rows.append(("KL from the SFT model, nats an answer", interval(told["kl"], told["kl_ci95"])))
+    rows.append(("length of an answer, tokens", f"{told['response_length_mean']:.1f}"))
+    rows.append(("answers that end by themselves", f"{told['eos_fraction']:.0%}"))
     for other, by_judge in wins.items():
         for judge, win in by_judge.items():
             rows.append((f"win rate over {other}, by {judge}", interval(win["value"], win["ci95"])))
             rows.append((f"the same at equal length, by {judge}", interval(win["length_controlled"], None)))
-    about = (
-        f"{report['n']} held-out prompts, sampled at temperature {report['temperature']:g}, 95 % intervals in brackets."
-    )
-    blocks = ["## Evaluated", about, _table(("", "value"), rows)]
+    how = f"sampled at temperature {report['temperature']:g}, 95 % intervals in brackets"
+    blocks = ["## Evaluated", f"{report['n']} held-out prompts, {how}.", _table(("", "value"), rows)]
     if chosen.step is not None and chosen.step == report.get("selected_step"):
-        picked = report["selected"]
-        line = f"It was picked on these prompts, by {picked['rule']}: its mean flatters it by some {picked['optimism']:.3f}."
-        noise = ", ".join(map(str, picked["within_noise"]))
-        line += f" The policies after updates {noise} could not be line apart from it." if noise else ""
-        blocks.append(line)
+        blocks.append(_picked(report["selected"]))
     return blocks
+
+
+def _picked(told: Mapping[str, Any]) -> str:
+    """That a policy was selected, and what that is worth."""
+    text = f"It was picked on these prompts, by {told['rule']}: its mean flatters it by some {told['optimism']:.3f}."
+    noise = ", ".join(map(str, told["within_noise"]))
+    return text + (f" The policies after updates {noise} could not be told apart from it." if noise else "")
 
 
 def _section(chosen: Chosen) -> tuple[dict[str, Any], dict[str, Any]]:
