@@ -95,6 +95,6 @@ def _told(error: Exception, folder: Path) -> OutOfRoom | None:
             left = free(folder)
             text = f"the disk cannot take what is to be written: {said}"
             text += "" if left is None else f"; {size(left)} are free there"
-            hint = "make room there, then give the same command again: a stage goes on from its last state"
+            hint = "make room there; the same command then goes on, a stage from its last state"
             return OutOfRoom("E03", text, where=shown(folder), hint=hint)
     return None
