@@ -291,6 +291,38 @@ def replay(
 
 
 @app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or that of one of its stages.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Where to write it: a new folder, or an empty one.")
+    ],
+    step: Annotated[
+        str, typer.Option("--step", metavar="last|selected|N", help="Of PPO's policies: the evaluation selects one.")
+    ] = "last",
+    stage: Annotated[
+        str | None,
+        typer.Option("--stage", metavar="STAGE", help="ppo, sft or reward; without it, PPO's policy or else SFT's."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="FORMAT", help="float32, bfloat16 or float16; without it, the run's own."),
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Write a run's model as a plain Hugging Face folder: adapters merged, safetensors, tokenizer, a model card.
+
+    What was written is loaded with transformers alone and must give the run's own logits; else nothing is left.
+    """
+    from rlhf_cli import export
+    from rlhf_cli.config import Options
+
+    options = Options(trust_remote_code=trust_remote_code, debug=debug)
+    with room.explained(out):
+        export.run(folder, out, options, stage=stage, step=step, dtype=dtype)
+
+
+@app.command()
 def init(
     preset: Annotated[str | None, typer.Argument(metavar="PRESET", help="One of `rlhf init --list`.")] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write it.")] = None,

@@ -314,6 +314,12 @@ TOKENS_AND_MODELS = {
         "The reward model's report card does not hold what ppo.require_reward asks, or it has no card.",
         "Train a better reward model, or ask for less; docs/reward-card.md tells what to do about each number.",
     ),
+    "M12": Code(
+        "the exported model is another one",
+        1,
+        "Loaded again, the exported model's logits or its tokenizer are not those of the run's own; nothing was left.",
+        "Look at the versions of transformers and peft; for a difference that --dtype makes, keep the model's format.",
+    ),
 }
 MACHINE_AND_RUN = {
     "E01": Code(

@@ -48,6 +48,15 @@ def existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
+def require_writable(folder: Path, *, where: str | None = None, hint: str) -> None:
+    """Raises RLHFError E03 where the folder cannot be made, or written."""
+    above = existing(folder)
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        reason = "is read-only" if above.is_dir() else "is a file"
+        text = f"{shown(folder)} cannot be written: {shown(above)} {reason}"
+        raise RLHFError("E03", text, where=where, hint=hint)
+
+
 def memory() -> int:
     """Bytes of this machine's memory, or fewer where a container is allowed fewer."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -86,6 +95,6 @@ def _told(error: Exception, folder: Path) -> OutOfRoom | None:
             left = free(folder)
             text = f"the disk cannot take what is to be written: {said}"
             text += "" if left is None else f"; {size(left)} are free there"
-            hint = "make room there; the same command then goes on from its last state"
+            hint = "make room there; the same command then goes on, a stage from its last state"
             return OutOfRoom("E03", text, where=shown(folder), hint=hint)
     return None

@@ -159,7 +159,10 @@ def die(*a, **k): os._exit(137)
 write = lambda path: (path / "weights").write_text("2")
 if {moment!r} == "write": write = die
 if {moment!r} == "describe": states.describe = die
-if {moment!r} == "rename": states.sync = die
+def rename(path, to):
+    os.rename(path, to)
+    if to.is_dir(): die()
+if {moment!r} == "rename": pathlib.Path.rename = rename
 states.commit_state(folder, "step_000002", write, keep=1)
 """
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == 137

@@ -60,6 +60,7 @@ def test_the_codes_are_those_of_the_table_and_ours() -> None:
         "E05",
         "M10",
         "M11",
+        "M12",
         "R00",
         "R06",
         "R07",

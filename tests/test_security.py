@@ -167,6 +167,15 @@ def test_code_that_was_asked_for_runs_and_the_manifest_says_so(folder: Path) -> 
         assert result.exit_code == 0, result.stderr
         assert json.loads(Path(stage, "manifest.json").read_text())["trust_remote_code"] is True
     assert mark.exists()
+    mark.unlink()
+    for stage in ("sft", "reward"):
+        out = ("export", ".", "--stage", stage, "--out", f"out_{stage}")
+        told = CliRunner().invoke(app, out)
+        assert told.exit_code == 2 and "error[M08]" in told.stderr and not mark.exists()
+        done = CliRunner().invoke(app, [*out, "--trust-remote-code"])
+        assert done.exit_code == 0 and Path(f"out_{stage}/own.py").is_file(), done.stderr
+        assert mark.exists()
+        mark.unlink()
     shutil.rmtree("sft")
     shutil.rmtree("model")
     shutil.copytree(folder / "reward/model", "unused")  # the code goes along with the model, and is refused there too

@@ -2,6 +2,7 @@
 
 from rlhf_cli.checkpoints.adapters import MERGED, SETTINGS, WEIGHTS, base_of
 from rlhf_cli.checkpoints.cost import Cost
+from rlhf_cli.checkpoints.exports import new_folder, require_free
 from rlhf_cli.checkpoints.files import file_sha256, write_json
 from rlhf_cli.checkpoints.locks import release
 from rlhf_cli.checkpoints.outputs import (
@@ -28,6 +29,7 @@ from rlhf_cli.checkpoints.parents import (
     references,
     stands_on,
 )
+from rlhf_cli.checkpoints.runs import LAST, SELECTED, Chosen, choose
 from rlhf_cli.checkpoints.states import (
     commit_state,
     drop_state,
@@ -43,9 +45,12 @@ from rlhf_cli.errors import shown
 
 __all__ = [
     "FOREIGN",
+    "LAST",
     "MERGED",
+    "SELECTED",
     "SETTINGS",
     "WEIGHTS",
+    "Chosen",
     "Cost",
     "Parent",
     "Reference",
@@ -53,6 +58,7 @@ __all__ = [
     "base_of",
     "begin",
     "check_same_tokenizer",
+    "choose",
     "commit_state",
     "difference",
     "drop_state",
@@ -63,6 +69,7 @@ __all__ = [
     "is_here",
     "latest_state",
     "make_room",
+    "new_folder",
     "newest_step",
     "open_parent",
     "open_parents",
@@ -71,6 +78,7 @@ __all__ = [
     "read_manifest",
     "references",
     "release",
+    "require_free",
     "seal_state",
     "shown",
     "stands_on",

@@ -4,7 +4,9 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -97,6 +99,23 @@ def sync_files(folder: Path, names: Iterable[str]) -> None:
         sync(path)
     for parent in {parent for path in paths for parent in path.parents if parent.is_relative_to(folder)} | {folder}:
         sync(parent)
+
+
+@contextmanager
+def in_one_step(folder: Path) -> Iterator[Path]:
+    """Within, a folder beside `folder` to write into; at the end it takes that place, where at most an empty one was.
+
+    Whatever is raised within comes through, and leaves nothing. Forcing the files to the disk is left to the caller.
+    """
+    scratch = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    scratch.mkdir()
+    try:
+        yield scratch
+        scratch.rename(folder)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    sync(folder.parent)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from rlhf_cli import processes, terminal
 from rlhf_cli.checkpoints.files import (
     damage,
     describe,
+    in_one_step,
     names_in,
     read_sealed,
     sync,
@@ -39,16 +40,9 @@ def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep
         return folder / name
     assert keep is None or keep >= 1, "a state that is dropped as it is written helps nobody"
     make_room(folder, name)
-    scratch = folder / f".tmp-{name}-{os.getpid()}"
-    scratch.mkdir()
-    try:
+    with in_one_step(folder / name) as scratch:
         write(scratch)
         _write_manifest(scratch, name)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    scratch.rename(folder / name)
-    sync(folder)
     _prune(folder, name, keep)
     return folder / name
 

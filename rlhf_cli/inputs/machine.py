@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,11 +36,7 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
     Without `runs_here` too little memory is a warning: the stage may be meant for a larger machine, on the same disk.
     """
     _warn_of_formats(config)
-    above = room.existing(config.folder)
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        reason = "is read-only" if above.is_dir() else "is a file"
-        text = f"{shown(config.folder)} cannot be written: {shown(above)} {reason}"
-        raise RLHFError("E03", text, where=config.where("run"), hint="set `run:` to another folder")
+    room.require_writable(config.folder, where=config.where("run"), hint="set `run:` to another folder")
     trained, frozen = _counts(config, parents)
     if "optim" not in getattr(config, "trainer", {}):  # TRL's other optimizers may take less
         _check_disk(config, trained)
@@ -148,7 +143,7 @@ def uses(config: Config) -> list[Use]:
 
 def _counts(config: Config, parents: Mapping[str, Parent]) -> tuple[int, int]:
     """(trained, frozen) numbers of the models that are there, their heads left out."""
-    folders = {parent.model: _numbers(parent) for parent in parents.values()}
+    folders = {parent.model: numbers(parent) for parent in parents.values()}
     sizes = {key: folders[parent.model] for key, parent in parents.items()}
     shared = isinstance(config, PPOConfig) and config.ppo.num_shared_layers  # how much of the policy learns is unknown
     adapters = adapters_of(config)  # how large they get is not counted; weights in 4 bits are read whole at the end
@@ -168,13 +163,13 @@ def bodies(config: PPOConfig, parents: Mapping[str, Parent]) -> set[Path]:
     return {parent.model for parent in found if parent is sft or not (sft and checkpoints.stands_on(parent, sft))}
 
 
-def _numbers(parent: Parent) -> int:
+def numbers(parent: Parent) -> int:
     """Numbers in the safetensors files that are loaded of a model, by their headers: one file, else the index's.
 
     Of an adapter those of its base, into which it is added.
     """
     if parent.base:
-        return _numbers(parent.base)
+        return numbers(parent.base)
     folder = parent.model
     whole = folder / "model.safetensors"
     return _in_file(whole) if whole.exists() else sum(_in_file(folder / part) for part in loading.parts(folder))

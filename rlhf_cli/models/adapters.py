@@ -184,6 +184,11 @@ def beside(model: Any, folder: Path, config: Any, base: Path | str, revision: st
     return made
 
 
+def fold(model: Any) -> Any:
+    """Add the adapters of a model that `beside` made into its weights: the plain model. Another comes as it is."""
+    return model.merge_and_unload() if are_on(model) else model
+
+
 def take_over(made: Any, folder: Path) -> None:
     """Give peft's model the numbers of an adapter in a folder, which one like it was saved in."""
     from peft import set_peft_model_state_dict

@@ -181,6 +181,23 @@ def scorer_around(causal: Any, head: torch.nn.Linear) -> Any:
     return model
 
 
+def load_apart(folder: Path | str, *, trust_remote_code: bool = False) -> Any:
+    """The model of a stage's folder as it was trained, float32, on the CPU: adapters stay beside their base's weights.
+
+    A language model or a scorer, or peft's model of one. Raises RLHFError as `load_causal` and `load_scorer` do, and
+    M04 where an adapter's base is not there.
+    """
+    config = read_config(folder, trust_remote_code)
+    base = checkpoints.base_of(Path(folder))
+    if base is None:
+        load = load_scorer if is_classifier(config) else load_causal
+        return load(folder, trust_remote_code=trust_remote_code)
+    kind = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+    model, _ = _load_base(kind, base, config, "auto", None, trust_remote_code)
+    adapters.grow(model, config.get_text_config().vocab_size)
+    return adapters.beside(model, Path(folder), config, base)
+
+
 def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation: str | None = None) -> Any:
     """A causal model with fresh float32 weights: `fields` of its config, vocabulary and special ids of the tokenizer.
 
@@ -326,8 +343,7 @@ def _load(
     config = read_config(folder, trust_remote_code)
     base = checkpoints.base_of(Path(folder))
     if base is not None:
-        changes = {"num_labels": config.num_labels} if is_classifier(config) else changes
-        model, missing = _load(kind, base, dtype, attn_implementation, trust_remote_code, **changes)
+        model, missing = _load_base(kind, base, config, dtype, attn_implementation, trust_remote_code, **changes)
         held = adapters.merge(model, Path(folder), config)
         return model, [name for name in missing if name not in held]
     try:
@@ -345,6 +361,12 @@ def _load(
         raise RLHFError("M01", f"{shown(folder)} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
     fit_threads(model)
     return model, sorted(report["missing_keys"])
+
+
+def _load_base(kind: Any, base: Path, config: Any, *how: Any, **changes: Any) -> tuple[Any, list[str]]:
+    """`_load` of the base of an adapter, with a head where `config`, that of the two together, has one."""
+    changes = {"num_labels": config.num_labels} if is_classifier(config) else changes
+    return _load(kind, base, *how, **changes)
 
 
 def parts(folder: Path) -> set[str]:
