@@ -50,13 +50,14 @@ class Commands(TyperGroup):
         terminal.forget_warnings()
         before = _on_sigterm(_raise_terminated)
         try:
-            code = super().main(arguments, prog_name, complete_var, False, windows_expand_args, **extra) or 0
-        except Terminated:
+            try:
+                code = super().main(arguments, prog_name, complete_var, False, windows_expand_args, **extra) or 0
+            except Exception as error:
+                if "--debug" in arguments:
+                    terminal.say_here(traceback.format_exc().rstrip())
+                code = _explain(error)
+        except Terminated:  # while it explained, too
             code = 143
-        except Exception as error:
-            if "--debug" in arguments:
-                terminal.say_here(traceback.format_exc().rstrip())
-            code = _explain(error)
         finally:
             _on_sigterm(before)
             if checkpoints := sys.modules.get("rlhf_cli.checkpoints"):

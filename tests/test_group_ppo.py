@@ -65,7 +65,8 @@ def test_two_processes_learn_what_one_learns(both, name: str) -> None:
         assert apart <= limit, f"{model}: {apart}"
     for ours, theirs, again in zip(one["stats"], first["stats"], second["stats"], strict=True):
         assert theirs == again
-        noisy = {"policy/first_ratio_error", "val/ratio_var"}  # of rounding alone
+        # Of rounding alone; and what is padded up to in a micro-batch.
+        noisy = {"policy/first_ratio_error", "val/ratio_var", *(["tokens/padded"] if "padded" in name else [])}
         assert {k: v for k, v in ours.items() if k not in noisy} == pytest.approx(
             {k: v for k, v in theirs.items() if k not in noisy}, rel=1e3 * limit, abs=10 * limit
         )
