@@ -160,11 +160,11 @@ def merge(model: Any, folder: Path, config: Any) -> set[str]:
     adapter that does not fit.
     """
     grow(model, config.get_text_config().vocab_size)
-    made, held = _read(model, folder)
+    made, tensors = _read(model, folder)
     made.merge_and_unload()
     model.requires_grad_(True)  # peft froze it
     _carry(model, folder, config)
-    return {name.removeprefix("base_model.model.") for name in held if ".lora_" not in name}
+    return {name.removeprefix("base_model.model.") for name in tensors if ".lora_" not in name}
 
 
 def beside(model: Any, folder: Path, config: Any, base: Path | str, revision: str | None = None) -> Any:
@@ -172,13 +172,15 @@ def beside(model: Any, folder: Path, config: Any, base: Path | str, revision: st
 
     `base` as in `put_on`. Raises RLHFError M01 for an adapter that does not fit.
     """
-    made, _ = _read(model, folder)
+    from peft import set_peft_model_state_dict
+
+    made, tensors = _read(model, folder)
     made.peft_config["default"].task_type = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
     for name, weight in made.named_parameters():
         weight.requires_grad_(any(part in name for part in LEARNS))
         if weight.requires_grad:
             weight.data = weight.data.float()  # peft gave it the base's format, in which small updates get lost
-    take_over(made, folder)
+    set_peft_model_state_dict(made, tensors)  # once more, for that format rounded them
     _carry(model, folder, config)
     _name_base(made, base, revision)
     return made
@@ -204,8 +206,8 @@ def copy_numbers(of: Any, to: Any) -> None:
     set_peft_model_state_dict(to, {**own, **theirs})
 
 
-def _read(model: Any, folder: Path) -> tuple[Any, set[str]]:
-    """peft's model of a base and the adapter in a folder, and the names in its file. Raises RLHFError M01."""
+def _read(model: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """peft's model of a base and the adapter in a folder, and what is in its file. Raises RLHFError M01."""
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     try:
@@ -223,7 +225,7 @@ def _read(model: Any, folder: Path) -> tuple[Any, set[str]]:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         text = f"{shown(folder)} does not fit its base: {str(error).partition(chr(10))[0]}"
         raise RLHFError("M01", text, hint="train the adapter again") from error
-    return made, set(tensors)
+    return made, tensors
 
 
 def _carry(model: Any, folder: Path, config: Any) -> None:
