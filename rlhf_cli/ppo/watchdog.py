@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_cli.ppo.moments import Moments
 from rlhf_cli.ppo.records import Experience
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings, WatchdogSettings
-from rlhf_cli.ppo.settings.watchdog import Action, Signal
+from rlhf_cli.ppo.settings.watchdog import SIGNALS, Action, Signal
 
 NOISE = 4.0  # standard errors that a reading must have moved besides: an update of a run in CI has eight responses
 
@@ -77,24 +77,24 @@ class Watch:
 
 
 class Watchdog:
-    """Watches a run by `settings.watchdog`. `judges` are the sources of reward that are held out, with weight 0."""
+    """Watches a run by `settings.watchdog`, None: not at all. `judges` are the held-out sources, of weight 0."""
 
     def __init__(self, settings: PPOSettings, judges: Sequence[str]) -> None:
-        self.settings, self.judges = settings.watchdog or WatchdogSettings(), judges
+        self.settings, self.judges = settings.watchdog, judges
         drawn = isinstance(settings.response_length, LengthRange)
         self.blind: set[Signal] = {"length", "eos"} if drawn else {"eos"} if settings.stop_token == "none" else set()
-        self.on = settings.watchdog is not None
         self.watches: dict[str, Watch] = {}
 
     def look(self, step: int, experience: Experience) -> list[Firing]:
         """What fires after update `step`. A signal that did fires again only after another whole window."""
-        found = [self._look(step, signal, source, now) for (signal, source), now in self._readings(experience).items()]
+        if (settings := self.settings) is None:
+            return []
+        readings = self._readings(settings, experience)
+        found = [self._look(settings, step, signal, source, now) for (signal, source), now in readings.items()]
         return [firing for firing in found if firing]
 
-    def _readings(self, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
+    def _readings(self, settings: WatchdogSettings, experience: Experience) -> dict[tuple[Signal, str | None], Tensor]:
         """Of each signal that is watched, by its source where it has one: a number for each response, (B,)."""
-        if not self.on:
-            return {}
         rollout, scored, mask = experience.rollout, experience.scored, experience.mask
         kl = torch.where(mask, experience.logprobs - experience.ref_logprobs, 0)
         found: dict[tuple[Signal, str | None], Tensor] = {
@@ -105,17 +105,16 @@ class Watchdog:
             **{("judge", name): scored.sources[name] for name in self.judges},
             **{("disagreement", name): said.disagreement for name, said in scored.opinions.items()},
         }
-        return {key: now for key, now in found.items() if self._limit(key[0]) is not None}
+        watched = {signal for signal in SIGNALS if getattr(settings, signal) is not None} - self.blind
+        return {key: now for key, now in found.items() if key[0] in watched}
 
-    def _limit(self, signal: Signal) -> float | None:
-        return None if signal in self.blind else getattr(self.settings, signal)
-
-    def _look(self, step: int, signal: Signal, source: str | None, now: Tensor) -> Firing | None:
-        update, limit = Moments.of(now), self._limit(signal)
-        assert limit is not None
+    def _look(
+        self, settings: WatchdogSettings, step: int, signal: Signal, source: str | None, now: Tensor
+    ) -> Firing | None:
+        update, limit = Moments.of(now), getattr(settings, signal)
         watch = self.watches.setdefault(f"{signal} {source or ''}".strip(), Watch(update, update, []))
-        watch.recent = [*watch.recent, update][-self.settings.window :]
-        if len(watch.recent) < self.settings.window:
+        watch.recent = [*watch.recent, update][-settings.window :]
+        if len(watch.recent) < settings.window:
             return None
         reading = reduce(add, watch.recent)
         against = watch.best if signal == "judge" else watch.first
@@ -124,7 +123,7 @@ class Watchdog:
         if not beyond:
             return None
         watch.recent, watch.fired = [], watch.fired + 1
-        action = self.settings.action_on(signal)
+        action = settings.action_on(signal)
         return Firing(step, signal, source, reading.mean, against.mean, limit, action, watch.fired)
 
     def state_dict(self) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class Training:
                 raise RunStop("R13", firing.text, key=f"ppo.watchdog.{firing.signal}", hint=hint)
             told = ""
             if firing.action == "raise_kl_coef":
+                assert self.watchdog.settings is not None  # or nothing fires
                 self.trainer.kl_coef *= self.watchdog.settings.kl_factor
                 told = f"; kl_coef is {self.trainer.kl_coef:.4g} from here on"
             if told or firing.times == 1:
