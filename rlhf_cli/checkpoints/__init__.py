@@ -18,6 +18,7 @@ from rlhf_cli.checkpoints.outputs import (
 )
 from rlhf_cli.checkpoints.parents import (
     FOREIGN,
+    SNAPSHOTS,
     Parent,
     Reference,
     check_same_tokenizer,
@@ -49,6 +50,7 @@ __all__ = [
     "MERGED",
     "SELECTED",
     "SETTINGS",
+    "SNAPSHOTS",
     "WEIGHTS",
     "Chosen",
     "Cost",

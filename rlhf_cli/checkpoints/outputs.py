@@ -32,7 +32,7 @@ from rlhf_cli.checkpoints.files import (
     write_text,
 )
 from rlhf_cli.checkpoints.locks import hold, release
-from rlhf_cli.checkpoints.parents import Parent, read_manifest, told, verify
+from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, read_manifest, told, verify
 from rlhf_cli.checkpoints.states import clear_leftovers, keep_newest, newest_step
 from rlhf_cli.config.keys import field_at
 from rlhf_cli.errors import RLHFError, shown
@@ -185,7 +185,7 @@ def begin(
         return "finished"
     verify(parents)
     folder.mkdir(exist_ok=True)
-    for place in (folder, folder / "state", folder / "snapshots"):
+    for place in (folder, folder / "state", folder / SNAPSHOTS):
         clear_leftovers(place)
     environment = {"versions": versions(), "device": device, "processes": processes.count()}
     if status.state == "resume":

@@ -31,7 +31,7 @@ from rlhf_cli.config.ppo import VALUE_WORDS
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, placed, shown
 
 FOREIGN = "foreign"
-SNAPSHOTS = "snapshots"
+SNAPSHOTS = "snapshots"  # the folder of a PPO run that holds its policies along the way
 # What of a plain folder makes the model: the rest (pickles that we never load, cards, pictures) does not count.
 _MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
 

@@ -64,7 +64,7 @@ def trail(config: EvalConfig, ppo: Parent) -> Trail:
         return Trail()
     if ppo.stage != "ppo":
         return Trail(missing=f"{shown(ppo.path)} is no folder that our PPO wrote")
-    folder = ppo.path / "snapshots"
+    folder = ppo.path / checkpoints.SNAPSHOTS
     whole = checkpoints.whole_states(folder, instead="the frontier leaves it out")
     if not whole:
         return Trail(missing=f"{shown(folder)} holds no policy on the way")

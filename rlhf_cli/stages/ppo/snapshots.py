@@ -40,7 +40,7 @@ class Snapshots:
     """RUN/ppo/snapshots: `count` of them spread over the updates, the last among them, and the best of some points."""
 
     def __init__(self, config: PPOConfig, parts: Parts, cost: checkpoints.Cost):
-        self.folder, self.parts, self.best, self.cost = config.folder / "snapshots", parts, Best(), cost
+        self.folder, self.parts, self.best, self.cost = config.folder / checkpoints.SNAPSHOTS, parts, Best(), cost
         self.push_to, count = config.ppo.push_to_hub_if_best, config.output.snapshots
         self.metric = f"objective/score/{config.held_out[0]}" if config.held_out else METRIC
         self.even = spread(parts.updates, count)
