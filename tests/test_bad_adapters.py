@@ -71,22 +71,33 @@ def test_m01_an_adapter_of_another_model(adapters_copy: Path) -> None:
 
 # Keys
 
+FRESH = "model={new: {hidden_size: 32, tokenizer: {train: rows.jsonl, vocab_size: 300}}, adapters: {kind: lora}}"
+
 
 @pytest.mark.parametrize(
-    ("told", "code", "says"),
+    ("stage", "told", "code", "says"),
     [
-        ("{kind: lora, lora_r: 8}", "C01", ("unknown key model.adapters.lora_r", "write r: 8")),
-        ("{kind: dora}", "C07", ("model.adapters.kind", "lora, qlora")),
-        ("{r: 8}", "C05", ("model.adapters.kind is missing",)),
-        ("{kind: lora, r: 0}", "C06", ("model.adapters.r", "> 0")),
-        ("{kind: lora, lora_dropout: 1.0}", "C06", ("model.adapters.lora_dropout", "< 1")),
-        ("{kind: lora, target_modules: all}", "C07", ("target_modules", "all-linear", "a list")),
+        ("sft", "model.adapters={kind: lora, lora_r: 8}", "C01", ("unknown key model.adapters.lora_r", "write r: 8")),
+        ("sft", "model.adapters={kind: dora}", "C07", ("model.adapters.kind", "lora, qlora")),
+        ("sft", "model.adapters={r: 8}", "C05", ("model.adapters.kind is missing",)),
+        ("sft", "model.adapters={kind: lora, r: 0}", "C06", ("model.adapters.r", "> 0")),
+        ("sft", "model.adapters={kind: lora, lora_dropout: 1.0}", "C06", ("model.adapters.lora_dropout", "< 1")),
+        ("sft", "model.adapters={kind: lora, target_modules: all}", "C07", ("target_modules", "all-linear", "a list")),
+        ("sft", FRESH, "C17", ("model.adapters needs trained weights", "take model.adapters out")),
+        (
+            "reward",
+            "model.adapters={kind: lora, lora_dropout: 0.1}",
+            "C17",
+            ("lora_dropout has no effect", "take lora_dropout"),
+        ),
     ],
 )
-def test_keys_that_are_wrong(world: World, tmp_path: Path, told: str, code: str, says: tuple[str, ...]) -> None:
+def test_keys_that_are_wrong(
+    world: World, tmp_path: Path, stage: str, told: str, code: str, says: tuple[str, ...]
+) -> None:
     folder = write(tmp_path / "run", world)
     with pytest.raises(RLHFError) as caught:
-        load("sft", folder / "sft.yaml", [f"model.adapters={told}"])
+        load(stage, folder / f"{stage}.yaml", [told])
     assert caught.value.problems[0].code == code and all(text in str(caught.value) for text in says), caught.value
 
 
@@ -100,14 +111,6 @@ def test_c07_a_layer_that_the_model_does_not_have(adapters_copy: Path) -> None:
         result = check(f"{stage}.yaml")
         assert result.exit_code == 2 and f"is called {name}" in result.stderr
     assert refused(rlhf("sft", "--fresh"), "C07", "sft.yaml:1: ", says)
-
-
-def test_c17_adapters_beside_fresh_weights(world: World, tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", world)
-    new = "model={new: {hidden_size: 32, tokenizer: {train: rows.jsonl, vocab_size: 300}}, adapters: {kind: lora}}"
-    with pytest.raises(RLHFError, match="adapters needs trained weights") as caught:
-        load("sft", folder / "sft.yaml", [new])
-    assert caught.value.problems[0].code == "C17"
 
 
 def test_c17_a_model_of_which_4_bits_can_hold_nothing(
@@ -129,14 +132,11 @@ def test_c17_a_template_with_tokens_that_adapters_would_not_train(adapters_copy:
     assert "adds <|im_start|>" in check("sft.yaml").stdout + check("sft.yaml").stderr
 
 
-def test_c17_a_dropout_that_reward_training_turns_off(world: World, tmp_path: Path) -> None:
+def test_a_dropout_that_reward_training_leaves_on(world: World, tmp_path: Path) -> None:
     folder = write(tmp_path / "run", world)
-    told = "model.adapters={kind: lora, lora_dropout: 0.1}"
-    with pytest.raises(RLHFError, match="lora_dropout has no effect") as caught:
-        load("reward", folder / "reward.yaml", [told])
-    assert caught.value.problems[0].code == "C17"
-    config = load("reward", folder / "reward.yaml", [told, "trainer.disable_dropout=false"])
-    assert config.model.adapters and config.model.adapters.lora_dropout == 0.1
+    told = ["model.adapters={kind: lora, lora_dropout: 0.1}", "trainer.disable_dropout=false"]
+    adapters = load("reward", folder / "reward.yaml", told).model.adapters
+    assert adapters and adapters.lora_dropout == 0.1
 
 
 # PPO's
