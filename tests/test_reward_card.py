@@ -13,6 +13,7 @@ from rlhf_cli import reward_card
 from rlhf_cli.ppo.settings import RewardRequirements
 from rlhf_cli.reward_card import ScoredPair, faults, measures, probes, shown
 from rlhf_cli.reward_card.faults import CALLED
+from rlhf_cli.statistics import wilson
 
 THREE_TO_ONE, NINE_TO_ONE = math.log(3), math.log(9)  # margins that say 75 % and 90 %
 
@@ -105,7 +106,8 @@ def test_two_answers_of_one_prompt_are_not_two_observations() -> None:
 
 def test_the_longer_answer_by_hand() -> None:
     pairs = [pair(1, 9, 5), pair(-1, 9, 5), pair(1, 5, 9), pair(0, 5, 9), pair(5, 7, 7)]
-    assert measures.longer(pairs) == measures.Lengths(n=4, preferred=(1 + 0 + 0 + 0.5) / 4, chosen=0.5)
+    won = 1 + 0 + 0 + 0.5
+    assert measures.longer(pairs) == {"n": 4, "preferred": won / 4, "ci95": list(wilson(won, 4)), "chosen": 0.5}
     assert "longer_answer" not in reward_card.measure([pair(1.0)])
 
 

@@ -32,20 +32,10 @@ class ScoredPair:
         return 0.5 if self.chosen == self.rejected else float(self.chosen > self.rejected)
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Of pairs whose answers differ in length: how often the longer one scores higher, and how often it was chosen."""
-
-    n: int
-    preferred: float
-    chosen: float
-
-
 def measure(pairs: Sequence[ScoredPair], *, seed: int = 0) -> dict[str, Any]:
     """The card's numbers of at least one pair, all scores finite; the same for the same seed."""
     n, wins = len(pairs), sum(pair.right for pair in pairs)
     correlation, interval = length_correlation(pairs, seed=seed)
-    lengths = longer(pairs)
     found: dict[str, Any] = {
         "n": n,
         "accuracy": wins / n,
@@ -58,9 +48,8 @@ def measure(pairs: Sequence[ScoredPair], *, seed: int = 0) -> dict[str, Any]:
         "length_correlation": correlation,
         "length_correlation_ci95": list(interval),
     }
-    if lengths.n:
-        preferred = {"preferred": lengths.preferred, "ci95": list(wilson(lengths.preferred * lengths.n, lengths.n))}
-        found["longer_answer"] = {"n": lengths.n, **preferred, "chosen": lengths.chosen}
+    if lengths := longer(pairs):
+        found["longer_answer"] = lengths
     return found
 
 
@@ -152,15 +141,17 @@ def length_correlation(pairs: Sequence[ScoredPair], *, seed: int = 0) -> tuple[f
     return correlation(moments.mean(axis=1)), (float(low), float(high))
 
 
-def longer(pairs: Sequence[ScoredPair]) -> Lengths:
-    """How the sign of the margin goes with that of the difference in length; the shares are 0 where there are none.
+def longer(pairs: Sequence[ScoredPair]) -> dict[str, Any] | None:
+    """Of pairs whose answers differ in length, how often the longer one scores higher, and how often it was chosen.
+
+    {n, preferred, ci95 (of preferred), chosen}; None where there are no such pairs.
 
     A share and no correlation: all pairs are written chosen first, so that with the longer one always chosen neither
     sign would vary. 2 * share - 1 is the correlation of the signs over both orders of each pair.
     """
     kept = [pair for pair in pairs if pair.chosen_length != pair.rejected_length]
     if not kept:
-        return Lengths(0, 0.0, 0.0)
-    chosen = [pair.chosen_length > pair.rejected_length for pair in kept]
-    preferred = [pair.right if longest else 1 - pair.right for pair, longest in zip(kept, chosen, strict=True)]
-    return Lengths(len(kept), sum(preferred) / len(kept), sum(chosen) / len(kept))
+        return None
+    n, chosen = len(kept), [pair.chosen_length > pair.rejected_length for pair in kept]
+    wins = sum(pair.right if longest else 1 - pair.right for pair, longest in zip(kept, chosen, strict=True))
+    return {"n": n, "preferred": wins / n, "ci95": list(wilson(wins, n)), "chosen": sum(chosen) / n}
