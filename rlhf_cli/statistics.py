@@ -132,6 +132,11 @@ def optimism(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> float:
     return float((drawn.max(axis=1) - drawn[:, best] + means[best] - means[picked]).mean())
 
 
+def with_interval(value: float, bounds: Sequence[float] | None) -> str:
+    """A value as a report tells it, with its 95 % interval where it has one."""
+    return f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else f"{value:.3f}"
+
+
 def best_of_n_kl(n: int) -> float:
     """Upper bound in nats on KL(best-of-n policy || policy).
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_cli import verdict
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.verdict.words import deciding_judge
+from rlhf_cli.verdict.frontier import deciding_judge
 
 
 def model(reward: float, gold: float, **more: Any) -> dict[str, Any]:

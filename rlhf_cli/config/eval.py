@@ -13,7 +13,7 @@ from rlhf_cli.errors import nearest
 from rlhf_cli.sources import Source
 
 AS_TRAINED = "[`pytest tests/test_stage_ppo.py::test_a_foreign_policy_needs_its_sampling_told`]"
-COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
 
 
 class EvalModels(Section):

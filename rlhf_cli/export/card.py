@@ -8,7 +8,7 @@ from rlhf_cli import __version__
 from rlhf_cli.checkpoints import FOREIGN, Chosen, read_manifest
 from rlhf_cli.checkpoints.adapters import is_hub_id, read_adapter
 from rlhf_cli.models import cards
-from rlhf_cli.verdict.words import interval
+from rlhf_cli.statistics import with_interval
 
 LIBRARIES = ("rlhf", "torch", "transformers", "trl", "peft", "bitsandbytes", "tokenizers", "safetensors")
 Manifest = Mapping[str, Any]
@@ -106,7 +106,7 @@ def _measured(chosen: Chosen) -> list[str]:
     """The headline numbers of the stage. They are of what it left at its end, and of no policy on the way."""
     metrics = chosen.model.manifest.get("metrics", {})
     rows = [
-        (name, str(value) if isinstance(value, int) else interval(value, metrics.get(f"{name}_ci95")))
+        (name, str(value) if isinstance(value, int) else with_interval(value, metrics.get(f"{name}_ci95")))
         for name, value in metrics.items()
         if chosen.last and isinstance(value, int | float)
     ]
@@ -119,15 +119,15 @@ def _evaluated(chosen: Chosen) -> list[str]:
     told, wins = _section(chosen)
     if not told:
         return []
-    rows = [(f"{name}, mean score", interval(each["mean"], each["ci95"])) for name, each in told["judges"].items()]
+    rows = [(f"{name}, mean score", with_interval(each["mean"], each["ci95"])) for name, each in told["judges"].items()]
     if "kl" in told:
-        rows.append(("KL from the SFT model, nats an answer", interval(told["kl"], told["kl_ci95"])))
+        rows.append(("KL from the SFT model, nats an answer", with_interval(told["kl"], told["kl_ci95"])))
     rows.append(("length of an answer, tokens", f"{told['response_length_mean']:.1f}"))
     rows.append(("answers that end by themselves", f"{told['eos_fraction']:.0%}"))
     for other, by_judge in wins.items():
         for judge, win in by_judge.items():
-            rows.append((f"win rate over {other}, by {judge}", interval(win["value"], win["ci95"])))
-            rows.append((f"the same at equal length, by {judge}", interval(win["length_controlled"], None)))
+            rows.append((f"win rate over {other}, by {judge}", with_interval(win["value"], win["ci95"])))
+            rows.append((f"the same at equal length, by {judge}", with_interval(win["length_controlled"], None)))
     how = f"sampled at temperature {report['temperature']:g}, 95 % intervals in brackets"
     blocks = ["## Evaluated", f"{report['n']} held-out prompts, {how}.", _table(("", "value"), rows)]
     if chosen.step is not None and chosen.step == report.get("selected_step"):

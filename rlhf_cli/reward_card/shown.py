@@ -1,10 +1,11 @@
 """The card on the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.reward_card.faults import CALLED, ECE, LENGTH, leaning, limit
+from rlhf_cli.statistics import with_interval
 
 
 def print_card(card: Mapping[str, Any]) -> None:
@@ -12,7 +13,7 @@ def print_card(card: Mapping[str, Any]) -> None:
 
     A card from before there were more numbers than the accuracy is told by that one.
     """
-    text = f"reward model: right on {interval(card['accuracy'], card['ci95'])} of the held-out pairs"
+    text = f"reward model: right on {with_interval(card['accuracy'], card['ci95'])} of the held-out pairs"
     guess = card["ci95"][0] <= 0.5
     terminal.out(text + (", which may be guessing: so may all that builds on it" if guess else ""))
     if "adversarial" not in card:
@@ -21,22 +22,18 @@ def print_card(card: Mapping[str, Any]) -> None:
         ["calibration (ECE)", f"{card['ece']:.3f}, {leaning(card)}", f"{max(ECE, card['ece_by_chance']):.2f}"],
         [
             "score with length",
-            interval(card["length_correlation"], card["length_correlation_ci95"]),
+            with_interval(card["length_correlation"], card["length_correlation_ci95"]),
             f"+-{LENGTH:.2f}",
         ],
     ]
     if longer := card.get("longer_answer"):
-        said = f"{interval(longer['preferred'], longer['ci95'])}; chosen in {longer['chosen']:.3f}"
+        said = f"{with_interval(longer['preferred'], longer['ci95'])}; chosen in {longer['chosen']:.3f}"
         rows.append(["longer answer preferred", said, ""])
     for name, probe in card["adversarial"]["probes"].items():
-        said = f"{interval(probe['beats'], probe['ci95'])}; score {probe['margin']:+.2f}"
+        said = f"{with_interval(probe['beats'], probe['ci95'])}; score {probe['margin']:+.2f}"
         rows.append([f"beaten by {CALLED[name]}", said, f"{limit(name, card['accuracy']):.2f}"])
     terminal.table(["report card", f"{card['n']} pairs, {card['adversarial']['n']} probed", "flagged beyond"], rows)
     terminal.out(f"margins: {_margins(card['margin_histogram'])}")
-
-
-def interval(value: float, bounds: Sequence[float]) -> str:
-    return f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]"
 
 
 def _margins(told: Mapping[str, Any]) -> str:

@@ -1,21 +1,21 @@
 """What an evaluation found, printed from the files that it left. Torch-free: `rlhf run` shows it too."""
 
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.checkpoints.files import read_object
+from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.reward_card import print_card
 from rlhf_cli.rows import read_jsonl
-from rlhf_cli.verdict.frontier import print_frontier
-from rlhf_cli.verdict.words import deciding_judge, interval
+from rlhf_cli.statistics import with_interval
+from rlhf_cli.verdict.frontier import deciding_judge, print_frontier
 
 QUANTILES = (0.25, 0.5, 0.75)
-COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
+HOLDS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
 LABELS = {"sft": "SFT", "ppo": "PPO"}
 
 
@@ -61,7 +61,7 @@ def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *,
         problems.append(Problem("R06", text, where("eval.select"), hint))
     place = where("eval.require")
     for key, condition in require.items():
-        match = re.fullmatch(r"\s*(>=|<=|==|>|<)\s*(\S+)\s*", condition)
+        match = COMPARISON.fullmatch(condition.strip())
         assert match, "the config checks the form of a requirement"
         value: Any = report
         for part in key.split("."):
@@ -69,7 +69,7 @@ def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *,
         if not isinstance(value, int | float) or isinstance(value, bool):
             hint = f"report.json holds {', '.join(report)}"
             problems.append(Problem("R06", f"{key} is no number of the report", place, hint))
-        elif not COMPARISONS[match[1]](value, float(match[2])):
+        elif not HOLDS[match[1]](value, float(match[2])):
             problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", place))
     if problems:
         raise RLHFError.of(problems)
@@ -96,8 +96,8 @@ def _label(model: str) -> str:
 
 def _model_row(name: str, row: Mapping[str, Any], judges: Sequence[str], kl: str = "{:.2f}") -> list[str]:
     distance = kl.format(row["kl"]) if row.get("kl") is not None else "-"
-    told = [interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges]
-    reward = interval(row["reward_mean"], row.get("reward_ci95")) if "reward_mean" in row else "-"
+    told = [with_interval(row["judges"][judge]["mean"], row["judges"][judge].get("ci95")) for judge in judges]
+    reward = with_interval(row["reward_mean"], row.get("reward_ci95")) if "reward_mean" in row else "-"
     return [name, reward, distance, f"{row['response_length_mean']:.1f}", f"{row['eos_fraction']:.0%}", *told]
 
 
@@ -115,7 +115,7 @@ def _print_win_rates(report: Mapping[str, Any]) -> None:
         [
             pair,
             judge,
-            interval(rate["value"], rate.get("ci95")) + _undecided(rate),
+            with_interval(rate["value"], rate.get("ci95")) + _undecided(rate),
             _controlled(rate),
             f"{rate['ties']}",
         ]

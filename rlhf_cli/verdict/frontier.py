@@ -1,10 +1,15 @@
 """The frontier as a table: what each policy along PPO's updates cost in KL, and what it gained."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rlhf_cli import terminal
-from rlhf_cli.verdict.words import deciding_judge, interval
+from rlhf_cli.statistics import with_interval
+
+
+def deciding_judge(judges: Iterable[str]) -> str:
+    """`gold` where there is one, else a judge that PPO was not trained on, else the reward model."""
+    return min(judges, key=lambda name: (name != "gold", name == "reward"))
 
 
 def print_frontier(report: Mapping[str, Any]) -> None:
@@ -35,8 +40,8 @@ def print_frontier(report: Mapping[str, Any]) -> None:
 def _row(name: str, row: Mapping[str, Any], kl: str, judge: str, others: list[str], against_sft: str) -> list[str]:
     means, decisive = [f"{row['judges'][other]['mean']:.3f}" for other in others], row["judges"][judge]
     rate = row[against_sft][judge]
-    rates = [interval(rate["value"], rate["ci95"]), f"{rate['length_controlled']:.3f}"]
-    return [name, kl, *means, interval(decisive["mean"], decisive["ci95"]), *rates]
+    rates = [with_interval(rate["value"], rate["ci95"]), f"{rate['length_controlled']:.3f}"]
+    return [name, kl, *means, with_interval(decisive["mean"], decisive["ci95"]), *rates]
 
 
 def _choice(report: Mapping[str, Any]) -> Iterator[str]:
