@@ -1,23 +1,23 @@
-"""The real chain, through the real command, on the preset that is small enough for a test."""
+"""The real chain, through the real command, on the preset that is small enough for a test: no secret stays in it."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from canaries import PICKLES, is_pickle, leaks, run
+from typer.testing import CliRunner, Result
 
-ROOT = Path(__file__).parent.parent
+from rlhf_cli.cli import app
+
 STAGES = ["sft", "reward", "ppo", "eval"]
 
 
 def rlhf(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "rlhf_cli", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    """A command with secrets in its environment, none of which it prints."""
+    return run(folder / "home", "-m", "rlhf_cli", *arguments)
 
 
 def told(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
@@ -72,26 +72,56 @@ def test_an_update_of_the_run_is_made_again(folder: Path) -> None:
 
 
 @pytest.mark.training
-def test_a_parent_without_its_manifest_is_refused_though_the_stage_itself_is_finished(folder: Path) -> None:
+def test_no_token_is_in_any_file_of_a_chain(folder: Path) -> None:
+    assert rlhf(folder, "check", "run").returncode == rlhf(folder, "env").returncode == 0
+    assert len(list((folder / "run").rglob("*"))) > 80
+    assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
+    manifests = [json.loads(path.read_text()) for path in folder.glob("run/*/manifest.json")]
+    assert len(manifests) == 4 and all(manifest["trust_remote_code"] is False for manifest in manifests)
+
+
+@pytest.mark.training
+def test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from(folder: Path) -> None:
+    for path in (folder / "run").rglob("*"):
+        name = path.relative_to(folder / "run").as_posix().removeprefix("base/")
+        if path.is_file():
+            assert is_pickle(path.read_bytes()) == bool(PICKLES.fullmatch(name)), name
+            assert path.suffix not in (".bin", ".pt", ".pth", ".pkl", ".ckpt") or PICKLES.fullmatch(name), name
+    assert any(PICKLES.fullmatch(path.relative_to(folder / "run").as_posix()) for path in folder.rglob("*.pt"))
+
+
+def here(*arguments: str) -> Result:
+    """A command in this process, where all is imported."""
+    return CliRunner().invoke(app, [*arguments])
+
+
+@pytest.mark.training
+def test_a_parent_without_its_manifest_is_refused_though_the_stage_itself_is_finished(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
     manifest = folder / "run/reward/manifest.json"
     text = manifest.read_text()
     manifest.unlink()
     try:
-        result = rlhf(folder, "ppo", "--config", "run/ppo.yaml")
+        result = here("ppo", "--config", "run/ppo.yaml")
     finally:
         manifest.write_text(text)
-    assert result.returncode == 2
+    assert result.exit_code == 2
     first, hint = result.stderr.splitlines()
     assert first.startswith("error[M10]: run/ppo.yaml")
     assert hint == "hint: finish it: rlhf reward --config run/reward.yaml; or change models.reward"
-    finished = rlhf(folder, "ppo", "--config", "run/ppo.yaml")
-    assert finished.returncode == 0 and "finished already" in finished.stderr
+    finished = here("ppo", "--config", "run/ppo.yaml")
+    assert finished.exit_code == 0 and "finished already" in finished.stderr
 
 
 @pytest.mark.training
-def test_another_config_is_refused_by_a_stage_and_run_again_by_the_chain(folder: Path) -> None:
-    refused = rlhf(folder, "ppo", "--config", "run/ppo.yaml", "ppo.kl_coef=0.123")
-    assert refused.returncode == 2 and refused.stderr.startswith("error[C15]: run/ppo.yaml: ")
+def test_another_config_is_refused_by_a_stage_and_run_again_by_the_chain(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    refused = here("ppo", "--config", "run/ppo.yaml", "ppo.kl_coef=0.123")
+    assert refused.exit_code == 2 and refused.stderr.startswith("error[C15]: run/ppo.yaml: ")
     assert re.search(r"ppo\.kl_coef \S+ -> 0\.123", refused.stderr) and "--fresh" in refused.stderr
     lines = told(rlhf(folder, "run", "run", "-s", "ppo.kl_coef=0.123"))
     assert re.fullmatch(r"stale: ppo\.kl_coef \S+ -> 0\.123", lines["ppo"])

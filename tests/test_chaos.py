@@ -24,18 +24,18 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.training
 def test_killed_starved_and_stopped_runs_end_in_the_same_bytes(tmp_path: Path) -> None:
-    """5 kills a stage, one fail point in 48, some troubles, and `rlhf run` killed once."""
+    """5 kills a stage, one fail point in 96, some troubles, and `rlhf run` killed once."""
     told = tmp_path / "told.json"
-    short = ("--kills", 5, "--every", 48, "--troubles", 4, "--chain-stages", "sft", "reward", "--chain-kills", 1)
+    short = ("--kills", 5, "--every", 96, "--troubles", 3, "--chain-stages", "sft", "reward", "--chain-kills", 1)
     done = python("-m", "chaos", *short, "--jobs", 2, "--out", tmp_path / "runs", "--json", told)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(told.read_text())
     assert found["faults"] == [] and "Traceback" not in done.stderr
     for stage in ("sft", "reward", "ppo"):
         assert sum(len(one["kills"]) for one in found["killed"][stage]) >= 5
-        assert sum(part["hit"] for part in found["tried"][stage]) == -(-found["names"][stage] // 48)
+        assert sum(part["hit"] for part in found["tried"][stage]) == -(-found["names"][stage] // 96)
         assert found["names"][stage] > 150  # as many as there are writes, or nothing was wrapped
-    assert len(found["troubles"]) == 4 and len(found["chains"]) == 1
+    assert len(found["troubles"]) == 3 and len(found["chains"]) == 1
 
 
 @pytest.mark.training

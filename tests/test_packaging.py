@@ -67,7 +67,7 @@ def test_every_preset_is_listed(site: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("preset", ["ci", "demo"])
+@pytest.mark.parametrize("preset", ["ci", pytest.param("demo", marks=pytest.mark.slow)])  # which trains a base model
 def test_presets_work_from_the_wheel(site: Path, tmp_path: Path, preset: str) -> None:
     installed(site, tmp_path, "init", preset, "run")
     names = {path.name for path in (tmp_path / "run").iterdir()}

@@ -314,8 +314,10 @@ def test_a_file_of_pairs_leads_to_a_finished_run(data: dict[str, Path], world: W
     run = tmp_path / "run"
     assert init(run, data["transcripts"], world.base).exit_code == 0
     written = {stage: (run / f"{stage}.yaml").read_text() for stage in ("sft", "reward", "ppo", "eval")}
-    result = CliRunner().invoke(app, ["run", str(run)])
-    assert result.exit_code == 0, result.output
+    for stage in written:  # here, where all is imported; `rlhf run` has its own tests
+        sets = [f"ppo.total_episodes={4 * EPISODES}"] if stage == "ppo" else []
+        result = CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *sets])
+        assert result.exit_code == 0, result.output
     found = json.loads((run / "eval/report.json").read_text())
     assert found["n"] == 10 and 0 <= found["win_rate"]["ppo_vs_sft"]["reward"]["value"] <= 1
     assert "accuracy" in found["reward_model"]

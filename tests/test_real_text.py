@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.training,
     pytest.mark.skipif(not SHARED.is_dir(), reason="../shared (a pretrained model and real text) is not here"),
 ]
-COMMON = {"per_device_train_batch_size": 16, "learning_rate": 1e-3, "logging_steps": 10}
+COMMON = {"per_device_train_batch_size": 16, "learning_rate": 1e-3, "logging_steps": 4}
 CONFIGS = {
     "sft": {
         "model": {"path": str(SHARED / "models/stories260K")},
@@ -56,7 +56,7 @@ def run(tmp_path_factory) -> Path:
         for kind in ("pos", "neg")
     )
     good, bad = ([line for line in lines if len(line.split()) > 8] for lines in (good, bad))
-    for name, part in (("", slice(0, 400)), ("_eval", slice(400, 480))):
+    for name, part in (("", slice(0, 160)), ("_eval", slice(160, 200))):
         texts = (dict(zip(("prompt", "completion"), split(line), strict=True)) for line in good[part] + bad[part])
         rows.write_jsonl(folder / f"sft{name}.jsonl", texts)
         pairs = (

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_cli import config, rows
+from rlhf_cli import config, pipeline, rows
 from rlhf_cli.cli import app
 
 ROOT = Path(__file__).parent.parent
+STAGES = ("sft", "reward", "ppo", "eval")
 PARTS = ("train", "reward", "judge", "held-out")
 SMALL = [
     "model.new.hidden_size=32",
@@ -98,7 +99,7 @@ def test_pairs_are_a_good_sentence_against_a_bad_one(run: Path) -> None:
 
 
 def test_the_configs_load_and_name_this_data(run: Path) -> None:
-    for stage in ("sft", "reward", "ppo", "eval"):
+    for stage in STAGES:
         for source in config.load(stage, run / f"{stage}.yaml").sources().values():
             assert next(source.rows())
     assert config.load("eval", run / "eval.yaml").eval.require  # the gate that docs/reviews.md promises
@@ -111,9 +112,9 @@ def test_the_judge_learns_from_its_own_part(run: Path) -> None:
 
 @pytest.mark.training
 def test_the_chain_runs_in_small_and_its_frontier_is_drawn(run: Path) -> None:
-    sets = [text for one in SMALL for text in ("-s", one)]
-    result = CliRunner().invoke(app, ["run", str(run), *sets])
-    assert result.exit_code == 0, result.output
+    for stage, sets in pipeline.route(SMALL, STAGES).items():  # here, where all is imported
+        result = CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *sets])
+        assert result.exit_code == 0, result.output
     report = json.loads((run / "eval/report.json").read_text())
     assert 0 <= report["win_rate"]["ppo_vs_sft"]["critic"]["value"] <= 1
     assert 0 <= report["models"]["ppo"]["judges"]["critic"]["mean"] <= 1

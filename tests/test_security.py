@@ -13,10 +13,10 @@
     a checkpoint to resume from never runs code
      -> test_security_runs.py::test_a_pickle_that_would_run_code_is_refused_in_one_line
     nothing that a run writes is a pickle, but for the numbers that transformers resumes from
-     -> test_security_runs.py::test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from
+     -> test_chain.py::test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from
      -> test_data_cache.py::test_a_pickle_in_the_cache_is_never_read
 3   no token of the environment is in any file or line, however a run ends; no training_args.bin stays
-     -> test_security_runs.py::test_no_token_is_in_any_file_or_line_of_a_chain
+     -> test_chain.py::test_no_token_is_in_any_file_of_a_chain
      -> test_security_runs.py::test_no_token_stays_however_a_training_ends
      -> test_publishing.py::test_the_best_policy_is_pushed_each_time_it_is_beaten
     and none may stand in a config (C16)

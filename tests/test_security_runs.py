@@ -1,91 +1,19 @@
-"""Real trainings, the whole chain among them: no secret and no pickle stays, however they end, and no code is run."""
+"""Real trainings: no secret and no pickle stays, however they end, and no code is run. A whole chain: test_chain.py."""
 
 import io
 import json
-import os
-import re
 import shutil
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from bad_inputs import refused, replace, rlhf
+from canaries import SECRETS, is_pickle, leaks, run
 from test_security import ACTIVE, HOSTILE, Code
 
 from rlhf_cli import checkpoints, rows
 
 pytestmark = pytest.mark.training
-
-ROOT = Path(__file__).parent.parent
-SECRETS = {
-    "HF_TOKEN": "hf_" + "CanaryOne0123456789abcdefghijklmn",
-    "HUGGING_FACE_HUB_TOKEN": "hf_" + "CanaryTwo0123456789abcdefghijklmn",
-    "WANDB_API_KEY": "ca4a41e5" * 5,
-    "HUB_TOKEN": "a-canary-without-a-form",
-}
-# What transformers keeps to resume from, read by torch as numbers alone.
-PICKLES = re.compile(r"(sft|reward)/state/checkpoint-\d+/(optimizer\.pt|scheduler\.pt|rng_state\.pth)")
-
-
-def leaks(*places: Path) -> list[str]:
-    """The files below `places` that hold one of the secrets, in their bytes or packed."""
-    found = []
-    for path in (path for place in places for path in place.rglob("*") if path.is_file()):
-        content = path.read_bytes()
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as packed:
-                content += b"".join(packed.read(name) for name in packed.namelist())
-        found += [str(path) for secret in SECRETS.values() if secret.encode() in content]
-    return found
-
-
-def is_pickle(content: bytes) -> bool:
-    """Whether bytes are a pickle (protocol 2 and later), or torch's zip around one, by what they begin with."""
-    return (content[:1] == b"\x80" and content[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")) or content[:2] == b"PK"
-
-
-def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command with secrets in its environment; what it would leave elsewhere, in caches say, lies in `home`."""
-    environment = {**os.environ, **SECRETS, "PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home)}
-    environment |= {"RLHF_CACHE": str(home / "cache"), "XDG_CACHE_HOME": str(home / "xdg")}
-    environment.pop("HF_HOME", None)
-    command = [sys.executable, "-P", *arguments]
-    return subprocess.run(command, cwd=home.parent, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with a finished run of the `ci` preset in run/, and all that was printed on the way."""
-    folder = tmp_path_factory.mktemp("canaries")
-    (folder / "home").mkdir()
-    printed = ""
-    for arguments in (("init", "ci", "run"), ("run", "run"), ("replay", "run"), ("check", "run"), ("env",)):
-        done = run(folder / "home", "-m", "rlhf_cli", *arguments)
-        assert done.returncode == 0, done.stderr
-        printed += done.stdout + done.stderr
-    return folder, printed
-
-
-def test_no_token_is_in_any_file_or_line_of_a_chain(chain: tuple[Path, str]) -> None:
-    folder, printed = chain
-    assert len(list((folder / "run").rglob("*"))) > 80
-    assert leaks(folder) == [] and not any(secret in printed for secret in SECRETS.values())
-    assert not list(folder.rglob("training_args.bin"))
-    manifests = [json.loads(path.read_text()) for path in folder.glob("run/*/manifest.json")]
-    assert len(manifests) == 4 and all(manifest["trust_remote_code"] is False for manifest in manifests)
-
-
-def test_a_finished_chain_holds_no_pickle_but_what_transformers_resumes_from(chain: tuple[Path, str]) -> None:
-    folder, _ = chain
-    for path in (folder / "run").rglob("*"):
-        name = path.relative_to(folder / "run").as_posix().removeprefix("base/")
-        if path.is_file():
-            assert is_pickle(path.read_bytes()) == bool(PICKLES.fullmatch(name)), name
-            assert path.suffix not in (".bin", ".pt", ".pth", ".pkl", ".ckpt") or PICKLES.fullmatch(name), name
-    assert any(PICKLES.fullmatch(path.relative_to(folder / "run").as_posix()) for path in folder.rglob("*.pt"))
 
 
 def test_what_tells_pickles_apart_knows_them() -> None:
@@ -112,24 +40,26 @@ app()
     ("stage", "moment", "ending", "code"),
     [
         ("sft", "on_step_end", "os.kill(os.getpid(), signal.SIGTERM)", 143),
-        ("sft", "on_step_end", "os._exit(137)", 137),
-        ("sft", "on_save", "os._exit(137)", 137),  # all of the checkpoint is written, and nothing of ours came after it
+        # All of the checkpoint is written, and nothing of ours came after it.
         ("reward", "on_save", "os._exit(137)", 137),
     ],
 )
-def test_no_token_stays_however_a_training_ends(folder: Path, stage: str, moment: str, ending: str, code: int) -> None:
+def test_no_token_stays_however_a_training_ends(
+    folder: Path, stage: str, moment: str, ending: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replace(f"{stage}.yaml", "max_steps: 1", "max_steps: 5")
     with Path(f"{stage}.yaml").open("a") as file:
         file.write("output: {save_steps: 1}\n")
-    (folder / "home").mkdir()
     script = STEP.format(moment=moment, ending=ending)
     done = run(folder / "home", "-c", script, stage, "-c", f"{stage}.yaml")
     assert done.returncode == code, done.stderr
     assert (folder / stage / "state/checkpoint-2/trainer_state.json").is_file()
     assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
-    assert not any(secret in done.stdout + done.stderr for secret in SECRETS.values())
-    again = run(folder / "home", "-m", "rlhf_cli", stage, "-c", f"{stage}.yaml")
-    assert again.returncode == 0 and "resumes at step" in again.stderr, again.stderr
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    again = rlhf(stage)
+    assert again.exit_code == 0 and "resumes at step" in again.stderr, again.stderr
+    assert not any(secret in again.output for secret in SECRETS.values())
     assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
 
 
@@ -187,7 +117,6 @@ def test_hostile_texts_and_names_go_through_a_training_and_do_nothing(folder: Pa
     shutil.move("model", model)
     config = {"model": {"path": f"./{model}"}, "data": {"train": name, "eval": name}, "sft": {"max_steps": 2}}
     Path("sft.yaml").write_text(json.dumps(config))
-    (folder / "home").mkdir()
     done = run(folder / "home", "-m", "rlhf_cli", "sft", "-c", "sft.yaml")
     assert done.returncode == 0, done.stderr
     assert not ACTIVE.search(done.stdout + done.stderr)
