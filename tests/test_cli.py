@@ -270,7 +270,8 @@ def test_what_ends_a_stage_ends_the_command(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: int) -> None:
     script = """
-import time; from rlhf_cli import cli
+import signal, time; from rlhf_cli import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 def stage(*_):
     try:
         print("up", flush=True)
