@@ -323,10 +323,10 @@ TOKENS_AND_MODELS = {
 }
 MACHINE_AND_RUN = {
     "E01": Code(
-        "number format not available",
+        "not available on this machine",
         0,
-        "This device cannot use the number format asked for.",
-        "Nothing to do: the message says what is used instead; dtype: auto avoids it.",
+        "This machine cannot do what is asked for: a number format, offloading, cutting models up.",
+        "Nothing to do: the message says what is done instead; dtype: auto avoids it.",
     ),
     "E02": Code("4-bit on the CPU", 0, "4-bit weights work on the CPU, but slowly.", "Use a GPU, or a small model."),
     "E03": Code(

@@ -51,10 +51,26 @@ def trainer(ranks: Ranks, dtype: torch.dtype, head: bool = False, **changes: Any
         f"m{seed}": ModelReward(tiny.scorer("llama", seed), 1 if wide else 4, packed=not wide) for seed in (1, 5)
     }
     rewards = {"model": members["m1"], "both": EnsembleReward(members), "length": length}
-    optimizer = torch.optim.SGD([*policy.parameters(), *value.parameters()], lr=settings.learning_rate)
     engine = HFEngine(policy, tiny.EOS, tiny.PAD, settings.temperature)
     ptx = PTX if settings.ptx_coef else ()
-    return PPOTrainer(policy, ref, value, rewards, engine, settings, optimizer, ptx=ptx, num_updates=4, ranks=ranks)
+    made = PPOTrainer(policy, ref, value, rewards, engine, settings, ptx=ptx, num_updates=4, ranks=ranks)
+    learnt = [*policy.parameters(), *value.parameters()]  # as the trainer has cut them up
+    made.optimizer = torch.optim.SGD(learnt, lr=settings.learning_rate, foreach=False)
+    made.scheduler = torch.optim.lr_scheduler.ConstantLR(made.optimizer, 1.0)
+    return made
+
+
+def held(made: PPOTrainer) -> float:
+    """Numbers of policy and value model that this process holds, as a share of all."""
+    parameters = [*made.policy.parameters(), *made.value.parameters()]
+    here = sum((w.to_local() if hasattr(w, "to_local") else w).numel() for w in parameters)
+    return here / sum(w.numel() for w in parameters)
+
+
+def weights(model: Any) -> torch.Tensor:
+    """All of a model's, also where this process has a part of them."""
+    whole = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in model.parameters()]
+    return torch.cat([w.detach().reshape(-1).clone() for w in whole])
 
 
 def length(rollout: Any) -> Any:
@@ -72,39 +88,40 @@ def told(made: PPOTrainer) -> dict[str, Any]:
         assert made.experience is not None
         rollout = made.experience.rollout
         rollouts.append([(rollout.prompt_tokens(row), rollout.response_tokens(row)) for row in range(len(rollout))])
-    weights = {"policy": tiny.weights(made.policy), "value": tiny.weights(made.value)}
-    return {"stats": stats, "rollouts": rollouts, **weights, "kl_coef": made.kl_coef, "moments": made.moments}
+    learnt = {"policy": weights(made.policy), "value": weights(made.value), "held": held(made)}
+    return {"stats": stats, "rollouts": rollouts, **learnt, "kl_coef": made.kl_coef, "moments": made.moments}
 
 
-def found(ranks: Ranks) -> dict[str, Any]:
+def found(ranks: Ranks, **more: Any) -> dict[str, Any]:
     made = {}
     for name, changes in CASES.items():
+        changes = {**changes, **more}
         for dtype in (torch.float32, torch.float64):
             made[f"{name}, {dtype}"] = told(trainer(ranks, dtype, **changes))
-    made["a head on the policy, torch.float64"] = told(trainer(ranks, torch.float64, head=True))
-    made["nobody has a row to spare, torch.float64"] = small(ranks)
+    made["a head on the policy, torch.float64"] = told(trainer(ranks, torch.float64, head=True, **more))
+    made["nobody has a row to spare, torch.float64"] = small(ranks, **more)
     for name, spoilt in (("loss", spoil_loss), ("reward", spoil_reward)):
-        made[f"error in the {name}"] = error(spoilt(trainer(ranks, torch.float32)))
+        made[f"error in the {name}"] = error(spoilt(trainer(ranks, torch.float32, **more)))
     return made
 
 
-def small(ranks: Ranks) -> dict[str, Any]:
+def small(ranks: Ranks, **more: Any) -> dict[str, Any]:
     """A rollout of one row: the second rank has nothing to write, read or learn."""
-    made = trainer(ranks, torch.float64)
+    made = trainer(ranks, torch.float64, **more)
     made.rewards.pop("length")
     rollout = made.generate(tiny.prompts(1))
     experience = made.judge(rollout)
     stats = made.update(experience)
-    return {"stats": [stats], "rollouts": [rollout.response_tokens(0)], "policy": tiny.weights(made.policy),
-            "value": tiny.weights(made.value), "kl_coef": made.kl_coef, "moments": made.moments}  # fmt: skip
+    return {"stats": [stats], "rollouts": [rollout.response_tokens(0)], "policy": weights(made.policy),
+            "value": weights(made.value), "kl_coef": made.kl_coef, "moments": made.moments}  # fmt: skip
 
 
 def error(made: PPOTrainer) -> dict[str, Any]:
-    before = tiny.weights(made.policy)
+    before = weights(made.policy)
     try:
         made.step(tiny.prompts(8))
     except RLHFError as problem:
-        return {"said": str(problem), "changed": not torch.equal(before, tiny.weights(made.policy))}
+        return {"said": str(problem), "changed": not torch.equal(before, weights(made.policy))}
     return {"said": "nothing"}
 
 
@@ -135,4 +152,4 @@ def spoil_reward(made: PPOTrainer) -> PPOTrainer:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with group() as here:
-        torch.save(found(here), Path(f"{sys.argv[1]}.{here.rank}"))
+        torch.save(found(here, fsdp="fsdp" in sys.argv), Path(f"{sys.argv[1]}.{here.rank}"))

@@ -31,6 +31,7 @@ FLOORS = [
         "ppo.scoring",
     },
     {"ppo.ranks"},
+    {"ppo.placement"},
     {"ppo.rollout", "ppo.rewards.*", "ppo.passes", "ppo.optimizer", "ppo.alarms", "ppo.watchdog"},
     {"ppo.trainer"},
     {"ppo"},

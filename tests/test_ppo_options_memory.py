@@ -114,7 +114,7 @@ def test_what_the_policy_uses_cannot_be_sent_away(run_folder):
     shared = ppo(run_folder, "-s", "ppo.offload=true", "-s", "ppo.num_shared_layers=1")
     assert is_one_error(shared, "C17") and "layers that num_shared_layers lets the policy use" in shared.stderr
     one_base = ppo(run_folder, "-s", "ppo.offload=true", "-s", "models.adapters.kind=lora")
-    assert is_one_error(one_base, "C17") and "offload has no effect with models.adapters" in one_base.stderr
+    assert is_one_error(one_base, "C17") and "offload does not go with models.adapters" in one_base.stderr
 
 
 # adamw_8bit

@@ -34,9 +34,10 @@ def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep
 
     The files are written into a folder beside it, hashed into its state.json, forced to the disk, and renamed.
     Whatever `write` raises comes through, and leaves the older states as they were. Of several processes the first one
-    writes.
+    does this; the others are asked to `write` too, for what only all of them can make, and leave no file of their own.
     """
     if not processes.is_first():
+        write(folder / name)
         return folder / name
     assert keep is None or keep >= 1, "a state that is dropped as it is written helps nobody"
     make_room(folder, name)

@@ -97,9 +97,9 @@ class PPOConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _one_base_is_shared_already(self) -> Self:
-        for key in ("num_shared_layers", "offload"):
+        for key in ("num_shared_layers", "offload", "fsdp"):
             if self.models.adapters and getattr(self.ppo, key):
-                text = f"{key} has no effect with models.adapters, which share all layers"
+                text = f"{key} does not go with models.adapters, which share all layers"
                 raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "take it out", "key": f"ppo.{key}"})
         return self
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints, room, terminal
+from rlhf_cli import checkpoints, processes, room, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.config.adapters import LoRA
@@ -45,7 +45,11 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
 
 def usable(settings: PPOSettings) -> PPOSettings:
     """The settings that `device` can follow; what it cannot is said by `check`."""
-    changes = {"bf16": settings.bf16 and loading.can_use("bfloat16"), "offload": settings.offload and not _on_cpu()}
+    changes = {
+        "bf16": settings.bf16 and loading.can_use("bfloat16"),
+        "offload": settings.offload and not _on_cpu(),
+        "fsdp": settings.fsdp and processes.count() > 1,
+    }
     return settings.model_copy(update=changes)
 
 
@@ -65,6 +69,9 @@ def _warn_of_formats(config: Any) -> None:
     if isinstance(config, PPOConfig) and config.ppo.offload and _on_cpu():
         text = "offload sends models from a GPU into the CPU's memory, where they are here: nothing is done for it"
         terminal.warn("E01", text, where=config.where("ppo.offload"), hint="leave ppo.offload out")
+    if isinstance(config, PPOConfig) and config.ppo.fsdp and processes.count() == 1:
+        text = "fsdp cuts models up over several processes, and this is one: nothing is done for it"
+        terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint="start several: --nproc N")
     if adapters_of(config) == "qlora" and _on_cpu():
         text = f"weights in 4 bits work on {loading.device_name()}, but slowly"
         where = config.where("model.adapters.kind")

@@ -268,17 +268,25 @@ def fit_embeddings(model: Any, tokenizer: Any) -> None:
 def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
     """Write a plain Hugging Face folder: safetensors, tokenizer, chat template, and `card` as its README.
 
-    Of a model with adapters these alone, as peft writes them. Of several processes the first one writes.
+    Of a model with adapters these alone, as peft writes them. Of several processes the first one writes; all of them
+    must ask for it, since each may have a part of the weights.
     """
+    state = _gathered(model) if processes.count() > 1 else None
     if not processes.is_first():
         return
     if folder.exists():
         shutil.rmtree(folder)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **({"state_dict": state} if state else {}))
     if adapters.are_on(model):
         save_config(model.get_base_model(), folder)
     tokenizer.save_pretrained(folder)
     (folder / "README.md").write_text(terminal.clean(card).rstrip() + "\n", encoding="utf-8")
+
+
+def _gathered(model: Any) -> dict[str, Any] | None:
+    from rlhf_cli.models import sharding  # it takes over half a second to import
+
+    return sharding.whole_state(model)
 
 
 def set_special_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:

@@ -22,17 +22,17 @@ def share_layers(policy: Any, ref: Any, count: int) -> None:
     in what they would share: the reference would become another.
     """
     ours, theirs = _stack(policy), _stack(ref)
-    layers = _layers(ours)
-    if count >= len(layers):
-        raise ValueError(f"num_shared_layers {count} of {len(layers)} layers leaves none to train")
+    own = layers(policy)
+    if count >= len(own):
+        raise ValueError(f"num_shared_layers {count} of {len(own)} layers leaves none to train")
     embeddings = {name: child for name, child in ours.named_children() if isinstance(child, nn.Embedding)}
-    replaced = [*(getattr(theirs, name) for name in embeddings), *_layers(theirs)[:count]]
-    if not all(map(_equal, [*embeddings.values(), *layers[:count]], replaced)):
+    replaced = [*(getattr(theirs, name) for name in embeddings), *layers(ref)[:count]]
+    if not all(map(_equal, [*embeddings.values(), *own[:count]], replaced)):
         raise ValueError("policy and reference differ in the layers that num_shared_layers would have them share")
     for name, child in embeddings.items():
         setattr(theirs, name, child.requires_grad_(False))
     for index in range(count):
-        _layers(theirs)[index] = layers[index].requires_grad_(False)
+        layers(ref)[index] = own[index].requires_grad_(False)
     ref.tie_weights()
 
 
@@ -49,5 +49,6 @@ def _stack(model: Any) -> nn.Module:
     raise ValueError(f"no list of {size} layers in a {type(model).__name__}")
 
 
-def _layers(stack: nn.Module) -> nn.ModuleList:
-    return next(child for child in stack.children() if isinstance(child, nn.ModuleList))
+def layers(model: Any) -> nn.ModuleList:
+    """The layers of a model, one after the other."""
+    return next(child for child in _stack(model).children() if isinstance(child, nn.ModuleList))

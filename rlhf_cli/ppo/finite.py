@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo.records import MicroBatch
@@ -36,8 +36,8 @@ def check_loss(loss: Tensor, micro: MicroBatch, step: int) -> None:
         raise NotFinite(step, "loss", row, "lower ppo.learning_rate")
 
 
-def check_weights(models: Mapping[str, nn.Module], step: int) -> None:
-    """Raises NotFinite for a model that an optimizer step has blown up, so that it is never saved."""
-    for name, model in models.items():
-        if not torch.isfinite(torch.nn.utils.get_total_norm(p for p in model.parameters() if p.requires_grad)):
+def check_weights(norms: Mapping[str, Tensor], step: int) -> None:
+    """Raises NotFinite for a model, by the norm of its weights, that an optimizer step has blown up: never saved."""
+    for name, norm in norms.items():
+        if not torch.isfinite(norm):
             raise NotFinite(step, f"a weight of the {name} model", None, "lower ppo.learning_rate")

@@ -1,6 +1,7 @@
 """The default optimizer and schedule of a PPO run."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Op
         own = settings.value_learning_rate if name == "value" else None
         lr = settings.learning_rate if own is None else own
         trained = [p for p in model.parameters() if p.requires_grad]
-        for suffix, decay in (("", settings.weight_decay), ("/no_decay", 0.0)):
-            params = [p for p in trained if (p.ndim < 2) == bool(suffix)]
+        # What is cut up (FSDP2) makes steps of its own: one kernel takes no two kinds.
+        for suffix, cut in product(("", "/no_decay"), (False, True)):
+            params = [p for p in trained if (p.ndim < 2) == bool(suffix) and hasattr(p, "device_mesh") == cut]
+            decay, named = 0.0 if suffix else settings.weight_decay, name + suffix + "/cut" * cut
             if params:
-                groups.append({"params": params, "lr": lr, "weight_decay": decay, "name": name + suffix})
+                groups.append({"params": params, "lr": lr, "weight_decay": decay, "name": named})
     same: dict[str, Any] = {
         "lr": settings.learning_rate,
         "betas": (settings.adam_beta1, settings.adam_beta2),

@@ -19,6 +19,7 @@ from rlhf_cli.ppo.advantages import gae
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.moments import Moments
 from rlhf_cli.ppo.passes import Learned, Made, Passes, most_tokens
+from rlhf_cli.ppo.placement import Cut, Whole
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.records import Experience, Opinions, Prompts, Rollout, Scored, micro_batches
 from rlhf_cli.ppo.rewards import RewardSource
@@ -84,6 +85,10 @@ class PPOTrainer:
         self.passes = Passes(policy, ref, value, settings)
         if settings.offload:
             offload.wait_on_cpu(ref)
+        self.placement = Whole(ranks)
+        if settings.fsdp and ranks.count > 1:
+            trained = [policy] if self.passes.head_on_policy else [policy, value]
+            self.placement = Cut(ranks, trained, [] if settings.offload else [ref])
         if settings.gradient_checkpointing:
             reading.checkpoint_activations(policy)
             if not self.passes.head_on_policy:
@@ -125,7 +130,8 @@ class PPOTrainer:
         if self.ranks.count == 1:
             return engine.generate(asked)
         part = self.ranks.part(len(asked))
-        written = engine.generate(asked.rows(part.start, part.stop)).to(CPU) if part.start < part.stop else None
+        with self.placement.writing(getattr(engine, "model", self.policy)):
+            written = engine.generate(asked.rows(part.start, part.stop)).to(CPU) if part.start < part.stop else None
         return Rollout.joined([each for each in self.ranks.told(written) if each is not None])
 
     def keyed(self, prompts: Prompts, purpose: str) -> Prompts:
@@ -225,10 +231,12 @@ class PPOTrainer:
         """What the models say of each response token, (B, R) each, 0 elsewhere; on the update's own micro-batches."""
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
         read = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in READ}
-        for rows in self.ranks.share(list(chain.from_iterable(plan))):
-            micro = rollout.micro_batch(rows)
-            for name, flat in self.passes.read(micro).items():
-                read[name][micro.cells] = flat
+        with self.placement.learning():
+            for rows, counts in self.placement.turns(list(chain.from_iterable(plan))):
+                micro = rollout.micro_batch(rows)
+                for name, flat in self.passes.read(micro).items():
+                    if counts:
+                        read[name][micro.cells] = flat
         self.ranks.add(read.values())
         return read
 
@@ -248,7 +256,8 @@ class PPOTrainer:
                 steps += [self._learn(experience, minibatch, epoch) for minibatch in plan]
                 if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                     break
-        finite.check_weights({"policy": self.policy, "value": self.value}, self.updates + 1)
+        norms = {"policy": self.placement.norm(self.policy), "value": self.placement.norm(self.value)}
+        finite.check_weights(norms, self.updates + 1)
         learns = self._policy_learns  # else the KL is no answer to the coefficient
         self.scheduler.step()
         self.updates += 1
@@ -275,10 +284,12 @@ class PPOTrainer:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         self.optimizer.zero_grad(set_to_none=True)
-        with reading.recomputing(self.policy, self.value), self.passes.adding():
-            found = [self._backward(experience, rows, 1 / tokens) for rows in self.ranks.share(minibatch)]
+        with self.placement.learning(), reading.recomputing(self.policy, self.value), self.passes.adding():
+            turns = self.placement.turns(minibatch)
+            found = [self._backward(experience, rows, counts / tokens) for rows, counts in turns]
             ptx = self._learn_ptx(minibatch, epoch)
-        made = self.ranks.told(Made.of(found, ptx, self.updates + 1))
+        counted = [learned for learned, (_, counts) in zip(found, turns, strict=True) if counts]
+        made = self.ranks.told(Made.of(counted, ptx, self.updates + 1))
         stats = {name: total / tokens for name, total in metrics.sums([each.gauges for each in made]).items()}
         stats |= metrics.sums([each.ptx for each in made])
         limit = self.settings.ratio_threshold
@@ -304,8 +315,9 @@ class PPOTrainer:
         chosen = [self.ptx[draw % len(self.ptx)] for draw in draws]
         rows = Rollout.from_lists(*zip(*chosen, strict=True)).to(self.policy.device)
         tokens, total = int(rows.response_mask.sum()), 0.0
-        for part in self.ranks.share(self._split(rows, torch.arange(len(rows), device=rows.ids.device))):
-            total += self.passes.backward_ptx(rows.micro_batch(part), 1 / tokens)
+        parts = self._split(rows, torch.arange(len(rows), device=rows.ids.device))
+        for part, counts in self.placement.turns(parts):
+            total += self.passes.backward_ptx(rows.micro_batch(part), counts / tokens)
         return {"loss/ptx_avg": total}
 
     def _optimize(self, made: list[Made]) -> Stats:
@@ -313,11 +325,10 @@ class PPOTrainer:
         for each in made:
             if each.problem:
                 raise each.problem
-        self.ranks.add_gradients(weight for model in (self.policy, self.value) for weight in model.parameters())
-        norms = {
-            name: torch.nn.utils.clip_grad_norm_(model.parameters(), self.settings.max_grad_norm)
-            for name, model in (("policy", self.policy), ("value", self.value))
-        }
+        models, norms = {"policy": self.policy, "value": self.value}, {}
+        for name, model in models.items():
+            self.placement.add_gradients(model)
+            norms[name] = self.placement.clip(model, self.settings.max_grad_norm)
         finite.check({f"{name} gradient": norm for name, norm in norms.items()}, self.updates + 1)
         self.optimizer.step()
         return {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}

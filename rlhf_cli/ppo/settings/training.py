@@ -104,6 +104,14 @@ class TrainingSettings(Settings):
             "memory, more time. [OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py]"
         ),
     )
+    fsdp: bool = Field(
+        False,
+        description=(
+            "In several processes: each keeps a part of the weights of policy, value model and reference, of gradients "
+            "and of averages (torch's fully_shard). Less GPU memory, more time. "
+            "[`pytest -m distributed tests/test_group_fsdp.py`]"
+        ),
+    )
     bf16: bool = Field(
         False, description=f"Forward and backward passes under bfloat16 autocast; weights stay float32. {HF}"
     )
@@ -120,6 +128,16 @@ class TrainingSettings(Settings):
         if given and self.lr_scheduler_type == "constant":
             text = f"{given[0]} has no effect with lr_scheduler_type constant"
             raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "set constant_with_warmup"})
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_cut_up_stands_alone(self) -> Self:
+        for key, why in {
+            "num_shared_layers": "cuts up layers, which num_shared_layers lets two models use",
+            "optim": "does not go with averages in 8 bits",
+        }.items():
+            if self.fsdp and (self.num_shared_layers if key != "optim" else self.optim == "adamw_8bit"):
+                raise PydanticCustomError("C17", "{text}", {"text": f"fsdp {why}", "hint": "keep one of them"})
         return self
 
     @model_validator(mode="after")

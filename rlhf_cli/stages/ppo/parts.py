@@ -48,7 +48,8 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
     tokenizer = models.tokenizer(config, options, sft)
     start = models.causal(config, options, sft, tokenizer)
     ref = start if config.models.adapters else copy.deepcopy(start)  # with offload, a GPU never holds it for long
-    start.to(loading.device())
+    if not settings.fsdp:
+        start.to(loading.device())
     base = one_base.of(config, options, sft, start)
     saved_policy = base.policy() if base else start
     policy = adapters.inside(saved_policy)
@@ -59,7 +60,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
     eval_prompts = inputs.read(config, "eval_prompts", tokenizer, policy.config) if held_out else None
     inputs.check_rows(config, prompts, eval_prompts)
     writing = models.Writing(sft, tokenizer, stop_token_id, [*prompts, *(eval_prompts or [])])
-    scorers = _Scorers(config, options, parents, writing, base, settings.offload)
+    scorers = _Scorers(config, options, parents, writing, base, settings.offload, settings.fsdp)
     for key, parent in parents.items():
         if parent.manifest.get("probes"):
             model = scorers.frozen(key)
@@ -72,7 +73,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
     saved_value = scorers.value(policy)
     trainer = PPOTrainer(
         policy,
-        ref if settings.offload else ref.to(loading.device()),
+        ref if settings.offload or settings.fsdp else ref.to(loading.device()),
         adapters.inside(saved_value),
         _sources(config, texts, scorers),
         engine,
@@ -105,7 +106,7 @@ def restore(config: PPOConfig, options: Options, parts: Parts, folder: Path) -> 
         adapters.take_over(parts.policy, folder)
     else:
         kept = loading.load_causal(folder, **loading.how(config.models, options.trust_remote_code))
-        parts.trainer.policy.load_state_dict(kept.state_dict())
+        parts.trainer.placement.fill(parts.trainer.policy, kept.state_dict())
 
 
 @dataclass
@@ -118,6 +119,7 @@ class _Scorers:
     writing: models.Writing
     base: OneBase | None
     offload: bool
+    fsdp: bool
     loaded: dict[Path, tuple[Any, Any]] = field(default_factory=dict)
 
     def load(self, key: str, theirs: Any = None) -> Any:
@@ -163,7 +165,7 @@ class _Scorers:
             apart = self.base.apart(parent, self.writing.tokenizer)
             return self.base.beside(self.frozen(key), parent) if apart else self.base.scorer(parent)
         made = copy.deepcopy(self.frozen(key)).requires_grad_(True) if wish == "reward" else self.load(key)
-        return made.to(loading.device())
+        return made if self.fsdp else made.to(loading.device())
 
 
 def _ptx(config: PPOConfig, tokenizer: Any, body: Any) -> list[tuple[list[int], list[int]]]:

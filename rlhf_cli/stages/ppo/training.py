@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rlhf_cli import checkpoints, data, terminal
@@ -130,10 +131,12 @@ class Training:
             "logs": {name: log.mark(step) for name, log in self.logs.items()},
         }
         name = f"step_{step:06d}"
+
+        def write(path: Path) -> None:
+            trees.save_tree(self.trainer.ranks.told(path)[0], tree)
+
         with self.cost.one():
-            checkpoints.commit_state(
-                self.states, name, lambda path: trees.save_tree(path, tree), keep=self.config.output.keep
-            )
+            checkpoints.commit_state(self.states, name, write, keep=self.config.output.keep)
             self.snapshots.tidy(step)
 
     @contextmanager
