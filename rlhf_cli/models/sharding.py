@@ -165,7 +165,8 @@ class _Reader(dcp.FileSystemReader):
     """Of the pickle that lists places, what such a list is made of and nothing else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        metadata = _Places((Path(self.path) / ".metadata").open("rb")).load()
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Places(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -1,7 +1,6 @@
 """The default optimizer and schedule of a PPO run."""
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import torch
@@ -19,12 +18,10 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Op
         own = settings.value_learning_rate if name == "value" else None
         lr = settings.learning_rate if own is None else own
         trained = [p for p in model.parameters() if p.requires_grad]
-        # What is cut up (FSDP2) makes steps of its own: one kernel takes no two kinds.
-        for suffix, cut in product(("", "/no_decay"), (False, True)):
-            params = [p for p in trained if (p.ndim < 2) == bool(suffix) and hasattr(p, "device_mesh") == cut]
-            decay, named = 0.0 if suffix else settings.weight_decay, name + suffix + "/cut" * cut
+        for suffix, decay in (("", settings.weight_decay), ("/no_decay", 0.0)):
+            params = [p for p in trained if (p.ndim < 2) == bool(suffix)]
             if params:
-                groups.append({"params": params, "lr": lr, "weight_decay": decay, "name": named})
+                groups.append({"params": params, "lr": lr, "weight_decay": decay, "name": name + suffix})
     same: dict[str, Any] = {
         "lr": settings.learning_rate,
         "betas": (settings.adam_beta1, settings.adam_beta2),
@@ -32,6 +29,10 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Op
     }
     if settings.optim == "adamw_8bit":
         return eight_bits.adamw(groups, words=eight_bits.embeddings(models.values()), **same)
+    if any(hasattr(weight, "device_mesh") for group in groups for weight in group["params"]):
+        return torch.optim.AdamW(
+            groups, foreach=False, **same
+        )  # no kernel takes whole weights and parts (FSDP2) at once
     return torch.optim.AdamW(groups, fused=settings.optim == "adamw_torch_fused", **same)
 
 

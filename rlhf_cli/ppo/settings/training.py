@@ -108,7 +108,7 @@ class TrainingSettings(Settings):
         False,
         description=(
             "In several processes: each keeps a part of the weights of policy, value model and reference, of gradients "
-            "and of averages (torch's fully_shard). Less GPU memory, more time. "
+            "and of averages (torch's fully_shard); AdamW's steps are not fused. Less GPU memory, more time. "
             "[`pytest -m distributed tests/test_group_fsdp.py`]"
         ),
     )
