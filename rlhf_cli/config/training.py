@@ -97,11 +97,11 @@ class TrainerSettings(Section):
         ),
     )
 
-    def steps(self, rows: int) -> int:
-        """Optimizer steps of a training on so many rows, as transformers counts them on one device."""
+    def steps(self, rows: int, processes: int = 1) -> int:
+        """Optimizer steps of a training on so many rows, as transformers counts them in so many processes."""
         if self.max_steps is not None:
             return self.max_steps
-        batches = math.ceil(rows / self.per_device_train_batch_size)
+        batches = math.ceil(rows / (self.per_device_train_batch_size * processes))
         return math.ceil(self.num_train_epochs * max(1, math.ceil(batches / self.gradient_accumulation_steps)))
 
     @model_validator(mode="before")
