@@ -1,10 +1,10 @@
 """Responses of the policies to held-out prompts, and what every judge says of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from rlhf_cli.ppo.rewards import ModelReward, call_text_reward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
 
+T = TypeVar("T")
 NEAR_GREEDY = 0.01  # the temperature of TRL 1.12's evaluation generations
 Judge = Callable[[list[str], list[str]], list[float]]  # of prompts and responses
 
@@ -176,18 +177,19 @@ class _Desk:
 def joined(parts: Sequence[Answers]) -> Answers:
     """Answers to one part of the prompts after the other."""
 
-    def column(of: Callable[[Answers], list[Any]]) -> list[Any]:
-        return list(chain.from_iterable(map(of, parts)))
-
     return replace(
         parts[0],
-        prompts=column(lambda part: part.prompts),
-        responses=column(lambda part: part.responses),
-        ended=column(lambda part: part.ended),
-        lengths=column(lambda part: part.lengths),
-        scores={judge: column(lambda part, judge=judge: part.scores[judge]) for judge in parts[0].scores},
-        kl=None if parts[0].kl is None else column(lambda part: part.kl or []),
+        prompts=_chained(part.prompts for part in parts),
+        responses=_chained(part.responses for part in parts),
+        ended=_chained(part.ended for part in parts),
+        lengths=_chained(part.lengths for part in parts),
+        scores={judge: _chained(part.scores[judge] for part in parts) for judge in parts[0].scores},
+        kl=None if parts[0].kl is None else _chained(part.kl or [] for part in parts),
     )
+
+
+def _chained(columns: Iterable[list[T]]) -> list[T]:
+    return list(chain.from_iterable(columns))
 
 
 @torch.no_grad()
