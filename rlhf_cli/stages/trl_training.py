@@ -195,7 +195,7 @@ class Follower(TrainerCallback, ExportableState):
             trainer._tr_loss += sums["losses"][trainer.ranks.rank]
             trainer._globalstep_last_logged = sums["logged_at"]
             trainer._total_train_tokens = sums["tokens"]
-            for name, values in sums["metrics"].items():
+            for name, values in sums["metrics"]:
                 trainer._metrics["train"][name] = list(values)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any, **kwargs: Any) -> None:
@@ -213,7 +213,7 @@ class Follower(TrainerCallback, ExportableState):
             "losses": trainer.losses,
             "logged_at": getattr(trainer, "_globalstep_last_logged", 0),
             "tokens": trainer._total_train_tokens,
-            "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
+            "metrics": [[name, list(values)] for name, values in trainer._metrics["train"].items()],  # in this order
             "log": self.log.mark(trainer.state.global_step),
         }
         return {"args": {}, "attributes": sums}
