@@ -139,7 +139,7 @@ TrustRemoteCode = Annotated[
 ]
 Nproc = Annotated[
     str | None,
-    typer.Option("--nproc", metavar="N", help="Train in N processes, one to a GPU; auto: as many as there are GPUs."),
+    typer.Option("--nproc", metavar="N", help="Run in N processes, one to a GPU; auto: as many as there are GPUs."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from chaos.fingerprint import differences, fingerprint
 from conftest import SIZES, World
-from ppo_folder import EVAL, lines, rlhf
+from ppo_folder import EVAL, lines, rlhf, write
 from safetensors.torch import load_file
 from test_cli import is_one_error
 
@@ -50,6 +50,10 @@ ON: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "on: reward": ("reward", {}, {"max_steps": 24, "logging_steps": 4, "group_by_length": False}),
 }
 STEP = 18
+LONG: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "long: sft": ("sft", {}, {"max_steps": 60, "eval_steps": 30}),
+    "long: reward": ("reward", {}, {"max_steps": 60, "eval_steps": 30}),
+}
 
 
 def environment() -> dict[str, str]:
@@ -81,14 +85,25 @@ def config(world: World, folder: Path, case: tuple[str, dict[str, Any], dict[str
 
 
 @pytest.fixture(scope="module")
-def two(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of each case, made by two processes."""
+def two(world: World, origin: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of each case, made by two processes; and of an evaluation on one prompt, where one has nothing to do."""
     folder = tmp_path_factory.mktemp("two")
-    paths = {name: config(world, folder / str(i), case, 2) for i, (name, case) in enumerate((CASES | ON).items())}
+    paths = {
+        name: config(world, folder / str(i), case, 2) for i, (name, case) in enumerate((CASES | ON | LONG).items())
+    }
+    shutil.copytree(origin, folder / "few")
+    write(folder / "few", "eval", evaluated(n=1))
+    paths["few"] = folder / "few/eval.yaml"
     words = [f"{path}@{STEP}" if name in ON else path for name, path in paths.items()]
     result = child(*TORCHRUN, HERE / "group_trl_cases.py", *words)
     assert result.returncode == 0, result.stderr[-3000:]
     return {name: path.with_suffix("") for name, path in paths.items()}
+
+
+def evaluated(**settings: Any) -> dict[str, Any]:
+    """An eval.yaml of three policies that are the same."""
+    models = {**EVAL["models"], "ppo": "sft_model", "base": "sft_model"}
+    return EVAL | {"models": models, "eval": {**EVAL["eval"], "temperature": 0.7, "response_length": 8, **settings}}
 
 
 # The numbers
@@ -129,7 +144,9 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_to_the_same_bytes(two: dict[str
     straight = folder.with_name(f"{folder.name}-straight")
     assert {f"checkpoint-{step}" for step in range(3, 25, 3)} == {path.name for path in (folder / "state").iterdir()}
     assert differences(fingerprint(folder), fingerprint(straight)) == []
-    assert {"rng_state_0.pth", "rng_state_1.pth"} <= {path.name for path in (folder / "state/checkpoint-24").iterdir()}
+    for step in (21, 24):  # written by processes that dawdled
+        sealed = json.loads((folder / f"state/checkpoint-{step}/state.json").read_text())["files"]
+        assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors"} <= sealed.keys()
 
 
 def test_rows_that_do_not_fill_the_last_step_are_filled_up(world: World, tmp_path: Path) -> None:
@@ -157,6 +174,18 @@ def started(path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(stage(path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
 
 
+def workers(launcher: subprocess.Popen[str]) -> list[int]:
+    """The processes that train, by rank."""
+    pids = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    ranks = {
+        word: int(pid)
+        for pid in pids
+        for word in Path(f"/proc/{pid}/environ").read_text().split("\0")
+        if word.startswith("RANK=")
+    }
+    return [ranks["RANK=0"], ranks["RANK=1"]]
+
+
 def when(path: Path, step: int, process: subprocess.Popen[str]) -> None:
     until, state = time.monotonic() + 120, path.with_suffix("") / f"state/checkpoint-{step}/state.json"
     while not state.exists():
@@ -164,54 +193,49 @@ def when(path: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
-LONG = {"max_steps": 60, "eval_steps": 30}
+def beside(two: dict[str, Path], world: World, name: str) -> Path:
+    """The YAML of a long case once more, where its run has the same relative paths."""
+    folder = two[name].parent
+    return config(world, folder.with_name(f"{folder.name}-again"), LONG[name], 2)
 
 
-def test_stopped_by_a_signal_both_save_once_and_go_on_to_the_bytes_of_a_straight_run(
-    world: World, tmp_path: Path
+def test_one_hears_a_signal_both_stop_and_save_once_and_go_on_to_the_bytes_of_a_straight_run(
+    two: dict[str, Path], world: World
 ) -> None:
-    """The straight one by plain torchrun."""
-    path = config(world, tmp_path / "run", ("sft", {}, LONG), 2)
+    """Go on by plain torchrun."""
+    path = beside(two, world, "long: sft")
     process = started(path)
     when(path, 6, process)
-    process.send_signal(signal.SIGTERM)
+    os.kill(workers(process)[1], signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and said.count("saved; the same command goes on from here") == 1, said
     alone = rlhf("sft", "-c", path)
     assert is_one_error(alone, "E04") and "was begun in 2 processes, 1 would go on with it" in alone.stderr
-    again = child(*stage(path))
+    again = child(*TORCHRUN, "-m", "rlhf_cli", "sft", "-c", path)
     assert again.returncode == 0 and again.stderr.count("resumes at step") == 1, again.stderr
-    assert again.stderr.startswith("sft      2 processes\n") and "4 x 1 x 2 processes = 8 rows" in again.stderr
+    assert "sft      2 processes\n" in again.stderr and "4 x 1 x 2 processes = 8 rows" in again.stderr
     folder = path.with_suffix("")
-    broken = fingerprint(folder)
-    straight = child(*TORCHRUN, "-m", "rlhf_cli", "sft", "-c", path, "--fresh")
-    assert straight.returncode == 0 and "resumes" not in straight.stderr, straight.stderr
-    assert differences(fingerprint(folder), broken) == []
-    assert (tmp_path / "run/.old/sft-1").exists() and not list(folder.rglob(".tmp-*"))
+    assert differences(fingerprint(folder), fingerprint(two["long: sft"])) == []
     assert json.loads((folder / "identity.json").read_text())["environment"]["processes"] == 2
 
 
 def test_one_is_killed_the_other_ends_and_the_same_command_goes_on_to_the_same_bytes(
-    world: World, tmp_path: Path
+    two: dict[str, Path], world: World
 ) -> None:
-    path = config(world, tmp_path / "run", ("reward", {}, LONG), 2)
+    path = beside(two, world, "long: reward")
     process = started(path)
     when(path, 6, process)
-    pids = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    victim = next(pid for pid in pids if "RANK=1" in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    pids = workers(process)
     began = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
+    os.kill(pids[1], signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert time.monotonic() - began < 60 and process.returncode == 1, said
     assert "error[R14]: process 1 of 2 was ended by SIGKILL" in said, said
     assert "Traceback" not in said and "error[R00]" not in said, said
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     again = child(*stage(path))
-    assert again.returncode == 0 and "resumes at step" in again.stderr, again.stderr
-    folder = path.with_suffix("")
-    broken = fingerprint(folder)
-    assert child(*stage(path, "--fresh")).returncode == 0
-    assert differences(fingerprint(folder), broken) == []
+    assert again.returncode == 0 and again.stderr.count("resumes at step") == 1, again.stderr
+    assert differences(fingerprint(path.with_suffix("")), fingerprint(two["long: reward"])) == []
 
 
 JUDGES = "seen = []\ndef short(prompts, responses):\n    assert not seen or len(responses) == 10\n    seen.append(1)\n"
@@ -220,14 +244,11 @@ JUDGES += "    return [-len(response) for response in responses]\n"
 
 def test_an_evaluation_finds_what_one_process_finds(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_folder / "judges.py").write_text(JUDGES)  # asked of all ten answers at once
-    eval_yaml = json.dumps(EVAL | {"models": {**EVAL["models"], "ppo": "sft_model", "base": "sft_model"}})
-    (run_folder / "eval.yaml").write_text(eval_yaml)
-    sizes = ["eval.temperature=0.7", "eval.response_length=8"]
-    sets = [word for size in sizes for word in ("-s", size)]
-    result = child(*stage(run_folder / "eval.yaml", *sets))
+    write(run_folder, "eval", evaluated())
+    result = child(*stage(run_folder / "eval.yaml"))
     assert result.returncode == 0, result.stderr
     shutil.copytree(run_folder / "eval", run_folder / "two")
-    alone = rlhf("eval", "-c", run_folder / "eval.yaml", "--fresh", *sets)
+    alone = rlhf("eval", "-c", run_folder / "eval.yaml", "--fresh")
     assert alone.exit_code == 0, alone.stderr
     assert result.stdout == alone.stdout
     ours, theirs = (json.loads((run_folder / name / "report.json").read_text()) for name in ("eval", "two"))
@@ -239,6 +260,12 @@ def test_an_evaluation_finds_what_one_process_finds(run_folder: Path, capsys: py
     for one, other in zip(ours_rows, theirs_rows, strict=True):
         alike(flat(one), flat(other), 1e-5)
     alike(flat(ours), flat(theirs), 1e-4)
+
+
+def test_an_evaluation_on_fewer_prompts_than_processes(two: dict[str, Path]) -> None:
+    report = json.loads((two["few"] / "report.json").read_text())
+    assert report["n"] == 1 and report["win_rate"]["ppo_vs_sft"]["short"]["ties"] == 1
+    assert len(lines(two["few"] / "samples.jsonl")) == report["n"] * 8
 
 
 def alike(one: dict[str, Any], other: dict[str, Any], limit: float) -> None:

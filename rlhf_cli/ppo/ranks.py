@@ -94,6 +94,15 @@ class Ranks:
         self.told(None)
 
     @contextmanager
+    def after_the_first(self) -> Iterator[None]:
+        """Within, rank 0 goes first and the others after it: what it left in a cache is there for them."""
+        if self.rank > 0:
+            self.wait()
+        yield
+        if self.rank == 0:
+            self.wait()
+
+    @contextmanager
     def in_step(self) -> Iterator[None]:
         """Within, a library sends between the processes: R14 where another one has ended."""
         try:

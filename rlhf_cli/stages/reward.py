@@ -62,7 +62,8 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     machine.check(config, parents)
     tokenizer, model = start(config, options, parent)
     stop = data.stop_token_id(tokenizer)
-    rows, eval_rows = read(config, tokenizer, model.config)
+    with ranks.after_the_first():
+        rows, eval_rows = read(config, tokenizer, model.config)
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward")
     loading.set_special_ids(model, tokenizer, stop)
     text = readme(config, parent, len(rows), steps)

@@ -92,7 +92,8 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
     tokenizer, model = start(config, options, parents)
     stop = data.stop_token_id(tokenizer)
     strategy = inputs.packing_strategy(config)
-    rows, eval_rows = read(config, tokenizer, model.config, strategy)
+    with ranks.after_the_first():
+        rows, eval_rows = read(config, tokenizer, model.config, strategy)
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft")
     loading.set_special_ids(model, tokenizer, stop)
     text = card(config, parents, len(rows), steps)

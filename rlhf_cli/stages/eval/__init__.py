@@ -48,7 +48,8 @@ def _evaluate(
     tokenizer = models.tokenizer(config, options, sft)
     sampling = inputs.sampling(config, inputs.trained_by(ppo), ppo.path, data.stop_token_id(tokenizer))
     body = loading.read_config(sft.model, options.trust_remote_code)
-    prompts = inputs.read(config, tokenizer, body, sampling.response_length)[: config.eval.n]
+    with ranks.after_the_first():
+        prompts = inputs.read(config, tokenizer, body, sampling.response_length)[: config.eval.n]
     if len(prompts) < config.eval.n:
         terminal.say(f"eval     {len(prompts)} held-out prompts (eval.n asks for {config.eval.n})")
     inputs.warn_of_selection(config)
