@@ -75,7 +75,7 @@ def config(world: World, folder: Path, case: tuple[str, dict[str, Any], dict[str
     sections = {
         "model": model if "new" in model else {"path": str(world.base), **model},
         "data": {"train": source, "eval": source},
-        "output": {"save_steps": 3, "keep": 99},
+        "output": {"save_steps": 6 if case in LONG.values() else 3, "keep": 99},
         stage: {**QUICK, "per_device_train_batch_size": 8 // count, **settings},
     }
     if stage == "reward":  # TRL's eval_max_reward is of the rows that all processes read at once
@@ -86,7 +86,7 @@ def config(world: World, folder: Path, case: tuple[str, dict[str, Any], dict[str
 
 @pytest.fixture(scope="module")
 def two(world: World, origin: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of each case, made by two processes; and of an evaluation on one prompt, where one has nothing to do."""
+    """The folder of each case, made by two processes; and of an evaluation on one prompt, which one has to itself."""
     folder = tmp_path_factory.mktemp("two")
     paths = {
         name: config(world, folder / str(i), case, 2) for i, (name, case) in enumerate((CASES | ON | LONG).items())
