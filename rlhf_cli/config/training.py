@@ -38,7 +38,14 @@ class TrainerSettings(Section):
         8, gt=0, description=f"Rows (in the reward stage: pairs) a device reads at once in training. {HF}"
     )
     per_device_eval_batch_size: int = Field(8, gt=0, description=f"Rows a device reads at once in evaluation. {HF}")
-    gradient_accumulation_steps: int = Field(1, gt=0, description=f"Batches added up before each optimizer step. {HF}")
+    gradient_accumulation_steps: int = Field(
+        1,
+        gt=0,
+        description=(
+            "Batches added up before each optimizer step, which takes per_device_train_batch_size x this x the number "
+            f"of processes rows. {HF}"
+        ),
+    )
     max_length: int = Field(
         1024,
         gt=1,
