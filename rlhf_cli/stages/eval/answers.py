@@ -176,7 +176,6 @@ class _Desk:
 
 def joined(parts: Sequence[Answers]) -> Answers:
     """Answers to one part of the prompts after the other."""
-
     return replace(
         parts[0],
         prompts=_chained(part.prompts for part in parts),
