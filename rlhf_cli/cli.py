@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ STAGES = {
     "ppo": "Train the policy by PPO against the reward model.",
     "eval": "Compare the models on held-out prompts and write a report.",
 }
+
+
+TO_SPEAK = 5.0  # seconds that another process has to say what it found
 
 
 class Terminated(BaseException):
@@ -70,8 +74,8 @@ class Commands(TyperGroup):
 def _explain(error: Exception) -> int:
     """Say on stderr what is wrong, a line and a hint for each problem; returns the exit code."""
     if isinstance(error, RLHFError):
-        # Of several processes all find the same; those of another machine may not.
-        (terminal.say if processes.is_first() or processes.local_rank() else terminal.say_here)(str(error))
+        if processes.count() == 1 or not _told_by_others(error):
+            (terminal.say if processes.is_first() else terminal.say_here)(str(error))
         return error.exit_code
     if isinstance(error, typer.Abort):
         return 130
@@ -84,6 +88,23 @@ def _explain(error: Exception) -> int:
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     terminal.say_here(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
     return 1
+
+
+def _told_by_others(error: RLHFError) -> bool:
+    """Of several processes, whether another one says it: who ends first has the launcher end the others.
+
+    Most of what is wrong all find, and the first process says it. What another one found alone, that one says when the
+    first has not ended; and the first, which then only knows that one is missing (R14), waits for it to speak.
+    """
+    missing = error.problems[0].code == "R14"
+    if missing and not processes.is_first():
+        return True
+    try:
+        if missing or not processes.is_first():
+            time.sleep(2 * TO_SPEAK if missing else TO_SPEAK)
+    except Terminated:
+        return not missing
+    return False
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
@@ -118,7 +139,7 @@ TrustRemoteCode = Annotated[
 ]
 Nproc = Annotated[
     str | None,
-    typer.Option("--nproc", metavar="N", help="Train in N processes, one to a GPU; auto: as many as there are GPUs."),
+    typer.Option("--nproc", metavar="N", help="Run in N processes, one to a GPU; auto: as many as there are GPUs."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 

@@ -84,8 +84,13 @@ def forget_warnings() -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """A table on stdout: drawn and wrapped on a terminal, aligned plain text (never cut) elsewhere."""
+    """A table on stdout: drawn and wrapped on a terminal, aligned plain text (never cut) elsewhere.
+
+    Of several processes the first one shows it.
+    """
     assert all(len(row) == len(columns) for row in rows), "every row needs a cell for each column"
+    if not processes.is_first():
+        return
     if _is_terminal(sys.stdout):
         _drawn_table(columns, rows, title)
         return
@@ -107,7 +112,7 @@ class Progress:
     def __init__(self, label: str, total: int, unit: str = "step", *, quiet: bool = False) -> None:
         self.label, self.total, self.unit, self.quiet = clean(label), total, unit, quiet
         self.done, self.note = 0, ""
-        self._bar = _Bar(self.label, total) if _is_terminal(sys.stderr) and not quiet else None
+        self._bar = _Bar(self.label, total) if _is_terminal(sys.stderr) and not quiet and processes.is_first() else None
         self._began = self._last_line = time.monotonic()
 
     def __enter__(self) -> "Progress":

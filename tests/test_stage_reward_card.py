@@ -100,9 +100,9 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
     longest = []
     plain = reward_stage.raw_scores
 
-    def spy(scorer: Any, ids: list[list[int]], size: int) -> list[float]:
+    def spy(scorer: Any, ids: list[list[int]], *how: Any) -> list[float]:
         longest.append(max(map(len, ids)))
-        return plain(scorer, ids, size)
+        return plain(scorer, ids, *how)
 
     monkeypatch.setattr(reward_stage, "raw_scores", spy)
     result, manifest = reward(world, tmp_path, kinder_is_better, n=1024, steps=300)

@@ -189,7 +189,8 @@ def begin(
         clear_leftovers(place)
     environment = {"versions": versions(), "device": device, "processes": processes.count()}
     if status.state == "resume":
-        _refuse_another_group(config)
+        if status.step is not None:
+            _refuse_another_group(config)
         _warn_of_changes(folder, environment)
     write_json(folder / "identity.json", wanted | {"environment": environment})
     resolved = config.dump(relative_to=folder)

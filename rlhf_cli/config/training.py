@@ -38,7 +38,14 @@ class TrainerSettings(Section):
         8, gt=0, description=f"Rows (in the reward stage: pairs) a device reads at once in training. {HF}"
     )
     per_device_eval_batch_size: int = Field(8, gt=0, description=f"Rows a device reads at once in evaluation. {HF}")
-    gradient_accumulation_steps: int = Field(1, gt=0, description=f"Batches added up before each optimizer step. {HF}")
+    gradient_accumulation_steps: int = Field(
+        1,
+        gt=0,
+        description=(
+            "Batches added up before each optimizer step, which takes per_device_train_batch_size x this x the number "
+            f"of processes rows. {HF}"
+        ),
+    )
     max_length: int = Field(
         1024,
         gt=1,
@@ -97,11 +104,11 @@ class TrainerSettings(Section):
         ),
     )
 
-    def steps(self, rows: int) -> int:
-        """Optimizer steps of a training on so many rows, as transformers counts them on one device."""
+    def steps(self, rows: int, processes: int = 1) -> int:
+        """Optimizer steps of a training on so many rows, as transformers counts them in so many processes."""
         if self.max_steps is not None:
             return self.max_steps
-        batches = math.ceil(rows / self.per_device_train_batch_size)
+        batches = math.ceil(rows / (self.per_device_train_batch_size * processes))
         return math.ceil(self.num_train_epochs * max(1, math.ceil(batches / self.gradient_accumulation_steps)))
 
     @model_validator(mode="before")

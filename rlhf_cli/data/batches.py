@@ -27,6 +27,7 @@ class LikeLengths:
 
     transformers' own sampler gives the long batches of 50 first and the short ones last, over and over, and draws from
     the global generator, so that a resumed epoch is another one. Here an epoch is a function of (seed, epoch).
+    `batch_size` counts the rows that all processes read at the same time: their batches are its neighbouring parts.
     """
 
     POOL = 50  # batches whose rows are sorted together: enough to leave little padding, few enough to keep them mixed

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rlhf_cli import terminal
+from rlhf_cli import processes, terminal
 from rlhf_cli.config import Config, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.data import Rows
 from rlhf_cli.errors import RLHFError
@@ -12,18 +12,25 @@ from rlhf_cli.models import loading
 
 
 def check_batch(config: SFTConfig | RewardConfig, rows: Rows[Any], count: int, unit: str = "usable rows") -> None:
-    """Raises RLHFError D11 where `count` (rows, or the sequences they are packed into) fill no optimizer step."""
+    """Raises RLHFError D11 where `count` (rows, or the sequences they are packed into) fill no optimizer step.
+
+    It takes rows in each of the processes that train together.
+    """
     settings, stage = config.sft if isinstance(config, SFTConfig) else config.reward, config.stage
-    size, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    if count >= size * parts:
+    size, parts, group = settings.per_device_train_batch_size, settings.gradient_accumulation_steps, processes.count()
+    if count >= size * parts * group:
         return
-    product = f"per_device_train_batch_size {size} x gradient_accumulation_steps {parts} = {size * parts}"
-    text = f"{rows.source.shown()} has {count} {unit}, fewer than one optimizer step takes ({product})"
-    if count >= size:
-        hint = f"set {stage}.gradient_accumulation_steps to {count // size} at most"
-    else:
-        hint = f"set {stage}.per_device_train_batch_size to {count} at most"
+    product = f"per_device_train_batch_size {size} x gradient_accumulation_steps {parts}"
+    product += f" x {group} processes" if group > 1 else ""
+    text = f"{rows.source.shown()} has {count} {unit}, fewer than one optimizer step takes"
+    text += f" ({product} = {size * parts * group})"
+    if count >= size * group:
+        hint = f"set {stage}.gradient_accumulation_steps to {count // (size * group)} at most"
+    elif count >= group:
+        hint = f"set {stage}.per_device_train_batch_size to {count // group} at most"
         hint += ", and gradient_accumulation_steps to 1" if parts > 1 else ""
+    else:
+        hint = f"start {count} processes at most, or bring more rows"
     raise RLHFError("D11", text, where=config.where(f"{stage}.per_device_train_batch_size"), hint=hint)
 
 

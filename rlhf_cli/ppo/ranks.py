@@ -94,6 +94,26 @@ class Ranks:
         self.told(None)
 
     @contextmanager
+    def after_the_first(self) -> Iterator[None]:
+        """Within, rank 0 goes first and the others after it: what it left in a cache is there for them."""
+        if self.rank > 0:
+            self.wait()
+        yield
+        if self.rank == 0:
+            self.wait()
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Within, a library sends between the processes: R14 where another one has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.count == 1 or not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+                raise
+            with self._together():
+                raise
+
+    @contextmanager
     def _together(self) -> Iterator[None]:
         try:
             yield

@@ -3,6 +3,9 @@
 import gc
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import adapters, machine, models
 from rlhf_cli.inputs import reward as inputs
 from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.ppo.ranks import ALONE, Ranks, group
 from rlhf_cli.ppo.records import Prompts, right_pad
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
@@ -37,28 +41,41 @@ class RewardTrainer(trl_training.PlainTrainer, trl.RewardTrainer):
 
 
 def run(config: RewardConfig, options: Options) -> None:
-    """Train and leave RUN/reward. Goes on from the last checkpoint where there is one."""
+    """Train and leave RUN/reward. Goes on from the last checkpoint where there is one.
+
+    Raises RLHFError E04 and R14 as `Ranks` does.
+    """
+    with group() as ranks:
+        _run(config, options, ranks)
+
+
+def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     parents = checkpoints.open_parents(config)
     parent = parents["model.path"]
     identity = checkpoints.identity(config, parents, config.sources())
-    if checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name()) == "finished":
+    status = ranks.first(
+        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
+    )
+    if status == "finished":
         terminal.say(f"reward   finished already: {shown(config.folder)}")
         return
     machine.check(config, parents)
     tokenizer, model = start(config, options, parent)
     stop = data.stop_token_id(tokenizer)
-    rows, eval_rows = read(config, tokenizer, model.config)
-    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows), config, "reward")
+    with ranks.after_the_first():
+        rows, eval_rows = read(config, tokenizer, model.config)
+    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward")
     loading.set_special_ids(model, tokenizer, stop)
-    loading.save_model(model, tokenizer, config.folder / "model", readme(config, parent, len(rows), steps))
+    text = readme(config, parent, len(rows), steps)
+    ranks.first(partial(loading.save_model, model, tokenizer, config.folder / "model", text))
     del model
     gc.collect()  # it is read again
     scorer = saved_scorer(config, options)
-    card = report_card(config, scorer, tokenizer, eval_rows)
+    card = report_card(config, scorer, tokenizer, eval_rows, ranks)
     scale = {}
     if config.reward.normalize == "sft":
-        scale = normalise(config, scorer, sampled(config, options, parent, tokenizer, rows))
-        loading.save_config(scorer, config.folder / "model")
+        scale = normalise(config, scorer, sampled(config, options, parent, tokenizer, rows, ranks), ranks)
+        ranks.first(lambda: loading.save_config(scorer, config.folder / "model"))
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
         "metrics": {name: card[name] for name in HEADLINE} if card else {},
@@ -68,7 +85,7 @@ def run(config: RewardConfig, options: Options) -> None:
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    checkpoints.finish(config, identity, parents=parents, fields=fields)
+    ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
     if card:
         reward_card.print_card({**card, "ci95": card["accuracy_ci95"]})
 
@@ -91,7 +108,9 @@ def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:
     return rows, held_out if held_out is not None else []
 
 
-def make_trainer(config: RewardConfig, model: Any, tokenizer: Any, rows: Rows, eval_rows: Rows) -> Any:
+def make_trainer(
+    config: RewardConfig, model: Any, tokenizer: Any, rows: Rows, eval_rows: Rows, ranks: Ranks = ALONE
+) -> Any:
     """TRL's trainer on {chosen_ids, rejected_ids[, margin]}, which it takes for tokens already; none is too long."""
     coefficient = config.reward.center_rewards_coefficient or None
     args = trl_training.arguments(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
@@ -106,6 +125,7 @@ def make_trainer(config: RewardConfig, model: Any, tokenizer: Any, rows: Rows, e
         RewardTrainer,
         config,
         lengths if config.reward.group_by_length else None,
+        ranks,
         model=model,
         args=args,
         train_dataset=train,
@@ -121,21 +141,25 @@ def saved_scorer(config: RewardConfig, options: Options) -> Any:
 
 
 @torch.no_grad()
-def raw_scores(scorer: Any, rows: Sequence[list[int]], size: int) -> list[float]:
-    """The scorer's own pooled logit of each row of tokens, in batches of `size` rows of like length."""
-    scores = [0.0] * len(rows)
+def raw_scores(scorer: Any, rows: Sequence[list[int]], size: int, ranks: Ranks = ALONE) -> list[float]:
+    """The scorer's own pooled logit of each row of tokens, in batches of `size` rows of like length, shared by all."""
+    scores: dict[int, float] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    for first in range(0, len(rows), size):
-        picked = order[first : first + size]
+    for picked in ranks.share([order[first : first + size] for first in range(0, len(rows), size)]):
         ids, mask = right_pad([rows[i] for i in picked], scorer.config.pad_token_id)
         logits = scorer(input_ids=ids.to(scorer.device), attention_mask=mask.long().to(scorer.device)).logits
-        for i, score in zip(picked, logits[:, 0].float().tolist(), strict=True):
-            scores[i] = score
-    return scores
+        scores |= zip(picked, logits[:, 0].float().tolist(), strict=True)
+    found = {i: score for each in ranks.told(scores) for i, score in each.items()}
+    return [found[i] for i in range(len(rows))]
 
 
-def sampled(config: RewardConfig, options: Options, parent: Parent, tokenizer: Any, rows: Rows) -> list[list[int]]:
-    """Prompt and response tokens: answers of the model that training started from, to prompts of the training pairs."""
+def sampled(
+    config: RewardConfig, options: Options, parent: Parent, tokenizer: Any, rows: Rows, ranks: Ranks = ALONE
+) -> list[list[int]]:
+    """Prompt and response tokens: answers of the model that training started from, to prompts of the training pairs.
+
+    Each rank writes a part.
+    """
     model = loading.load_causal(parent.model, **loading.how(config.model, options.trust_remote_code))
     loading.fit_embeddings(model, tokenizer)
     model.to(loading.device()).eval()
@@ -148,14 +172,17 @@ def sampled(config: RewardConfig, options: Options, parent: Parent, tokenizer: A
     stop, pad = data.stop_token_id(tokenizer), tokenizer.pad_token_id
     engine = HFEngine(model, stop, pad, temperature=1.0, batch_size=SAMPLED_AT_ONCE)
     seeds = tuple(derive(config.seed, "normalize", number) for number in range(len(picked)))
-    asked = Prompts.from_lists(picked, pad)
-    rollout = engine.generate(Prompts(asked.ids, asked.mask, seeds, length))
-    return [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
+    asked = replace(Prompts.from_lists(picked, pad), seeds=seeds, response_length=length)
+    part, own = ranks.part(len(picked)), []
+    if part.start < part.stop:
+        rollout = engine.generate(asked.rows(part.start, part.stop))
+        own = [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
+    return list(chain.from_iterable(ranks.told(own)))
 
 
-def normalise(config: RewardConfig, scorer: Any, rows: list[list[int]]) -> dict[str, float]:
+def normalise(config: RewardConfig, scorer: Any, rows: list[list[int]], ranks: Ranks) -> dict[str, float]:
     """Put mean and deviation of the raw scores of `rows` into the scorer's config, where every reader finds them."""
-    raw = torch.tensor(raw_scores(scorer, rows, config.reward.per_device_eval_batch_size), dtype=torch.float64)
+    raw = torch.tensor(raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, ranks), dtype=torch.float64)
     mean, deviation = float(raw.mean()), float(raw.std(correction=0))
     if deviation < 1e-6:
         terminal.warn("R02", f"all {len(rows)} answers of the SFT model get the same score ({mean:.4g})")
@@ -164,7 +191,7 @@ def normalise(config: RewardConfig, scorer: Any, rows: list[list[int]]) -> dict[
     return {"reward_mean": mean, "reward_std": deviation}
 
 
-def report_card(config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows) -> dict[str, Any]:
+def report_card(config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows, ranks: Ranks) -> dict[str, Any]:
     """What the finished scorer is worth on the evaluation pairs, in raw scores; {} without such pairs, which is said.
 
     Warns R10-R12 of faults. Raises RLHFError R01 for scores that are not finite.
@@ -173,13 +200,13 @@ def report_card(config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows) -
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
         return {}
     chosen, rejected = (
-        finite_scores(config, scorer, [row[key] for row in rows]) for key in ("chosen_ids", "rejected_ids")
+        finite_scores(config, scorer, [row[key] for row in rows], ranks) for key in ("chosen_ids", "rejected_ids")
     )
     lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]
     pairs = [ScoredPair(good, bad, *length) for good, bad, length in zip(chosen, rejected, lengths, strict=True)]
     picked = reward_card.spread(rows)
     asked = adversarial(tokenizer, [rows[i] for i in picked], loading.context_of(scorer.config), config.seed)
-    scores = {name: finite_scores(config, scorer, answers) for name, answers in asked.items()}
+    scores = {name: finite_scores(config, scorer, answers, ranks) for name, answers in asked.items()}
     card = reward_card.measure(pairs, seed=config.seed)
     card["adversarial"] = reward_card.judge(scores, [chosen[i] for i in picked])
     faults = reward_card.flags(card)
@@ -196,9 +223,9 @@ def adversarial(tokenizer: Any, rows: Rows, context: int | None, seed: int) -> d
     return reward_card.build(rows, polite, context=context, seed=seed)
 
 
-def finite_scores(config: RewardConfig, scorer: Any, rows: Sequence[list[int]]) -> list[float]:
+def finite_scores(config: RewardConfig, scorer: Any, rows: Sequence[list[int]], ranks: Ranks) -> list[float]:
     """`raw_scores`. Raises RLHFError R01 where one is not finite."""
-    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size)
+    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, ranks)
     if not all(map(math.isfinite, scores)):
         text = "the finished model gives scores that are not finite: the training diverged"
         raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")

@@ -5,6 +5,7 @@ import gc
 import math
 import random
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from rlhf_cli.inputs import adapters, machine, models
 from rlhf_cli.inputs import sft as inputs
 from rlhf_cli.inputs.sft import IGNORED
 from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.ppo.ranks import ALONE, Ranks, group
 from rlhf_cli.ppo.records import right_pad
 from rlhf_cli.stages import trl_training
 
@@ -69,29 +71,42 @@ def _score_by_own_head(model: Any) -> None:
 
 
 def run(config: SFTConfig, options: Options) -> None:
-    """Train and leave RUN/sft. Goes on from the last checkpoint where there is one."""
+    """Train and leave RUN/sft. Goes on from the last checkpoint where there is one.
+
+    Raises RLHFError E04 and R14 as `Ranks` does.
+    """
+    with group() as ranks:
+        _run(config, options, ranks)
+
+
+def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
-    if checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name()) == "finished":
+    status = ranks.first(
+        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
+    )
+    if status == "finished":
         terminal.say(f"sft      finished already: {shown(config.folder)}")
         return
     machine.check(config, parents)
     tokenizer, model = start(config, options, parents)
     stop = data.stop_token_id(tokenizer)
     strategy = inputs.packing_strategy(config)
-    rows, eval_rows = read(config, tokenizer, model.config, strategy)
-    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy), config, "sft")
+    with ranks.after_the_first():
+        rows, eval_rows = read(config, tokenizer, model.config, strategy)
+    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft")
     loading.set_special_ids(model, tokenizer, stop)
-    loading.save_model(model, tokenizer, config.folder / "model", card(config, parents, len(rows), steps))
+    text = card(config, parents, len(rows), steps)
+    ranks.first(functools.partial(loading.save_model, model, tokenizer, config.folder / "model", text))
     del model
     gc.collect()  # it is read again
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
-        "metrics": headline(config, options, eval_rows, tokenizer.pad_token_id) if eval_rows else {},
+        "metrics": headline(config, options, eval_rows, tokenizer.pad_token_id, ranks) if eval_rows else {},
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    checkpoints.finish(config, identity, parents=parents, fields=fields)
+    ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
 
 
 def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
@@ -126,7 +141,13 @@ def read(config: SFTConfig, tokenizer: Any, body: Any, strategy: str | None) -> 
 
 
 def make_trainer(
-    config: SFTConfig, model: Any, tokenizer: Any, rows: Rows, eval_rows: Rows, strategy: str | None
+    config: SFTConfig,
+    model: Any,
+    tokenizer: Any,
+    rows: Rows,
+    eval_rows: Rows,
+    strategy: str | None,
+    ranks: Ranks = ALONE,
 ) -> Any:
     """TRL's trainer on tokens and labels of ours: without packing it prepares nothing, with it only packs."""
     packing: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
@@ -139,6 +160,7 @@ def make_trainer(
         SFTTrainer,
         config,
         lengths,
+        ranks,
         model=model,
         args=args,
         train_dataset=data.as_dataset(rows),
@@ -147,8 +169,8 @@ def make_trainer(
     )
 
 
-def headline(config: SFTConfig, options: Options, rows: Rows, pad: int) -> dict[str, float]:
-    """Loss per trained token of the saved model over the evaluation rows, in nats, by our own pass."""
+def headline(config: SFTConfig, options: Options, rows: Rows, pad: int, ranks: Ranks) -> dict[str, float]:
+    """Loss per trained token of the saved model over the evaluation rows, in nats, by our own pass, shared by all."""
     model = loading.load_causal(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
     model.to(loading.device()).eval()
     width = config.sft.max_length
@@ -158,11 +180,10 @@ def headline(config: SFTConfig, options: Options, rows: Rows, pad: int) -> dict[
         for i in range(0, len(row["input_ids"]), width)
     ]
     cut.sort(key=lambda window: len(window[0]))
-    loss, correct, tokens, size = 0.0, 0, 0, config.sft.per_device_eval_batch_size
-    for first in range(0, len(cut), size):
-        ids, labels = zip(*cut[first : first + size], strict=True)
-        sums = _sums(model, ids, labels, pad)
-        loss, correct, tokens = loss + sums[0], correct + sums[1], tokens + sums[2]
+    size = config.sft.per_device_eval_batch_size
+    batches = [zip(*cut[first : first + size], strict=True) for first in range(0, len(cut), size)]
+    own = [_sums(model, ids, labels, pad) for ids, labels in ranks.share(batches)]
+    loss, correct, tokens = map(sum, zip(*chain.from_iterable(ranks.told(own)), strict=True))
     mean = loss / max(tokens, 1)
     if not math.isfinite(mean):
         text = f"the finished model's loss on the evaluation rows is {mean}: the training diverged"

@@ -20,6 +20,7 @@ from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import limits
 from rlhf_cli.models import cards, loading
+from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.signals import StopWish
 from rlhf_cli.tracking import MetricsLog
 
@@ -29,11 +30,15 @@ STATE = "trainer_state.json"  # what transformers writes last into a checkpoint
 
 
 class PlainTrainer:
-    """Mixed into TRL's trainers: no model card of TRL's, and batches of rows of like length that resume exactly."""
+    """Mixed into TRL's trainers: no model card of TRL's, batches of rows of like length that resume exactly, and
+    checkpoints that count once each of several processes wrote its part.
+    """
 
     lengths: Sequence[int] | None = None
+    ranks = ALONE
     keep = 2
     cost: checkpoints.Cost
+    losses: Sequence[float] = ()  # of each rank, since the last line of the log: transformers adds them up apart
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Ours is written with the model."""
@@ -43,10 +48,12 @@ class PlainTrainer:
         trainer: Any = self
         states, name = Path(trainer.args.output_dir), f"checkpoint-{trainer.state.global_step}"
         with self.cost.one():
-            checkpoints.make_room(states, name)
+            self.ranks.first(lambda: checkpoints.make_room(states, name))
+            self.losses = self.ranks.told(float(trainer._tr_loss))
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            self.ranks.wait()  # each has written the state of its random numbers
             best = Path(trainer.state.best_model_checkpoint or "").name
-            checkpoints.seal_state(states / name, keep=self.keep, spare={best})
+            self.ranks.first(lambda: checkpoints.seal_state(states / name, keep=self.keep, spare={best}))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """No pickle of the arguments, which hold the hub's token: gone before the checkpoint can count as whole."""
@@ -57,7 +64,7 @@ class PlainTrainer:
         if self.lengths is None:
             return super()._get_train_sampler(train_dataset)  # type: ignore[misc]
         args: Any = self.args  # type: ignore[attr-defined]
-        return data.LikeLengths(self.lengths, args.train_batch_size, args.seed)
+        return data.LikeLengths(self.lengths, args.train_batch_size * self.ranks.count, args.seed)
 
 
 def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> Any:
@@ -76,6 +83,7 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "warmup_steps": ours.warmup_steps if ours.warmup_steps is not None else ours.warmup_ratio,  # below 1: a share
         "bf16": loading.computes_in_bf16(ours.bf16),
         "use_cpu": not gpu,
+        "ddp_find_unused_parameters": False,  # what learns takes part in each pass; the search for others takes time
         "dataloader_pin_memory": gpu,
         "logging_steps": ours.logging_steps,
         "logging_nan_inf_filter": False,  # it would hide what R01 is about
@@ -95,10 +103,18 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
     return args
 
 
-def build(kind: Any, config: SFTConfig | RewardConfig, lengths: Sequence[int] | None, **parts: Any) -> Any:
-    """TRL's trainer (`kind` with PlainTrainer mixed in) of its parts. Raises RLHFError C17 for what TRL refuses."""
+def build(
+    kind: Any, config: SFTConfig | RewardConfig, lengths: Sequence[int] | None, ranks: Ranks, **parts: Any
+) -> Any:
+    """TRL's trainer (`kind` with PlainTrainer mixed in) of its parts.
+
+    Raises RLHFError C17 for what TRL refuses, E04 where accelerate has found other processes than `ranks`.
+    """
     trainer = _trl(config, kind, **parts)
-    trainer.lengths, trainer.keep = lengths, config.output.keep
+    if (found := trainer.accelerator.num_processes) != ranks.count:
+        text = f"accelerate found {found} process{'es' * (found > 1)}, {ranks.count} train together"
+        raise RLHFError("E04", text, hint="take the variables ACCELERATE_* out of the environment, or use --nproc N")
+    trainer.lengths, trainer.keep, trainer.ranks = lengths, config.output.keep, ranks
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -120,10 +136,14 @@ def train(trainer: Any, config: SFTConfig | RewardConfig, label: str) -> int:
     SIGTERM or SIGINT: saves after the step and raises SystemExit(143 or 130).
     Raises RLHFError R01 for a loss that is not finite.
     """
-    folder = config.folder
+    folder, ranks = config.folder, trainer.ranks
     settings = config.sft if isinstance(config, SFTConfig) else config.reward
-    limits.warn_intervals(config, settings.steps(len(trainer.train_dataset)))
-    checkpoint = checkpoints.latest_state(folder / "state")
+    limits.warn_intervals(config, settings.steps(len(trainer.train_dataset), ranks.count))
+    if ranks.count > 1:
+        rows, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+        total = rows * parts * ranks.count
+        terminal.say(f"{label:<8} a step: {rows} x {parts} x {ranks.count} processes = {total} rows")
+    checkpoint = ranks.first(lambda: checkpoints.latest_state(folder / "state"))
     state = json.loads((checkpoint / STATE).read_text(encoding="utf-8")) if checkpoint else {}
     sums = state["stateful_callbacks"]["Follower"]["attributes"] if checkpoint else {}
     log = MetricsLog(folder / "metrics.jsonl", sums.get("log"))
@@ -138,7 +158,7 @@ def train(trainer: Any, config: SFTConfig | RewardConfig, label: str) -> int:
         follower = Follower(trainer, log, label, stop, sums)
         trainer.add_callback(follower)
         try:
-            with _numbers_alone(checkpoint):
+            with _numbers_alone(checkpoint), ranks.in_step():
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             follower.close()
@@ -172,20 +192,28 @@ class Follower(TrainerCallback, ExportableState):
         self.bar.advance(state.global_step)
         trainer = self.trainer
         if sums := self.resumed:
-            trainer._tr_loss += sums["loss"]
+            trainer._tr_loss += sums["losses"][trainer.ranks.rank]
             trainer._globalstep_last_logged = sums["logged_at"]
             trainer._total_train_tokens = sums["tokens"]
-            for name, values in sums["metrics"].items():
+            for name, values in sums["metrics"]:
                 trainer._metrics["train"][name] = list(values)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any, **kwargs: Any) -> None:
+        """The sampler is told the epoch: where several processes go on in the middle of one, accelerate does not."""
+        inner = train_dataloader.batch_sampler
+        while hasattr(inner, "batch_sampler"):
+            inner = inner.batch_sampler
+        if hasattr(inner.sampler, "set_epoch"):
+            inner.sampler.set_epoch(int(state.epoch))
 
     def state(self) -> dict[str, Any]:
         """What transformers forgets of the log in a checkpoint: sums since the last line, tokens since the start."""
         trainer = self.trainer
         sums = {
-            "loss": float(getattr(trainer, "_tr_loss", 0.0)),
+            "losses": trainer.losses,
             "logged_at": getattr(trainer, "_globalstep_last_logged", 0),
             "tokens": trainer._total_train_tokens,
-            "metrics": {name: list(values) for name, values in trainer._metrics["train"].items()},
+            "metrics": [[name, list(values)] for name, values in trainer._metrics["train"].items()],  # in this order
             "log": self.log.mark(trainer.state.global_step),
         }
         return {"args": {}, "attributes": sums}
@@ -198,6 +226,7 @@ class Follower(TrainerCallback, ExportableState):
         """
         assert self.bar
         self.bar.advance()
+        self._hear()
         last = state.global_step >= state.max_steps
         control.should_log |= last
         control.should_save |= self.stop.wished is not None and not last
@@ -219,10 +248,16 @@ class Follower(TrainerCallback, ExportableState):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The stop signal is obeyed."""
+        self._hear()  # it may have come while the checkpoint was written
         if self.stop.wished and state.global_step < state.max_steps:
             step = f"step {state.global_step} of {state.max_steps}"
             terminal.say(f"{self.label:<8} stopped at {step}, saved; the same command goes on from here")
+            self.trainer.ranks.wait()  # who ends first has the others ended
             raise SystemExit(self.stop.exit_code)
+
+    def _hear(self) -> None:
+        """All processes stop at the same step: where one of them was told to."""
+        self.stop.hear(self.trainer.ranks.told(self.stop.wished))
 
     def close(self) -> None:
         """Ends the progress, however the training ended."""

@@ -7,42 +7,61 @@ from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import machine, models
 from rlhf_cli.models import loading
+from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.stages.eval import answers, figure, report
 
 
 def run(config: EvalConfig, options: Options) -> None:
-    """Leave RUN/eval with report.json and samples.jsonl, print the verdict, hold it against `eval.require` (R06)."""
+    """Leave RUN/eval with report.json and samples.jsonl, print the verdict, hold it against `eval.require` (R06).
+
+    Raises RLHFError E04 and R14 as `Ranks` does.
+    """
+    with group() as ranks:
+        _run(config, options, ranks)
+
+
+def _run(config: EvalConfig, options: Options, ranks: Ranks) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
-    if checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name()) == "finished":
+    status = ranks.first(
+        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
+    )
+    if status == "finished":
         terminal.say(f"eval     finished already: {checkpoints.shown(config.folder)}")
         found = verdict.read_report(config.folder)
     else:
-        found = _evaluate(config, options, parents)
+        found = _evaluate(config, options, parents, ranks)
         metrics = {"win_rate": found["win_rate"], "models": found["models"]}
         fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
-        checkpoints.finish(config, identity, parents=parents, fields=fields)
+        ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
     verdict.print_verdict(config.folder)
     verdict.check_requirements(found, config.eval.require, where=config.where)
 
 
-def _evaluate(config: EvalConfig, options: Options, parents: dict[str, checkpoints.Parent]) -> dict[str, Any]:
-    """Write samples.jsonl and report.json; returns the report."""
+def _evaluate(
+    config: EvalConfig, options: Options, parents: dict[str, checkpoints.Parent], ranks: Ranks
+) -> dict[str, Any]:
+    """Write samples.jsonl and report.json; returns the report. Answers are of all ranks, the report is of the first."""
     machine.check(config, parents)
     models.check_alike(config, options, parents)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
     tokenizer = models.tokenizer(config, options, sft)
     sampling = inputs.sampling(config, inputs.trained_by(ppo), ppo.path, data.stop_token_id(tokenizer))
     body = loading.read_config(sft.model, options.trust_remote_code)
-    prompts = inputs.read(config, tokenizer, body, sampling.response_length)[: config.eval.n]
+    with ranks.after_the_first():
+        prompts = inputs.read(config, tokenizer, body, sampling.response_length)[: config.eval.n]
     if len(prompts) < config.eval.n:
         terminal.say(f"eval     {len(prompts)} held-out prompts (eval.n asks for {config.eval.n})")
     inputs.warn_of_selection(config)
     trail = inputs.trail(config, ppo)
-    judged = answers.collect(config, options, parents, tokenizer, prompts, sampling, trail)
-    found = report.build(config, judged, len(prompts), sampling, parents, trail)
-    if "frontier" in found:
-        figure.draw(found, config.folder / "frontier.svg")
-    rows.write_jsonl(config.folder / "samples.jsonl", report.sample_rows(judged))
-    checkpoints.write_json(config.folder / "report.json", found)
-    return found
+    judged = answers.collect(config, options, parents, tokenizer, prompts, sampling, trail, ranks)
+
+    def write() -> dict[str, Any]:
+        found = report.build(config, judged, len(prompts), sampling, parents, trail)
+        if "frontier" in found:
+            figure.draw(found, config.folder / "frontier.svg")
+        rows.write_jsonl(config.folder / "samples.jsonl", report.sample_rows(judged))
+        checkpoints.write_json(config.folder / "report.json", found)
+        return found
+
+    return ranks.first(write)

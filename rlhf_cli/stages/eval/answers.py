@@ -1,8 +1,10 @@
 """Responses of the policies to held-out prompts, and what every judge says of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,13 +16,15 @@ from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import models
 from rlhf_cli.models import loading, reading
 from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
-from rlhf_cli.ppo.rewards import call_text_reward
+from rlhf_cli.ppo.rewards import ModelReward, call_text_reward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
 
+T = TypeVar("T")
 NEAR_GREEDY = 0.01  # the temperature of TRL 1.12's evaluation generations
-Judge = Callable[[list[str], list[str], Rollout], list[float]]
+Judge = Callable[[list[str], list[str]], list[float]]  # of prompts and responses
 
 
 @dataclass(frozen=True)
@@ -46,13 +50,14 @@ def collect(
     prompts: list[data.Prompt],
     how: inputs.Sampling,
     trail: inputs.Trail,
+    ranks: Ranks = ALONE,
 ) -> list[Answers]:
     """Everything generated and scored: each policy in each mode, PPO's snapshots, then best-of-n of the SFT policy.
 
-    Beside the SFT policy one other is in memory at a time.
+    Beside the SFT policy one other is in memory at a time. Each rank takes a part of the prompts.
     """
     writing = models.Writing(parents["models.sft"], tokenizer, how.stop_token_id, prompts)
-    desk = _Desk(config, tokenizer, prompts, how, _judges(config, options, parents, writing))
+    desk = _Desk(config, tokenizer, prompts, how, _judges(config, options, parents, writing), ranks)
     asked, draws = _asked(config, parents, trail), max(config.eval.best_of, default=0)
     found: list[Answers] = []
     best: list[Answers] = []
@@ -99,20 +104,19 @@ def _asked(config: EvalConfig, parents: Mapping[str, Parent], trail: inputs.Trai
 
 def _judges(
     config: EvalConfig, options: Options, parents: Mapping[str, Parent], writing: models.Writing
-) -> dict[str, Judge]:
-    """Name -> judge. `reward` is what PPO was trained on."""
+) -> dict[str, Judge | ModelReward]:
+    """Name -> judge: a reward model, or what is asked of texts. `reward` is what PPO was trained on."""
 
-    def by_model(parent: Parent) -> Judge:
+    def by_model(parent: Parent) -> ModelReward:
         theirs = models.own_tokenizer(config, options, writing.sft, parent)
         model = models.scorer(config, options, parent, theirs or writing.tokenizer).to(loading.device()).eval()
-        source = models.reward(config, parent.key, writing, model, theirs, rows=config.eval.per_device_batch_size)
-        return lambda prompts, responses, rollout: source(rollout).tolist()
+        return models.reward(config, parent.key, writing, model, theirs, rows=config.eval.per_device_batch_size)
 
     def by_function(name: str) -> Judge:
-        function = functions[name]
-        return lambda prompts, responses, rollout: call_text_reward(name, function, prompts, responses)
+        return partial(call_text_reward, name, functions[name])
 
     functions = inputs.functions(config)
+    judges: dict[str, Judge | ModelReward]
     judges = {"reward": by_model(parents["models.reward"])} if "models.reward" in parents else {}
     for name in config.judges:
         judges[name] = by_function(name) if name in functions else by_model(parents[f"judges.{name}"])
@@ -127,15 +131,34 @@ class _Desk:
     tokenizer: Any
     prompts: list[data.Prompt]
     how: inputs.Sampling
-    judges: dict[str, Judge]
+    judges: dict[str, Judge | ModelReward]
+    ranks: Ranks
 
     def answer(self, name: str, mode: str, policy: Any, sft: Any, draw: int = 0) -> Answers:
-        """The draws are keyed by (seed, mode, draw, row): the same for every policy, so that comparisons are paired."""
+        """The draws are keyed by (seed, mode, draw, row): the same for every policy, so that comparisons are paired.
+
+        Models score what this rank wrote; functions are asked once, by the first rank, of all.
+        """
         temperature = self.how.temperature if mode == "sampled" else NEAR_GREEDY
         seeds = tuple(derive(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts)))
         asked = replace(
             Prompts.from_lists([p.ids for p in self.prompts]), seeds=seeds, response_length=self.how.response_length
         )
+        part = self.ranks.part(len(asked))
+        own: Answers | None = None
+        if part.start < part.stop:
+            own = self._written(name, mode, policy, sft, asked.rows(part.start, part.stop), temperature)
+        whole = joined([each for each in self.ranks.told(own) if each])
+        scores = {
+            judge: whole.scores[judge]
+            if isinstance(ask, ModelReward)
+            else self.ranks.first(partial(ask, whole.prompts, whole.responses))
+            for judge, ask in self.judges.items()
+        }
+        return replace(whole, scores=scores)
+
+    def _written(self, name: str, mode: str, policy: Any, sft: Any, asked: Prompts, temperature: float) -> Answers:
+        """Answers, with the scores of those judges that are models."""
         size = self.config.eval.per_device_batch_size
         engine = HFEngine(policy, self.how.stop_token_id, self.tokenizer.pad_token_id or 0, temperature, size)
         rollout = engine.generate(asked)
@@ -145,10 +168,27 @@ class _Desk:
             kl = (
                 [0.0] * len(prompts) if policy is sft else sequence_kl(policy, sft, rollout, temperature, max_rows=size)
             )
-        scores = {judge: ask(prompts, responses, rollout) for judge, ask in self.judges.items()}
+        scores = {judge: ask(rollout).tolist() for judge, ask in self.judges.items() if isinstance(ask, ModelReward)}
         return Answers(
             name, mode, prompts, responses, rollout.ended.tolist(), rollout.response_lengths.tolist(), scores, kl
         )
+
+
+def joined(parts: Sequence[Answers]) -> Answers:
+    """Answers to one part of the prompts after the other."""
+    return replace(
+        parts[0],
+        prompts=_chained(part.prompts for part in parts),
+        responses=_chained(part.responses for part in parts),
+        ended=_chained(part.ended for part in parts),
+        lengths=_chained(part.lengths for part in parts),
+        scores={judge: _chained(part.scores[judge] for part in parts) for judge in parts[0].scores},
+        kl=None if parts[0].kl is None else _chained(part.kl or [] for part in parts),
+    )
+
+
+def _chained(columns: Iterable[list[T]]) -> list[T]:
+    return list(chain.from_iterable(columns))
 
 
 @torch.no_grad()

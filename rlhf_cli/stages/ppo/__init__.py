@@ -60,7 +60,7 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
         **training.snapshots.fields(),
         "trust_remote_code": options.trust_remote_code,
     }
-    checkpoints.finish(config, identity, parents=parents, fields=fields)
+    ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
     if stopped:
         raise _kept(stopped, config, step)
 
