@@ -13,7 +13,7 @@ from rlhf_cli.ppo.settings import PPOSettings
 
 def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Optimizer:
     """One AdamW over all models, `value` at value_learning_rate; biases and norms (one dimension) do not decay."""
-    groups = []
+    groups: list[dict[str, Any]] = []
     for name, model in models.items():
         own = settings.value_learning_rate if name == "value" else None
         lr = settings.learning_rate if own is None else own
@@ -30,9 +30,8 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Op
     if settings.optim == "adamw_8bit":
         return eight_bits.adamw(groups, words=eight_bits.embeddings(models.values()), **same)
     if any(hasattr(weight, "device_mesh") for group in groups for weight in group["params"]):
-        return torch.optim.AdamW(
-            groups, foreach=False, **same
-        )  # no kernel takes whole weights and parts (FSDP2) at once
+        # No kernel takes whole weights and parts (FSDP2) at once.
+        return torch.optim.AdamW(groups, foreach=False, **same)
     return torch.optim.AdamW(groups, fused=settings.optim == "adamw_torch_fused", **same)
 
 
