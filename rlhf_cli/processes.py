@@ -28,6 +28,11 @@ def local_rank() -> int:
     return _number("LOCAL_RANK", 0)
 
 
+def local_count() -> int:
+    """How many of them are on this machine."""
+    return _number("LOCAL_WORLD_SIZE", count())
+
+
 def is_first() -> bool:
     """Whether this process writes files and speaks: the others of a group do neither."""
     return rank() == 0

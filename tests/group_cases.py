@@ -100,7 +100,7 @@ def found(ranks: Ranks, **more: Any) -> dict[str, Any]:
             made[f"{name}, {dtype}"] = told(trainer(ranks, dtype, **changes))
     made["a head on the policy, torch.float64"] = told(trainer(ranks, torch.float64, head=True, **more))
     made["nobody has a row to spare, torch.float64"] = small(ranks, **more)
-    for name, spoilt in (("loss", spoil_loss), ("reward", spoil_reward)):
+    for name, spoilt in (("loss", spoil_loss), ("reward", spoil_reward), ("reward model", spoil_model)):
         made[f"error in the {name}"] = error(spoilt(trainer(ranks, torch.float32, **more)))
     return made
 
@@ -146,6 +146,22 @@ def spoil_reward(made: PPOTrainer) -> PPOTrainer:
         raise RLHFError("R05", "reward `length` raised ValueError", where="ppo.yaml:3", hint="mend it")
 
     made.rewards["length"] = fails
+    return made
+
+
+def spoil_model(made: PPOTrainer) -> PPOTrainer:
+    """A model, which each rank asks for its own rows: here one that finds row 5 too long."""
+    model = made.rewards["model"]
+
+    class Fails:
+        by_row = True
+
+        def __call__(self, rollout: Any) -> Any:
+            if rollout.first <= 5 < rollout.first + len(rollout):
+                raise RLHFError("R05", f"row {rollout.first + (5 - rollout.first)} has 90 tokens", hint="shorten it")
+            return model(rollout)
+
+    made.rewards["model"] = Fails()
     return made
 
 

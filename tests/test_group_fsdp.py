@@ -50,7 +50,7 @@ def test_each_process_holds_about_half(both) -> None:
     assert both[0]["plain, torch.float32"]["held"] == 1
 
 
-@pytest.mark.parametrize("name", ["loss", "reward"])
+@pytest.mark.parametrize("name", ["loss", "reward", "reward model"])
 def test_what_one_process_finds_wrong_all_of_them_raise(both, name: str) -> None:
     one, first, second = (each[f"error in the {name}"] for each in both)
     assert first == second == one

@@ -85,7 +85,7 @@ def test_the_cases_do_what_their_names_say(both) -> None:
     assert one["ptx, torch.float64"]["stats"][0]["loss/ptx_avg"] > 0
 
 
-@pytest.mark.parametrize(("name", "code"), [("loss", "R01"), ("reward", "R05")])
+@pytest.mark.parametrize(("name", "code"), [("loss", "R01"), ("reward", "R05"), ("reward model", "R05")])
 def test_what_one_process_finds_wrong_all_of_them_raise(both, name: str, code: str) -> None:
     one, first, second = (each[f"error in the {name}"] for each in both)
     assert first == second == one

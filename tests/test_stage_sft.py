@@ -282,7 +282,9 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
 ) -> None:
     """Step 17 lies in the second epoch, between two lines of the log and two regular checkpoints."""
     settings = {"max_steps": 26, "logging_steps": 3, "eval_steps": 9, "gradient_accumulation_steps": 1}
-    dropout = {"new": {**SIZES, "attention_dropout": 0.1, "tokenizer": {"train": str(world.text), "vocab_size": 320}}}
+    wide = {"hidden_size": 64, "intermediate_size": 128}  # 8 bits begin with 4096 numbers
+    tokens = {"tokenizer": {"train": str(world.text), "vocab_size": 320}}
+    dropout = {"new": {**SIZES, **wide, "attention_dropout": 0.1, **tokens}}
     configs = [
         config_of(world, folder, sft=settings, model=dropout, output={"save_steps": 12}, trainer={"optim": optim})
         for folder in (tmp_path / "straight", tmp_path / "stopped")
@@ -297,6 +299,10 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
     state = configs[1].folder / "state"
     assert f"checkpoint-{step}" in {path.name for path in state.iterdir()}
     assert not list(state.rglob("training_args.bin")) and not list(state.rglob("README.md"))
+    averages = torch.load(state / f"checkpoint-{step}/optimizer.pt", weights_only=True)["state"].values()
+    kept = [each.get("__bnb_optimizer_quant_state__", each) for each in averages]
+    formats = {tensor.dtype for each in kept for tensor in each.values() if isinstance(tensor, torch.Tensor)}
+    assert (torch.uint8 in formats) == (optim == "adamw_8bit")
     assert not (configs[1].folder / "manifest.json").exists()
     half = shutil.copytree(state / f"checkpoint-{step}", state / "checkpoint-20")  # what a kill -9 may leave
     (half / "trainer_state.json").write_text('{"global_step": 2')

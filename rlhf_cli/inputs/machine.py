@@ -101,11 +101,13 @@ def _check_disk(config: Config, trained: int) -> None:
 
 
 def _check_memory(config: Config, trained: int, frozen: int, *, runs_here: bool) -> None:
-    device, there = loading.device_name(), loading.memory()
+    sharing = processes.local_count() if _on_cpu() else 1  # each has all of the models
+    device, there = loading.device_name(), loading.memory() // sharing
     needed = _scaled(config, MEMORY * trained + WEIGHT * frozen)
     if needed > there:
         what = f"{trained:,} numbers that are trained" + (f" and {frozen:,} that are not" if frozen else "")
         text = f"{what} need {room.size(needed)} of memory at least, {device} has {room.size(there)}"
+        text += f" for each of {sharing} processes" if sharing > 1 else ""
         key = "model.path" if config.stage in ("sft", "reward") else "models.sft"
         hint = "use a smaller model, or a larger machine"
         if runs_here:

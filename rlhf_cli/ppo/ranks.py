@@ -51,6 +51,20 @@ class Ranks:
             dist.all_gather_object(found, what)
         return found  # type: ignore[return-value]
 
+    def each(self, ask: Callable[[], T]) -> list[T]:
+        """What each rank found when it was asked, by rank; what one of them raised, all raise."""
+        if self.count == 1:
+            return [ask()]
+        own: tuple[T | None, Exception | None]
+        try:
+            own = ask(), None
+        except Exception as error:
+            own = None, error
+        said = self.told(own)
+        if failed := next((error for _, error in said if error), None):
+            raise failed
+        return [what for what, _ in said]  # type: ignore[misc]
+
     def first(self, ask: Callable[[], T]) -> T:
         """What rank 0 found, who alone was asked; what it raised, all raise."""
         if self.count == 1:

@@ -98,6 +98,7 @@ class Rollout:
     mask: Tensor  # (B, P+R) bool: real tokens, one run in each row
     response_mask: Tensor  # (B, R) bool: response tokens that count, through the first stop token
     ended: Tensor  # (B,) bool: the response ended by itself, with the stop token
+    first: int = 0  # which row of the whole batch its first one is, where it is a part of one
 
     @classmethod
     def from_lists(
@@ -135,7 +136,8 @@ class Rollout:
 
     def rows(self, part: slice) -> "Rollout":
         """Some of its rows, as wide as all."""
-        return Rollout(self.ids[part], self.mask[part], self.response_mask[part], self.ended[part])
+        first = self.first + (part.start or 0)
+        return Rollout(self.ids[part], self.mask[part], self.response_mask[part], self.ended[part], first)
 
     @classmethod
     def joined(cls, parts: Sequence["Rollout"]) -> "Rollout":
@@ -147,7 +149,8 @@ class Rollout:
         return cls(ids, mask, response_mask, torch.cat([part.ended for part in parts]))
 
     def to(self, device: torch.device) -> "Rollout":
-        return Rollout(self.ids.to(device), self.mask.to(device), self.response_mask.to(device), self.ended.to(device))
+        ids, mask, response_mask, ended = (x.to(device) for x in (self.ids, self.mask, self.response_mask, self.ended))
+        return Rollout(ids, mask, response_mask, ended, self.first)
 
     @property
     def prompt_width(self) -> int:

@@ -130,9 +130,12 @@ class PPOTrainer:
         if self.ranks.count == 1:
             return engine.generate(asked)
         part = self.ranks.part(len(asked))
+
+        def write() -> Rollout | None:
+            return engine.generate(asked.rows(part.start, part.stop)).to(CPU) if part.start < part.stop else None
+
         with self.placement.writing(getattr(engine, "model", self.policy)):
-            written = engine.generate(asked.rows(part.start, part.stop)).to(CPU) if part.start < part.stop else None
-        return Rollout.joined([each for each in self.ranks.told(written) if each is not None])
+            return Rollout.joined([each for each in self.ranks.each(write) if each is not None])
 
     def keyed(self, prompts: Prompts, purpose: str) -> Prompts:
         """The prompts as an engine takes them: with this update's seeds and length limit."""
@@ -198,8 +201,8 @@ class PPOTrainer:
         if not getattr(source, "by_row", False):
             return self.ranks.first(lambda: _on_cpu(source(rollout)))
         part = self.ranks.part(len(rollout))
-        said = _on_cpu(source(rollout.rows(part))) if part.start < part.stop else None
-        parts = [each for each in self.ranks.told(said) if each is not None]
+        said = self.ranks.each(lambda: _on_cpu(source(rollout.rows(part))) if part.start < part.stop else None)
+        parts: list[Any] = [each for each in said if each is not None]
         return Opinions.joined(parts) if isinstance(parts[0], Opinions) else torch.cat(parts)
 
     @staticmethod

@@ -61,12 +61,15 @@ class RetoldReward(ModelReward):
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = range(len(rollout))
         retold = self.retold(
-            *([part(row) for row in rows] for part in (rollout.prompt_tokens, rollout.response_tokens))
+            *([part(row) for row in rows] for part in (rollout.prompt_tokens, rollout.response_tokens)),
+            first=rollout.first,
         )
         return super().__call__(Rollout.from_lists(*retold).to(rollout.ids.device))
 
-    def retold(self, prompts: list[list[int]], responses: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts and responses in the model's own tokens, of those in the policy's."""
+    def retold(
+        self, prompts: list[list[int]], responses: list[list[int]], *, first: int = 0
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Prompts and responses in the model's own tokens, of those in the policy's; `first` is that row's number."""
         known = [self.prompts.get(tuple(ids)) for ids in prompts]
         try:
             asked = [self._text(ids) if there is None else None for ids, there in zip(prompts, known, strict=True)]
@@ -79,7 +82,7 @@ class RetoldReward(ModelReward):
             there, ended = known[row], responses[row][-1] == self.stop_token_id
             found[0].append(prompt if there is None else there)
             found[1].append(response if ended or len(response) == 1 else response[:-1])
-            self._check_length(row, len(found[0][-1]), len(found[1][-1]))
+            self._check_length(first + row, len(found[0][-1]), len(found[1][-1]))
         return found
 
     def _text(self, ids: list[int]) -> str:

@@ -109,7 +109,7 @@ class TrainingSettings(Settings):
         description=(
             "In several processes: each keeps a part of the weights of policy, value model and reference, of gradients "
             "and of averages (torch's fully_shard); AdamW's steps are not fused. Less GPU memory, more time. "
-            f"{HF}"
+            f"{HF[:-1]}; none there, which is off]"
         ),
     )
     bf16: bool = Field(
