@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-learning test test-slow distributed chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews bench bench-memory bench-learning test test-slow distributed chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -8,7 +8,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 VENV ?= .venv
 RLHF := $(VENV)/bin/rlhf
 CONFIG ?= configs/demo
-# The developers' shared folder: the benchmarks' models. And the environment of the system that `make bench` compares with.
+# The developers' shared folder: the benchmarks' models. And the environment of the system that `make bench` and
+# `make bench-memory` compare with.
 SHARED ?= ../shared
 PEER ?= .peer
 
@@ -37,6 +38,10 @@ reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews
 bench: $(VENV)/.installed-reviews $(PEER)/.installed ## PPO's speed and memory beside TRL's, about half an hour; SHARED=, or POS=good.txt NEG=bad.txt
 	$(VENV)/bin/python -m benchmarks.speed --out runs/bench --peer $(PEER)/bin/python --shared $(SHARED) \
 		$(if $(POS),--pos "$(POS)") $(if $(NEG),--neg "$(NEG)")
+
+MALLOC ?= returns
+bench-memory: $(VENV)/.installed $(PEER)/.installed ## PPO's memory, four copies to one base, beside TRL's LoRA PPO: some 15 minutes
+	$(VENV)/bin/python -m benchmarks.memory --out runs/bench-memory --peer $(PEER)/bin/python --malloc $(MALLOC)
 
 bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, goes on where it stopped (docs/learning.md)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning --set kl_coef=0.1

@@ -20,8 +20,9 @@ sys.path.append(str(ROOT))
 
 from benchmarks import fast_paths  # noqa: E402
 from benchmarks.speed import demo, figure, floor, goals, ours, reference, start, synthetic, tables  # noqa: E402
-from benchmarks.speed.__main__ import Kept  # noqa: E402
+from benchmarks.speed.__main__ import files  # noqa: E402
 from benchmarks.speed.job import Job, Laps, real_tokens  # noqa: E402
+from benchmarks.speed.kept import Kept  # noqa: E402
 from benchmarks.speed.workload import Reference, prompts  # noqa: E402
 from rlhf_cli.cli import app  # noqa: E402
 
@@ -377,9 +378,11 @@ def test_a_profile_is_by_command():
 
 def test_a_part_is_measured_once(tmp_path):
     kept = Kept(tmp_path)
-    assert kept.get("start", lambda: 1) == 1 and kept.get("start", lambda: 2) == 1 and kept.has("start", 1)
-    assert kept.get("ragged/ours-0", lambda: 3) == 3 and not kept.has("ragged", 1)
-    assert kept.get("ragged/peer-0", lambda: 4) == 4 and kept.has("ragged", 1) and not kept.has("ragged", 2)
+    assert kept.get("start", lambda: 1) == 1 and kept.get("start", lambda: 2) == 1 and kept.has(files("start", 1))
+    assert kept.get("ragged/ours-0", lambda: 3) == 3 and not kept.has(files("ragged", 1))
+    assert (
+        kept.get("ragged/peer-0", lambda: 4) == 4 and kept.has(files("ragged", 1)) and not kept.has(files("ragged", 2))
+    )
     assert not kept.stale
     other = Kept(tmp_path)
     other.code = "other"

@@ -10,13 +10,11 @@ and two models are trained from them first, once. Writes OUT/bench.json, bench.m
 """
 
 import argparse
-import hashlib
 import json
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +23,10 @@ from typing import Any
 import yaml
 
 from benchmarks.speed import demo, figure, reference, start, tables, workload
-from benchmarks.speed.children import ROOT, ask
+from benchmarks.speed.children import ask
 from benchmarks.speed.goals import verdicts
 from benchmarks.speed.job import Job
+from benchmarks.speed.kept import Kept, refuse
 from benchmarks.speed.tables import SYSTEMS
 from rlhf_cli import terminal
 
@@ -53,49 +52,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def refuse(text: str) -> int:
-    print(f"bench: {text}", file=sys.stderr)
-    return 2
-
-
-def code_sha256() -> str:
-    """What is measured: the product's own source."""
-    total = hashlib.sha256()
-    for path in sorted((ROOT / "rlhf_cli").rglob("*.py")):
-        total.update(path.read_bytes())
-    return total.hexdigest()[:12]
-
-
-class Kept:
-    """Results in files, one a process; those of other code are used, and told."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.code, self.stale = folder, code_sha256(), set[str]()
-
-    def drop(self, part: str) -> None:
-        """Forget a part, so that it is measured again."""
-        (self.folder / f"{part}.json").unlink(missing_ok=True)
-        shutil.rmtree(self.folder / part, ignore_errors=True)
-
-    def has(self, part: str, rounds: int) -> bool:
-        """Whether a part was measured to its end."""
-        names = [part] if part not in SIDES else [f"{part}/{side}-{n}" for side in SYSTEMS for n in range(rounds)]
-        return all((self.folder / f"{name}.json").exists() for name in names)
-
-    def get(self, name: str, measure: Callable[[], Any]) -> Any:
-        path = self.folder / f"{name}.json"
-        if path.exists():
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept["code"] != self.code and "peer" not in name:
-                self.stale.add(name)
-            return kept["found"]
-        terminal.say(f"bench    {name}")
-        found = measure()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"code": self.code, "found": found}, indent=1), encoding="utf-8")
-        temporary.replace(path)
-        return found
+def files(part: str, rounds: int) -> list[str]:
+    """The names that the results of a part are kept by."""
+    return [part] if part not in SIDES else [f"{part}/{side}-{n}" for side in SYSTEMS for n in range(rounds)]
 
 
 def sides(kept: Kept, job: Job, name: str, peer: Path, rounds: int) -> dict[str, list[Any]]:
@@ -122,7 +81,7 @@ def measured(kept: Kept, args: argparse.Namespace, job: Job) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name in PARTS:
-        if name in args.only or kept.has(name, args.rounds):
+        if name in args.only or kept.has(files(name, args.rounds)):
             pair = partial(sides, kept, job, name, args.peer.absolute(), args.rounds)
             found[name] = pair() if name in SIDES else kept.get(name, alone[name])
     return found
@@ -179,8 +138,7 @@ def main() -> int:
         for note in table.notes:
             terminal.out(note)
         terminal.out()
-    if kept.stale:
-        terminal.out(f"measured with other code: {', '.join(sorted(kept.stale))}; --fresh measures again")
+    kept.tell_stale()
     return 0
 
 

@@ -27,13 +27,15 @@ def surroundings(threads: int, **more: str) -> dict[str, str]:
     }
 
 
-def ask(module: str, *arguments: str | Path, python: str | Path = sys.executable, threads: int = 1) -> Any:
+def ask(module: str, *arguments: str | Path, python: str | Path = sys.executable, threads: int = 1, **more: str) -> Any:
     """What a module of ours prints as JSON on its last line, run by itself; `python` may be another environment's.
+
+    `more` goes into the child's environment.
 
     Raises RuntimeError, with the end of what it said, where it fails.
     """
     command = [str(python), "-m", module, *map(str, arguments)]
-    return json.loads(output(command, surroundings(threads)).splitlines()[-1])
+    return json.loads(output(command, surroundings(threads, **more)).splitlines()[-1])
 
 
 def output(command: Sequence[str], environment: dict[str, str]) -> str:

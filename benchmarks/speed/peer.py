@@ -27,7 +27,7 @@ from benchmarks.speed.job import Job, Laps, memory_mb, real_tokens, report
 BASELINE = memory_mb("VmRSS")
 
 
-def arguments(job: Job, folder: str) -> PPOConfig:
+def arguments(job: Job, folder: str, *, use_cpu: bool = True) -> PPOConfig:
     return PPOConfig(
         output_dir=folder,
         per_device_train_batch_size=job.rows,
@@ -46,7 +46,7 @@ def arguments(job: Job, folder: str) -> PPOConfig:
         num_sample_generations=0,
         gradient_checkpointing=False,
         bf16=False,
-        use_cpu=True,
+        use_cpu=use_cpu,
         seed=job.seed,
         save_strategy="no",
         report_to="none",
@@ -55,14 +55,16 @@ def arguments(job: Job, folder: str) -> PPOConfig:
     )
 
 
-def trainer(job: Job, folder: str) -> PPOTrainer:
-    policy, ref = (LlamaForCausalLM.from_pretrained(job.sft) for _ in range(2))
+def trainer(job: Job, folder: str, lora: Any = None, *, use_cpu: bool = True) -> PPOTrainer:
+    """TRL's trainer. With peft's settings, `lora`, the reference is the policy without its adapters."""
+    policy = LlamaForCausalLM.from_pretrained(job.sft)
+    ref = None if lora else LlamaForCausalLM.from_pretrained(job.sft)
     value, scorer = (LlamaForSequenceClassification.from_pretrained(job.reward, num_labels=1) for _ in range(2))
     tokenizer = AutoTokenizer.from_pretrained(job.sft, padding_side="left")
     batches = job.batches()
     rows = Dataset.from_list([{"input_ids": ids} for batch in batches for ids in batch])
     ppo = PPOTrainer(
-        args=arguments(job, folder),
+        args=arguments(job, folder, use_cpu=use_cpu),
         processing_class=tokenizer,
         model=policy,
         ref_model=ref,
@@ -70,6 +72,7 @@ def trainer(job: Job, folder: str) -> PPOTrainer:
         value_model=value,
         train_dataset=rows,
         eval_dataset=rows.select(range(job.batch)),
+        peft_config=lora,
     )
     ppo.dataloader = [ppo.data_collator([{"input_ids": ids} for ids in batch]) for batch in batches]
     return ppo
