@@ -44,9 +44,10 @@ def _scales(state: Any) -> Iterator[Tensor]:
 @contextmanager
 def watched(models: dict[str, nn.Module]) -> Iterator[Found]:
     """Within, a training of these models; afterwards the most that it held, by kind, when an optimizer step was done:
-    then the gradients still are there. `peak` is the most memory while it lasted, `before` the most until it began.
+    then the gradients still are there. `peak` is the most memory while it lasted, `before` the most until it began,
+    `mapped` what of it are pages of the weights' files.
     """
-    found = {"weights": 0, "gradients": 0, "optimizer": 0, "before": _most()}
+    found = {"weights": 0, "gradients": 0, "optimizer": 0, "mapped": 0, "before": _most()}
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kept = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
@@ -54,6 +55,7 @@ def watched(models: dict[str, nn.Module]) -> Iterator[Found]:
             weight.grad for model in models.values() for weight in model.parameters() if weight.grad is not None
         ]
         seen = {"weights": size(weights(models.values())), "gradients": size(learning), "optimizer": size(kept)}
+        seen["mapped"] = _mapped()
         found.update({kind: max(found[kind], count) for kind, count in seen.items()})
         if "reference" in models:
             found["one"] = size(weights([models["reference"]]))
@@ -66,6 +68,21 @@ def watched(models: dict[str, nn.Module]) -> Iterator[Found]:
         hook.remove()
         models.clear()  # who trained may want their memory back
     found["peak"] = _most()
+
+
+def _mapped() -> int:
+    """Bytes in memory of weights' files, as they are read: pages that stay until no tensor of the file is left.
+
+    Where nothing changed them the kernel may take them back, needed or not: VmHWM counts them all the same.
+    """
+    count, path = 0, ""
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            path = line
+        elif words[0] == "Rss:" and ".safetensors" in path:
+            count += int(words[1]) * 1024
+    return count
 
 
 def libraries() -> int:

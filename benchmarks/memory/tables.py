@@ -54,7 +54,10 @@ def of_ppo(parts: Found, malloc: str) -> Table:
 
 
 def of_stages(parts: Found, malloc: str) -> Table:
-    return of_cases("SFT and reward model, which qlora is for", world.STAGES, parts, malloc)
+    table = of_cases("SFT and reward model, which qlora is for", world.STAGES, parts, malloc)
+    mapped = mb(max(parts[f"{stage}-qlora"]["mapped"] for stage in ("sft", "reward")))
+    note = f"qlora: {mapped} MB of the peak are pages of the base's file, which the kernel may take back"
+    return table._replace(notes=[note])
 
 
 def verdict(parts: Found) -> Verdict:
