@@ -40,7 +40,7 @@ bench: $(VENV)/.installed-reviews $(PEER)/.installed ## PPO's speed and memory b
 		$(if $(POS),--pos "$(POS)") $(if $(NEG),--neg "$(NEG)")
 
 MALLOC ?= returns
-bench-memory: $(VENV)/.installed $(PEER)/.installed ## PPO's memory, four copies to one base, beside TRL's LoRA PPO: some 15 minutes
+bench-memory: $(VENV)/.installed $(PEER)/.installed ## PPO's memory, four copies to one base, beside TRL's LoRA PPO: some 20 minutes
 	$(VENV)/bin/python -m benchmarks.memory --out runs/bench-memory --peer $(PEER)/bin/python --malloc $(MALLOC)
 
 bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, goes on where it stopped (docs/learning.md)

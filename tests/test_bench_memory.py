@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import json
 import subprocess
 import sys
 import weakref
@@ -16,6 +17,7 @@ from torch import nn
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
+from benchmarks.memory import __main__ as program  # noqa: E402
 from benchmarks.memory import held, ours, tables, world  # noqa: E402
 from benchmarks.memory.__main__ import CASES  # noqa: E402
 from benchmarks.speed.job import Job  # noqa: E402
@@ -238,6 +240,33 @@ def test_the_peer_needs_nothing_of_ours():
         ours_ = {name for name in imported if name.startswith("benchmarks")}
         allowed = ("benchmarks.memory.held", "benchmarks.speed.job.", "benchmarks.speed.peer.")
         assert all(name.startswith(allowed) for name in ours_)
+
+
+def test_each_case_is_asked_once_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
+    asked: list[tuple[Any, ...]] = []
+
+    def ask(module: str, *arguments: Any, **how: Any) -> dict[str, Any]:
+        asked.append((module.rpartition(".")[2], *arguments[:-1], how))
+        return example(100e6) if module.endswith("ours") else parts()[tables.PEER]
+
+    monkeypatch.setattr(program, "ask", ask)
+    monkeypatch.setattr(world, "BIG", world.SMALL)
+    command = ["memory", "--peer", sys.executable, "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert program.main() == 0
+    told = capsys.readouterr().out
+    assert [(side, *rest[:2]) for side, *rest in asked[:-1]] == [
+        ("ours", case.stage, case.config(tmp_path / "world/big")) for case in CASES
+    ]
+    side, *jobs, how = asked[-1]
+    assert side == "peer" and all(Path(job).is_file() for job in jobs[:2]) and how["python"] == Path(sys.executable)
+    assert all(how["MALLOC_TRIM_THRESHOLD_"] == "65536" for *_, how in asked)
+    assert json.loads((tmp_path / "memory.json").read_text())["bytes"].keys() == parts().keys()
+    assert "| one base | 100 / 100 (1.00) |" in (tmp_path / "memory.md").read_text() and "one base" in told
+    assert program.main() == 0 and len(asked) == len(CASES) + 1  # what was measured is kept
+    monkeypatch.setattr(sys, "argv", [*command, "--malloc", "keeps"])
+    assert program.main() == 0 and len(asked) == 2 * (len(CASES) + 1)
+    assert not any("MALLOC_TRIM_THRESHOLD_" in how for *_, how in asked[len(CASES) + 1 :])
 
 
 def test_without_the_peer_it_says_so_in_one_line(tmp_path):
