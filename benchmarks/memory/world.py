@@ -65,12 +65,12 @@ STAGES = [
 ADAPTERS, CHECKPOINTING = {"adapters": LORA}, {"gradient_checkpointing": True}
 PPO = [
     Case("ppo-full", "full: four copies", "ppo"),
-    Case("ppo-checkpointing", "full, checkpointing", "ppo", settings=CHECKPOINTING),
+    Case("ppo-checkpointing", "full, checkpointed", "ppo", settings=CHECKPOINTING),
     Case("ppo-8bit", "full, adamw_8bit", "ppo", settings={"optim": "adamw_8bit"}),
     Case("ppo-policy-head", "full, policy_head", "ppo", {"value": "policy_head"}),
     Case("ppo-lora", "lora, whole reward", "ppo", ADAPTERS),
     Case("ppo-one-base", "one base", "ppo", ADAPTERS, reward="reward-lora"),
-    Case("ppo-one-base-checkpointing", "one base, checkpointing", "ppo", ADAPTERS, CHECKPOINTING, reward="reward-lora"),
+    Case("ppo-one-base-checkpointing", "one base, checkpointed", "ppo", ADAPTERS, CHECKPOINTING, reward="reward-lora"),
 ]
 
 
