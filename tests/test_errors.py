@@ -70,6 +70,7 @@ def test_the_codes_are_those_of_the_table_and_ours() -> None:
         "R11",
         "R12",
         "R13",
+        "R14",
         "C17",
         "C18",
     }
