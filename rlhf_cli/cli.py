@@ -277,6 +277,13 @@ def plan(
         float | None,
         typer.Option("--flops", metavar="N", help="Operations a second of a machine; this one's are measured."),
     ] = None,
+    gpu: Annotated[
+        float | None,
+        typer.Option("--gpu", metavar="GIB", min=0.001, help="For GPUs of so much memory; with --flops."),
+    ] = None,
+    nproc: Annotated[
+        int, typer.Option("--nproc", metavar="N", min=1, help="For N processes, one to a GPU; the plan is of each.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
@@ -287,7 +294,7 @@ def plan(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = [*(set_ or []), *(assignments or [])]
-    plan.run(path, overrides, options, mode=mode, prompt=prompt, flops=flops, as_json=as_json)
+    plan.run(path, overrides, options, mode=mode, prompt=prompt, flops=flops, gpu=gpu, processes=nproc, as_json=as_json)
 
 
 @app.command()

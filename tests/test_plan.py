@@ -21,6 +21,7 @@ from rlhf_cli.inputs import machine
 from rlhf_cli.models import adapters, loading, reading, shapes
 from rlhf_cli.plan import _show, duration, modes
 from rlhf_cli.plan.tally import META, Tally
+from rlhf_cli.plan.target import Target
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 
@@ -41,6 +42,9 @@ def found(*arguments: str) -> dict[str, dict[str, Any]]:
     result = plan(*arguments, "--json", "--flops", "1e9")
     assert (result.exit_code, result.stderr) == (0, ""), result.stderr
     return {stage["stage"]: stage for stage in json.loads(result.stdout)["stages"]}
+
+
+GPU = ("--gpu", "80")  # a machine that is not here
 
 
 def phase(told: dict[str, Any], name: str) -> dict[str, Any]:
@@ -202,13 +206,12 @@ def test_averages_of_8_bits_take_a_quarter_but_those_of_embeddings(three: Path) 
         assert phase(told, name)["bytes"]["weights"] == phase(whole, name)["bytes"]["weights"]
 
 
-def test_what_is_sent_away_is_in_memory_while_it_is_read(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent_away_is_in_memory_while_it_is_read(three: Path) -> None:
     policy, scorer = (made.num_parameters() for made in (loading.load_causal("model"), loading.load_scorer("scorer")))
     nowhere, plain = (found("ppo.yaml", *more)["ppo"]["phases"] for more in (["ppo.offload=true"], []))
     assert nowhere == plain  # on a CPU
-    monkeypatch.setattr(machine, "_on_cpu", lambda: False)
     for exact in (False, True):
-        loss = ["ppo.kl_in=loss", "ppo.kl_estimator=full"] * exact
+        loss = [*GPU, *["ppo.kl_in=loss", "ppo.kl_estimator=full"] * exact]
         told, whole = (found("ppo.yaml", *more, *loss)["ppo"] for more in (["ppo.offload=true"], []))
         held = {each["name"]: each["bytes"]["weights"] for each in told["phases"]}
         learn = 4 * (policy + scorer)
@@ -306,6 +309,62 @@ def test_ppo_is_planned_with_the_adapters_of_its_config(three: Path) -> None:
 def test_help_says_what_is_planned_without_a_mode() -> None:
     said = " ".join(plan("--help").stdout.replace("│", " ").split())
     assert "each stage as its adapters say" in said
+
+
+# Other machines.
+
+
+def test_each_of_several_processes_makes_its_share(three: Path) -> None:
+    """What is planned is a process; an update is of all of them, and there are fewer."""
+    alone, both = (found(".", "--nproc", count) for count in ("1", "2"))
+    for stage in ("sft", "reward", "ppo"):
+        assert both[stage]["phases"] == alone[stage]["phases"]
+    assert (alone["ppo"]["steps"], both["ppo"]["steps"]) == (10, 5)
+    small = ("sft.per_device_train_batch_size=4", "sft.max_steps=null", "sft.gradient_accumulation_steps=1")
+    steps = [found("sft.yaml", *small, "--nproc", count)["sft"]["steps"] for count in ("1", "2")]
+    assert steps[0] == 2 * steps[1]
+    assert "; each of 2 processes" in plan("ppo.yaml", "--nproc", "2", "--flops", "1e9").stdout
+
+
+def test_a_gpu_that_is_not_here(three: Path) -> None:
+    """Its memory is what counts, bfloat16 is used unasked where TRL trains, and its rate must be told."""
+    result = plan("ppo.yaml", *GPU, "--flops", "4e14")
+    assert "a GPU of 80 GiB has 85.9 GB: fits" in result.stdout and "libraries" not in result.stdout
+    assert "does not fit" in plan("ppo.yaml", "--gpu", "0.001", "--flops", "4e14").stdout
+    here, there = (phase(found("sft.yaml", *more)["sft"], "step")["bytes"] for more in ((), GPU))
+    if not torch.cuda.is_available():
+        assert there["activations"] != here["activations"]
+    refused = plan("ppo.yaml", *GPU)
+    assert refused.exit_code == 2 and "error[C11]: --gpu plans for a GPU that need not be here" in refused.stderr
+
+
+def test_what_is_cut_up_over_processes(three: Path) -> None:
+    """By hand: of 4 processes each keeps a quarter of layers, embeddings and heads, and what is together beside it."""
+    models = {"policy": loading.load_causal("model"), "value": loading.load_scorer("scorer")}
+
+    def size(weights: Any) -> int:
+        return 4 * sum(weight.numel() for weight in {id(w): w for w in weights}.values())
+
+    layers = {name: size(model.model.layers.parameters()) for name, model in models.items()}
+    heads = {"policy": [models["policy"].lm_head.weight], "value": []}
+    words = {name: size([model.get_input_embeddings().weight, *heads[name]]) for name, model in models.items()}
+    layer = size(models["policy"].model.layers[0].parameters())
+    learnt = sum(layers.values()) + sum(words.values())
+    whole = found("ppo.yaml", *GPU, "--nproc", "4")["ppo"]
+    cut = found("ppo.yaml", *GPU, "--nproc", "4", "ppo.fsdp=true")["ppo"]
+    assert found("ppo.yaml", "ppo.fsdp=true")["ppo"]["phases"] == found("ppo.yaml")["ppo"]["phases"]  # in one process
+
+    def less(name: str, kind: str) -> int:
+        return phase(whole, name)["bytes"][kind] - phase(cut, name)["bytes"][kind]
+
+    together = sum(words.values()) + layer
+    gone = 0.75 * (learnt + layers["policy"])  # the reference's layers, too
+    assert less("judge", "weights") == less("update", "weights") == pytest.approx(gone - together, abs=8)
+    assert less("rollout", "weights") == pytest.approx(gone - layers["policy"] - words["policy"], abs=8)
+    assert less("judge", "gradients") == pytest.approx(0.75 * learnt, abs=8)
+    assert less("update", "gradients") == pytest.approx(0.75 * learnt - together, abs=8)
+    assert less("update", "optimizer") == pytest.approx(2 * 0.75 * learnt, rel=0.01)
+    assert less("update", "activations") == 0
 
 
 # Time.
@@ -426,7 +485,7 @@ def test_what_does_not_fit_is_told_with_what_would_help(
     assert not told["fits"] and list(advised.values()) == sorted(advised.values(), reverse=True)
     halves = "ppo.per_device_train_batch_size=8 ppo.gradient_accumulation_steps=8"
     assert {"models.value=policy_head", "ppo.gradient_checkpointing=true", halves} <= advised.keys()
-    _show(told)
+    _show(told, Target.of(None, 1))
     shown = capsys.readouterr().out
     assert "does not fit" in shown and all(f"{what} saves" in shown for what in advised)
     peak = max(one["total"] for one in told["phases"])

@@ -41,7 +41,7 @@ def shard(model: Any, device: torch.device, *, trained: bool) -> None:
         layer.set_force_sum_reduction_for_comms(True)
         layer.set_gradient_divide_factor(1.0)
     model.to(device)
-    for weight, places in _words(model) if trained else ():
+    for weight, places in words(model) if trained else ():
         part = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
         _put(nn.Parameter(part, requires_grad=weight.requires_grad), places)
 
@@ -59,7 +59,7 @@ def is_cut(weight: Tensor) -> bool:
 @contextmanager
 def words_together(model: Any, add: Add) -> Iterator[None]:
     """Within, embeddings and head are whole; their gradients are added up and cut up at the end."""
-    cut = [(weight, places) for weight, places in _words(model) if isinstance(weight, DTensor)]
+    cut = [(weight, places) for weight, places in words(model) if isinstance(weight, DTensor)]
     whole: list[nn.Parameter] = [nn.Parameter(w.full_tensor().detach(), requires_grad=w.requires_grad) for w, _ in cut]
     for all_of_it, (_, places) in zip(whole, cut, strict=True):
         _put(all_of_it, places)
@@ -187,7 +187,7 @@ def _mesh(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
-def _words(model: Any) -> list[tuple[Any, list[nn.Module]]]:
+def words(model: Any) -> list[tuple[Any, list[nn.Module]]]:
     """The weights of embeddings and output head, and the modules that have each as their `weight`."""
     found = [model.get_input_embeddings(), *([model.get_output_embeddings()] if model.can_generate() else [])]
     modules = [module for module in found if module is not None]

@@ -3,18 +3,19 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import pipeline, room, terminal
 from rlhf_cli.config import Config, Options, load, stage_of
 from rlhf_cli.errors import RLHFError, nearest, shown
-from rlhf_cli.models import loading
 from rlhf_cli.plan import advice, duration, estimate
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.estimate import Estimate
 from rlhf_cli.plan.modes import MODES
 from rlhf_cli.plan.tally import KINDS
+from rlhf_cli.plan.target import Target
 
 # What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 75 % were seen (docs/plan.md).
 HOLES = 0.3
@@ -29,14 +30,21 @@ def run(
     mode: str | None = None,
     prompt: int | None = None,
     flops: float | None = None,
+    gpu: float | None = None,
+    processes: int = 1,
     as_json: bool = False,
 ) -> None:
     """Print what each stage takes, and what to change where it does not fit.
 
     `mode`: as if all were trained so, whatever the configs say; `prompt`: tokens of the longest prompt, where the data
-    is not to be read; `flops`: operations a second of another machine. Raises RLHFError as `rlhf check` does, and C07
-    for an unknown mode.
+    is not to be read; `flops`: operations a second of another machine; `gpu`: GiB of a GPU that need not be here;
+    `processes`: how many train together. Raises RLHFError as `rlhf check` does, C07 for an unknown mode, and C11 for a
+    GPU whose rate is not told.
     """
+    if gpu is not None and flops is None:
+        text = "--gpu plans for a GPU that need not be here, whose rate cannot be measured"
+        raise RLHFError("C11", text, hint="give --flops too, e.g. 4e14: 40 % of an H100's 989e12 in bfloat16")
+    target = Target.of(gpu, processes)
     if mode is not None and mode not in MODES:
         near = nearest(mode, MODES)
         raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=near and f"did you mean {near}?")
@@ -44,15 +52,13 @@ def run(
     chain = Chain(configs, options, prompt)
     plans = []
     for config in configs:
-        found = estimate.of(config, chain, mode)
+        found = estimate.of(config, chain, mode, target)
         plans.append(_plan(found, flops, routed[config.stage], chain))
     if as_json:
-        terminal.out(
-            json.dumps({"device": loading.device_name(), "memory": loading.memory(), "stages": plans}, indent=2)
-        )
+        terminal.out(json.dumps({**asdict(target), "device": target.name, "stages": plans}, indent=2))
     else:
         for plan in plans:
-            _show(plan)
+            _show(plan, target)
 
 
 def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[str, list[str]]]:
@@ -67,11 +73,11 @@ def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[s
 def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain: Chain) -> dict[str, Any]:
     """The plan of a stage, as --json tells it."""
     config, stage = found.config, found.config.stage
-    on_a_gpu = loading.device().type == "cuda"
+    on_a_gpu = found.target.gpu
     libraries = 0 if on_a_gpu else room.resident() + (TRL if stage in ("sft", "reward") else 0)
     holes = 0 if on_a_gpu else round(HOLES * found.fullest.total)
     needed = found.fullest.total + holes + libraries
-    fits = needed <= loading.memory()
+    fits = needed <= found.target.memory
     ideas = [] if fits else advice.savings(found, overrides, chain)
     seconds = duration.seconds(found, flops)
     return {
@@ -100,17 +106,17 @@ def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain:
 STEP = {"sft": "a step", "reward": "a step", "ppo": "an update", "eval": "an evaluation"}
 
 
-def _show(plan: dict[str, Any]) -> None:
+def _show(plan: dict[str, Any], target: Target) -> None:
     phases = plan["phases"]
     kinds = [kind for kind in KINDS if any(phase["bytes"].get(kind) for phase in phases)]
     rows = [[kind, *(room.size(phase["bytes"].get(kind, 0)) for phase in phases)] for kind in kinds]
     rows.append(["total", *(room.size(phase["total"]) for phase in phases)])
-    terminal.table(["", *(_column(phase) for phase in phases)], rows, title=_title(plan))
-    needed, there = room.size(plan["needed"]), room.size(loading.memory())
+    terminal.table(["", *(_column(phase) for phase in phases)], rows, title=_title(plan, target))
+    needed, there = room.size(plan["needed"]), room.size(target.memory)
     others = [("libraries", plan["libraries"]), ("what malloc keeps", plan["holes"])]
     libraries = "".join(f", {name} {room.size(count)}" for name, count in others if count)
     verdict = "fits" if plan["fits"] else "does not fit"
-    text = f"memory   {needed} in {plan['fullest']}{libraries}; {loading.device_name()} has {there}: {verdict}"
+    text = f"memory   {needed} in {plan['fullest']}{libraries}; {target.name} has {there}: {verdict}"
     terminal.out(text)
     for each in plan["advice"]:
         terminal.out(f"         {each['set']} saves {room.size(each['saves'])}")
@@ -121,11 +127,12 @@ def _show(plan: dict[str, Any]) -> None:
     terminal.out()
 
 
-def _title(plan: dict[str, Any]) -> str:
+def _title(plan: dict[str, Any], target: Target) -> str:
     models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
     lengths = f"prompts of {plan['prompt_tokens']} tokens, {plan['response_tokens']} after them"
     mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
-    return f"{plan['stage']}: {models} parameters; {lengths}{mode}"
+    each = f"; each of {target.processes} processes" if target.processes > 1 else ""
+    return f"{plan['stage']}: {models} parameters; {lengths}{mode}{each}"
 
 
 def _column(phase: dict[str, Any]) -> str:

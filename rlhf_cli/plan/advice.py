@@ -5,7 +5,6 @@ from typing import Any
 
 from rlhf_cli.config import EvalConfig, PPOConfig, load
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading
 from rlhf_cli.plan import estimate
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.estimate import Estimate
@@ -17,7 +16,7 @@ def savings(found: Estimate, overrides: Sequence[str], chain: Chain) -> list[tup
     for changes in _ideas(found):
         try:
             config = load(found.config.stage, found.config.file, [*overrides, *changes])
-            smaller = estimate.of(config, chain, found.mode)
+            smaller = estimate.of(config, chain, found.mode, found.target)
         except RLHFError:  # a value that does not go with the others
             continue
         gain = found.fullest.total - smaller.fullest.total
@@ -38,7 +37,7 @@ def _ideas(found: Estimate) -> Iterator[list[str]]:
     if rows % 2 == 0:
         half = f"{stage}.per_device_train_batch_size={rows // 2}"
         yield [half, f"{stage}.gradient_accumulation_steps={2 * parts}"]
-    if not settings.bf16 and loading.can_use("bfloat16"):
+    if not settings.bf16 and found.target.computes_in_bf16(True):
         yield [f"{stage}.bf16=true"]
     key = "ppo.optim" if isinstance(config, PPOConfig) else "trainer.optim"
     yield [f"{key}=adamw_8bit"]
@@ -50,6 +49,7 @@ def _ideas(found: Estimate) -> Iterator[list[str]]:
     yield [f"ppo.local_rollout_forward_batch_size={max(1, at_once // 2)}"]
     if not config.models.adapters:
         yield ["ppo.offload=true"]
+        yield ["ppo.fsdp=true"]
     if config.models.value != "policy_head":
         yield ["models.value=policy_head"]
     if not settings.num_shared_layers and found.layers > 1:

@@ -11,12 +11,13 @@ from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConf
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import machine
 from rlhf_cli.inputs import ppo as of_ppo
-from rlhf_cli.models import loading, reading, shapes
+from rlhf_cli.models import reading, shapes
 from rlhf_cli.plan import memory
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.memory import How, Phase
 from rlhf_cli.plan.modes import STANDARD
+from rlhf_cli.plan.target import Target
 
 EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
 Found = tuple[dict[str, int], list[Phase], int]  # parameters of each model, phases, steps
@@ -34,14 +35,15 @@ class Estimate:
     layers: int
     phases: list[Phase]
     steps: int
+    target: Target
 
     @property
     def fullest(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def of(config: Config, chain: Chain, mode: str | None) -> Estimate:
-    """An estimate in a mode; None: as the config says.
+def of(config: Config, chain: Chain, mode: str | None, target: Target) -> Estimate:
+    """An estimate in a mode; None: as the config says. Of several processes what each of them takes.
 
     Raises RLHFError as `rlhf check` does, for models and data that are not there or do not fit.
     """
@@ -54,10 +56,11 @@ def of(config: Config, chain: Chain, mode: str | None) -> Estimate:
     estimates: dict[str, Callable[..., Found]] = {"sft": _sft, "reward": _reward, "ppo": ppo}
     if isinstance(config, EvalConfig):
         estimates["eval"] = partial(_eval, snapshots=chain.snapshots(config))
-    models, phases, steps = estimates[config.stage](config, {k: s.body for k, s in starts.items()}, lengths, mode)
+    bodies = {key: start.body for key, start in starts.items()}
+    models, phases, steps = estimates[config.stage](config, bodies, lengths, mode, target)
     text = first.body.get_text_config()
     mode = "full" if isinstance(config, EvalConfig) else mode  # what is evaluated is loaded whole
-    return Estimate(config, mode, models, lengths, text.hidden_size, text.num_hidden_layers, phases, steps)
+    return Estimate(config, mode, models, lengths, text.hidden_size, text.num_hidden_layers, phases, steps, target)
 
 
 def _mode(config: Config) -> str:
@@ -66,31 +69,35 @@ def _mode(config: Config) -> str:
     return machine.adapters_of(config) or "full"
 
 
-def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
+def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target) -> Found:
     model = _causal(config, "model.path", bodies, config.model)
-    return _by_trl(config, config.sft, "policy", model, memory.sft, lengths, mode)
+    return _by_trl(config, config.sft, "policy", model, memory.sft, lengths, mode, target)
 
 
-def _reward(config: RewardConfig, bodies: dict[str, Any], lengths: Lengths, mode: str) -> Found:
+def _reward(config: RewardConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target) -> Found:
     model = _scorer(config, "model.path", bodies, config.model)
-    return _by_trl(config, config.reward, "reward", model, memory.reward, lengths, mode)
+    return _by_trl(config, config.reward, "reward", model, memory.reward, lengths, mode, target)
 
 
-def _by_trl(config: Any, ours: Any, name: str, model: Any, step: Any, lengths: Lengths, mode: str) -> Found:
+def _by_trl(
+    config: Any, ours: Any, name: str, model: Any, step: Any, lengths: Lengths, mode: str, target: Target
+) -> Found:
     """A stage of one model that TRL trains; `step` is its function in `memory`."""
     count = {name: model.num_parameters()}  # before a mode changes the model
     whole = sum(weight.nbytes for weight in model.parameters())
-    how = _how(config, ours, mode)
+    how = _how(config, ours, mode, target)
     made = [step(model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, how)]
     if mode == "qlora":  # the finished model is measured as its readers get it
         made.append(Phase("read again", 0, {"weights": whole}))
-    return count, made, _steps(config, ours)
+    return count, made, _steps(config, ours, target)
 
 
-def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, apart: Collection[str]) -> Found:
+def _ppo(
+    config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, apart: Collection[str]
+) -> Found:
     """`apart`: keys of models that are no adapters of the policy's weights, though PPO trains adapters."""
     of_ppo.check_layers(config, bodies["models.sft"])
-    settings, section = machine.usable(config.ppo), config.models
+    settings, section = target.usable(config.ppo), config.models
     policy = _causal(config, "models.sft", bodies, section)
     made: dict[str, Any] = {"policy": policy, "reference": copy.deepcopy(policy)}
     keys: dict[str, str] = {}
@@ -106,19 +113,22 @@ def _ppo(config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str,
     whole = {name for name, key in keys.items() if key in apart}
     adapters = config.models.adapters or STANDARD
     models = memory.Trained(policy, made["reference"], value, rewards, adapters, whole, beside)
-    phases = memory.ppo(models, settings, lengths, mode=mode, gpu=_gpu())
+    phases = memory.ppo(models, settings, lengths, mode=mode, gpu=target.gpu, processes=target.processes)
     prompts = None if settings.total_episodes else _rows(config, "data.prompts")
-    return count, phases, settings.num_updates(prompts)
+    return count, phases, of_ppo.of_group(config, target.processes).ppo.num_updates(prompts)
 
 
-def _eval(config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, *, snapshots: int) -> Found:
+def _eval(
+    config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, *, snapshots: int
+) -> Found:
     section, ours, uses = config.models, config.eval, machine.uses(config)
     policies = {u.key: _causal(config, u.key, bodies, section) for u in uses if u.role == "policy"}
     judges = {u.key: _scorer(config, u.key, bodies, section) for u in uses if u.role == "judge"}
     rounds = (len(policies) + bool(section.base)) * len(ours.modes) + snapshots + max(ours.best_of, default=0)
     phases = memory.evaluation(
-        [*policies.values()], [*judges.values()], ours.per_device_batch_size, ours.n * rounds, lengths
-    )
+        [*policies.values()], [*judges.values()], ours.per_device_batch_size, -(-ours.n // target.processes) * rounds,
+        lengths, gpu=target.gpu,
+    )  # fmt: skip
     return {key: model.num_parameters() for key, model in {**policies, **judges}.items()}, phases, 1
 
 
@@ -135,20 +145,16 @@ def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section:
         return make(bodies[key], dtype=section.dtype, attn_implementation=section.attn_implementation)
 
 
-def _how(config: Any, ours: Any, mode: str) -> How:
+def _how(config: Any, ours: Any, mode: str, target: Target) -> How:
     adapters = config.model.adapters or STANDARD
-    bf16, in_8_bits = loading.computes_in_bf16(ours.bf16), config.trainer.get("optim") in EIGHT_BITS
-    return How(bf16, ours.gradient_checkpointing, mode, _gpu(), adapters, in_8_bits)
+    bf16, in_8_bits = target.computes_in_bf16(ours.bf16), config.trainer.get("optim") in EIGHT_BITS
+    return How(bf16, ours.gradient_checkpointing, mode, target.gpu, adapters, in_8_bits)
 
 
-def _steps(config: SFTConfig | RewardConfig, ours: Any) -> int:
-    return int(ours.steps(0 if ours.max_steps else _rows(config, "data.train")))
+def _steps(config: SFTConfig | RewardConfig, ours: Any, target: Target) -> int:
+    return int(ours.steps(0 if ours.max_steps else _rows(config, "data.train"), target.processes))
 
 
 def _rows(config: Config, key: str) -> int:
     """Rows of a source, as they stand there: some may yet be left out."""
     return max(1, sum(1 for _ in config.sources()[key].rows()))
-
-
-def _gpu() -> bool:
-    return loading.device().type == "cuda"

@@ -19,6 +19,9 @@ them response tokens; hidden size H, intermediate size I, A heads of which K hav
 Adapters put r (in + out) numbers beside a matrix, and these are T; qlora's matrices take half a byte a number and
 their scales. Such a model is then read whole, to be measured.
 
+With fsdp each of P processes keeps a P-th of weights, gradients and averages, beside what is together: a layer,
+embeddings and heads, in a rollout the policy.
+
 The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit.
 
 On a CPU that is what tensors take; a process holds more, since glibc's malloc keeps what was freed (docs/plan.md).
@@ -26,15 +29,15 @@ On a CPU that is what tensors take; a process holds more, since glibc's malloc k
 
 import sys
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlhf_cli.config.adapters import LoRA
-from rlhf_cli.models import eight_bits, loading, reading, shapes
+from rlhf_cli.models import eight_bits, reading, shapes, sharing
 from rlhf_cli.plan import modes
 from rlhf_cli.plan.ghosts import Ghosts, Lengths, prime
 from rlhf_cli.plan.tally import META, Tally
@@ -77,8 +80,10 @@ class Trained:
         return [self.policy, self.ref, self.value, *self.rewards.values()]
 
 
-def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str = "full", gpu: bool) -> list[Phase]:
-    """The phases of an update, with what the one before it left."""
+def ppo(
+    models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str = "full", gpu: bool, processes: int = 1
+) -> list[Phase]:
+    """The phases of an update, with what the one before it left; of several processes, what each of them makes."""
     vocabulary, episodes = _vocabulary(models.policy), settings.episodes_per_update
     minibatch = episodes // settings.num_mini_batches
     tokens = passes.most_tokens(settings, on_cpu=not gpu) or sys.maxsize
@@ -88,7 +93,7 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
     once = settings.model_copy(
         update={
             "num_mini_batches": 1, "num_ppo_epochs": 1, "value_only_updates": 0, "logits_at_a_time": held,
-            "micro_batch_tokens": tokens, "offload": False,
+            "micro_batch_tokens": tokens, "offload": False, "fsdp": False,
             "optim": "adamw_torch" if settings.optim == "adamw_torch_fused" else settings.optim,
         }
     )  # fmt: skip
@@ -108,7 +113,8 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
         resident = [models.policy, models.value, *read] if settings.offload else models.all
         return Tally(resident, vocabulary, optimizer)
 
-    found = [writing(models.policy, tally, settings.local_rollout_forward_batch_size or episodes, episodes, lengths)]
+    at_once = settings.local_rollout_forward_batch_size or episodes
+    found = [writing(models.policy, tally, at_once, episodes, lengths, gpu=gpu)]
     ghosts = Ghosts.of(rows, lengths)
     judged = []
     for model in models.rewards.values():
@@ -126,7 +132,36 @@ def ppo(models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str =
         trainer.update(experience)
     work = learnt.flops * episodes / rows * settings.num_ppo_epochs
     found.append(Phase("update", min(size, rows), dict(learnt.peak), work))
-    return found
+    return [_cut_up(phase, models, settings, processes) for phase in found] if settings.fsdp else found
+
+
+def _cut_up(phase: Phase, models: Trained, settings: PPOSettings, processes: int) -> Phase:
+    """A phase where policy, value model and reference are cut up (models/sharding.py): what each process keeps at rest,
+    and what is together while it is used: a layer, embeddings and heads, and in a rollout the policy.
+    """
+    from rlhf_cli.models import sharding
+
+    def size(weights: Iterable[Tensor]) -> int:
+        return sum({id(weight): weight.nbytes for weight in weights}.values())
+
+    def layers(model: Any) -> list[int]:
+        return [size(layer.parameters()) for layer in sharing.layers(model)]
+
+    def words(model: Any) -> int:
+        return size(weight for weight, _ in sharding.words(model))
+
+    learn = [model for model in (models.policy, models.value) if not isinstance(model, reading.ValueHead)]
+    gone = 1 - 1 / processes
+    learnt = sum(sum(layers(model)) + words(model) for model in learn)
+    rest = 0 if settings.offload else sum(layers(models.ref))
+    everyone = sum(w.nbytes for model in (models.policy, models.value) for w in model.parameters() if w.requires_grad)
+    whole = sum(map(words, learn)) + max(layers(models.policy))
+    held = Counter(phase.bytes)
+    held["weights"] += -round(gone * (learnt + rest))
+    held["weights"] += sum(layers(models.policy)) + words(models.policy) if phase.name == "rollout" else whole
+    held["gradients"] += -round(gone * learnt) + (whole if phase.name == "update" else 0)
+    held["optimizer"] -= round(held["optimizer"] * gone * learnt / everyone)
+    return replace(phase, bytes=dict(held))
 
 
 class _NoEngine:
@@ -143,24 +178,24 @@ class _NoSchedule:
         """The learning rate stays: it takes no memory."""
 
 
-def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths) -> Phase:
+def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths, *, gpu: bool) -> Phase:
     """Responses to `in_all` prompts, `rows` at a time: the prompts are read, then each token costs a pass."""
     rows = min(rows, in_all)
     with torch.no_grad():
         with tally() as read:
             cache = shapes.cache(model)
-            _next(model, cache, rows, lengths.prompt)
+            _next(model, cache, rows, lengths.prompt, gpu=gpu)
             _tell_cache(read.peak, cache)
         full, half = (shapes.cache(model) for _ in range(2))
         with Tally([], 0):
-            _next(model, full, rows, lengths.row - 1)
-            _next(model, half, rows, lengths.prompt + lengths.response // 2)
+            _next(model, full, rows, lengths.row - 1, gpu=gpu)
+            _next(model, half, rows, lengths.prompt + lengths.response // 2, gpu=gpu)
         with tally() as wrote:
             wrote.mark("cache", _held(full))
-            _next(model, full, rows, 1, before=lengths.row - 1)
+            _next(model, full, rows, 1, before=lengths.row - 1, gpu=gpu)
             _tell_cache(wrote.peak, full)
         with tally() as step:
-            _next(model, half, rows, 1, before=lengths.prompt + lengths.response // 2)
+            _next(model, half, rows, 1, before=lengths.prompt + lengths.response // 2, gpu=gpu)
     peak = max(read.peak, wrote.peak, key=lambda peak: peak.total())
     work = read.flops + step.flops * (lengths.response - 1)
     return Phase("rollout", rows, dict(peak), work * in_all / rows)
@@ -177,13 +212,13 @@ def _tell_cache(peak: Counter[str], cache: Any) -> None:
     peak["cache"] += missing
 
 
-def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0) -> Tensor:
+def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0, *, gpu: bool) -> Tensor:
     """The token after `width` new ones behind `before` in the cache, drawn as HFEngine does."""
     ids = torch.zeros(rows, width, dtype=torch.int64, device=META)
     mask = torch.ones(rows, before + width, dtype=torch.int64, device=META)
     made = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     scaled = made.logits[:, -1].float() / 1.0
-    at_once = rows if loading.device().type == "cuda" else min(rows, max(1, noise.CELLS // scaled.shape[1]))
+    at_once = rows if gpu else min(rows, max(1, noise.CELLS // scaled.shape[1]))
     keys, counters = ids.new_zeros(at_once, 2, dtype=torch.int32), noise.counters(scaled.shape[1], META)
     return noise.drawn(scaled[:at_once], keys, 0, counters)
 
@@ -252,14 +287,16 @@ def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: H
 # Eval
 
 
-def evaluation(policies: list[Any], judges: list[Any], rows: int, in_all: int, lengths: Lengths) -> list[Phase]:
+def evaluation(
+    policies: list[Any], judges: list[Any], rows: int, in_all: int, lengths: Lengths, *, gpu: bool
+) -> list[Phase]:
     """Answers and scores. `policies` are those in memory at once: the SFT model and one beside it."""
     vocabulary = _vocabulary(policies[0])
 
     def tally() -> Tally:
         return Tally([*policies, *judges], vocabulary)
 
-    found = [writing(policies[0], tally, rows, in_all, lengths)]
+    found = [writing(policies[0], tally, rows, in_all, lengths, gpu=gpu)]
     rows = min(rows, in_all)
     ghosts = Ghosts.of(rows, lengths)
     with torch.no_grad(), tally() as scored:

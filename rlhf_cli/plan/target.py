@@ -1,0 +1,37 @@
+"""The machine that a plan is for: this one, or GPUs that are not here."""
+
+from dataclasses import dataclass
+
+from rlhf_cli.models import loading
+from rlhf_cli.ppo.settings import PPOSettings
+
+
+@dataclass(frozen=True)
+class Target:
+    """What each of `processes` has to itself."""
+
+    gpu: bool
+    memory: int  # bytes
+    name: str
+    processes: int = 1
+
+    @classmethod
+    def of(cls, gib: float | None, processes: int) -> "Target":
+        """GPUs of so many GiB; none: this machine, whose memory several processes on a CPU share."""
+        if gib is not None:
+            return cls(True, round(gib * 2**30), f"a GPU of {gib:g} GiB", processes)
+        gpu = loading.device().type == "cuda"
+        return cls(gpu, loading.memory() // (1 if gpu else processes), loading.device_name(), processes)
+
+    def computes_in_bf16(self, wish: bool | None) -> bool:
+        """As loading.computes_in_bf16; a GPU that is not here is taken to be able to."""
+        return loading.computes_in_bf16(wish) if not self.gpu else wish is not False
+
+    def usable(self, settings: PPOSettings) -> PPOSettings:
+        """The settings that it can follow."""
+        changes = {
+            "bf16": settings.bf16 and (self.gpu or loading.can_use("bfloat16")),
+            "offload": settings.offload and self.gpu,
+            "fsdp": settings.fsdp and self.processes > 1,
+        }
+        return settings.model_copy(update=changes)
