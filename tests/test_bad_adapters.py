@@ -150,7 +150,7 @@ def test_a_dropout_that_reward_training_leaves_on(world: World, tmp_path: Path) 
         (
             ["models.adapters={kind: lora}", "ppo.num_shared_layers=1"],
             "C17",
-            ("num_shared_layers has no effect with models.adapters", "hint: take it out"),
+            ("num_shared_layers does not go with models.adapters", "hint: take it out"),
         ),
     ],
 )

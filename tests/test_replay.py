@@ -169,6 +169,8 @@ NO_NUMBERS = [
     "packing",
     "logits_at_a_time",
     "optim",
+    "offload",
+    "fsdp",
     "local_rollout_forward_batch_size",
     "num_samples_per_prompt",
     "num_sample_generations",

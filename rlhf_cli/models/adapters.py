@@ -150,6 +150,9 @@ def _pack(model: Any, device: torch.device, compute: torch.dtype) -> None:
         # Else an evaluation on some CPUs rounds the scales to bfloat16, and a run that resumes behind it would not.
         packed.support_avx512bf16_for_cpu = False
         setattr(owner, name, packed.to(device))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, bnb.nn.Params4bit):  # the view of a mapped file keeps all of it in memory
+            tensor.data = tensor.data.clone()
     model.is_loaded_in_4bit = True  # what peft asks
 
 
