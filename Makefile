@@ -53,7 +53,7 @@ test-slow: $(VENV)/.installed-test ## the tests that take minutes
 	$(TESTING) $(VENV)/bin/python -m pytest -m slow
 
 distributed: $(VENV)/.installed-test ## the stages in several processes, killed and sharded: minutes on two cores
-	$(TESTING) $(VENV)/bin/python -m pytest -m distributed
+	$(TESTING) $(VENV)/bin/python -m pytest -m distributed $(PARALLEL)
 
 # The suite's 2000 cases are the same each time; these are new ones.
 CASES ?= 20000
