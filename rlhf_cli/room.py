@@ -13,7 +13,7 @@ from rlhf_cli.errors import RLHFError, shown
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 # safetensors and torch tell it in words of their own, where no error of the system's stands behind.
 FULL_WORDS = ("No space left on device", "File too large", "Disk quota exceeded", "file write failed", "unexpected pos")
-MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+MEMORY_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc")
 
 
 class OutOfRoom(RLHFError):

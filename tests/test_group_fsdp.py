@@ -6,17 +6,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import group_cases
 import pytest
 import torch
 from ppo_folder import PPO, lines, ppo, rlhf, write
 from test_cli import is_one_error
-from test_group_ppo import HERE, NAMES, TORCHRUN, TWO, child, left, stage, started, when
+from test_group_ppo import NAMES, TWO, child, left, one_and_two, stage, started, when
 
 from rlhf_cli import checkpoints
 from rlhf_cli.checkpoints import states
 from rlhf_cli.models import loading, trees
-from rlhf_cli.ppo.ranks import ALONE
 
 pytestmark = pytest.mark.distributed
 
@@ -24,10 +22,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
     """What one process finds that has all, and each of two that have parts."""
-    out = tmp_path_factory.mktemp("group") / "found"
-    result = child(*TORCHRUN, HERE / "group_cases.py", out, "fsdp")
-    assert result.returncode == 0, result.stderr[-3000:]
-    return group_cases.found(ALONE), *(torch.load(f"{out}.{rank}", weights_only=False) for rank in (0, 1))
+    return one_and_two(tmp_path_factory.mktemp("group"), "fsdp")
 
 
 @pytest.mark.parametrize("name", NAMES)

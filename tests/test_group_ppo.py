@@ -41,14 +41,16 @@ def child(*command: object, timeout: float = 240, **more: str) -> subprocess.Com
 # The numbers
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What one process finds, and each of two."""
-    out = tmp_path_factory.mktemp("group") / "found"
-    result = child(*TORCHRUN, HERE / "group_cases.py", out)
+def one_and_two(folder: Path, *words: str) -> tuple[dict[str, Any], ...]:
+    """What one process finds of tests/group_cases.py, and each of two that are told `words`."""
+    result = child(*TORCHRUN, HERE / "group_cases.py", folder / "found", *words)
     assert result.returncode == 0, result.stderr[-3000:]
-    one = group_cases.found(ALONE)
-    return one, *(torch.load(f"{out}.{rank}", weights_only=False) for rank in (0, 1))  # type: ignore[return-value]
+    return group_cases.found(ALONE), *(torch.load(folder / f"found.{rank}", weights_only=False) for rank in (0, 1))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], ...]:
+    return one_and_two(tmp_path_factory.mktemp("group"))
 
 
 NAMES = [f"{name}, {dtype}" for name in group_cases.CASES for dtype in ("torch.float32", "torch.float64")]

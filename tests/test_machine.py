@@ -234,7 +234,9 @@ def test_e03_in_the_words_of_each_library(folder: Path, error: Exception, monkey
 
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB."),
-              RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes.")]
+              RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000 bytes."),
+              RuntimeError("unable to mmap 4000 bytes from file <x>: Cannot allocate memory (12)"),
+              OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc")]
 )  # fmt: skip
 def test_e03_memory_that_runs_out_on_the_way(folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:

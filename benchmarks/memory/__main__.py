@@ -23,8 +23,7 @@ from benchmarks.memory import tables, world
 from benchmarks.memory.world import LORA, Case
 from benchmarks.speed.children import ask
 from benchmarks.speed.kept import Kept, refuse
-from benchmarks.speed.tables import markdown
-from rlhf_cli import terminal
+from benchmarks.speed.tables import markdown, show
 
 CASES = [*world.STAGES, *world.PPO]
 # glibc then gives back at once what is freed, and a process holds what its tensors take (docs/plan.md).
@@ -79,11 +78,7 @@ def main() -> int:
     result = {"size": asdict(world.BIG), "malloc": args.malloc, **machine, "code": kept.code, "bytes": parts}
     (args.out / "memory.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     (args.out / "memory.md").write_text(markdown(made), encoding="utf-8")
-    for table in made:
-        terminal.table(table.columns, table.rows, title=table.title)
-        for note in table.notes:
-            terminal.out(note)
-        terminal.out()
+    show(made)
     kept.tell_stale()
     return 0
 

@@ -28,7 +28,6 @@ from benchmarks.speed.goals import verdicts
 from benchmarks.speed.job import Job
 from benchmarks.speed.kept import Kept, refuse
 from benchmarks.speed.tables import SYSTEMS
-from rlhf_cli import terminal
 
 SIDES = ("ragged", "dense")  # measured beside the peer
 PARTS = (*SIDES, "padding", "growth", "start", "demo")
@@ -133,11 +132,7 @@ def main() -> int:
     (args.out / "bench.md").write_text(tables.markdown(made), encoding="utf-8")
     if {*SIDES, "padding", "growth"} & set(parts):
         figure.draw(parts, args.out / "bench.svg")
-    for table in made:
-        terminal.table(table.columns, table.rows, title=table.title)
-        for note in table.notes:
-            terminal.out(note)
-        terminal.out()
+    tables.show(made)
     kept.tell_stale()
     return 0
 

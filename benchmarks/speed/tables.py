@@ -1,9 +1,10 @@
 """The tables, for the terminal and as Markdown."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.speed import demo, goals
+from rlhf_cli import terminal
 
 
 class Table(NamedTuple):
@@ -106,3 +107,12 @@ def markdown(made: Sequence[Table]) -> str:
             lines += ["", *(f"- {note}" for note in table.notes)]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
+
+
+def show(tables: Iterable[Table]) -> None:
+    """Print them, each with its notes."""
+    for table in tables:
+        terminal.table(table.columns, table.rows, title=table.title)
+        for note in table.notes:
+            terminal.out(note)
+        terminal.out()

@@ -255,11 +255,8 @@ def _move_aside(folder: Path) -> Path | None:
 def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]) -> None:
     """Write RUN/<stage>/manifest.json, last of all: from here on the stage is complete, and its folder is let go.
 
-    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top. Of several processes
-    the first one writes.
+    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top.
     """
-    if not processes.is_first():
-        return
     folder = config.folder
     keep_newest(folder / "state", config.output.keep)
     names = [name for name in names_in(folder) if not name.startswith("state/") and name not in _OUTSIDE_THE_MANIFEST]

@@ -43,14 +43,15 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
         _check_memory(config, trained, frozen, runs_here=runs_here)
 
 
-def usable(settings: PPOSettings) -> PPOSettings:
-    """The settings that `device` can follow; what it cannot is said by `check`."""
-    changes = {
-        "bf16": settings.bf16 and loading.can_use("bfloat16"),
-        "offload": settings.offload and not _on_cpu(),
-        "fsdp": settings.fsdp and processes.count() > 1,
-    }
-    return settings.model_copy(update=changes)
+def usable_here(settings: PPOSettings) -> PPOSettings:
+    """`usable` in this process; what is not is said by `check`."""
+    return usable(settings, bf16=loading.can_use("bfloat16"), gpu=not _on_cpu(), group=processes.count() > 1)
+
+
+def usable(settings: PPOSettings, *, bf16: bool, gpu: bool, group: bool) -> PPOSettings:
+    """The settings that a machine can follow: one that has bfloat16, a GPU, several processes, or lacks them."""
+    possible = {"bf16": bf16, "offload": gpu, "fsdp": group}
+    return settings.model_copy(update={key: getattr(settings, key) and can for key, can in possible.items()})
 
 
 def _on_cpu() -> bool:

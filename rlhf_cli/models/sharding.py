@@ -51,11 +51,6 @@ def is_sharded(model: Any) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def is_cut(weight: Tensor) -> bool:
-    """Whether this process has a part of it alone."""
-    return isinstance(weight, DTensor)
-
-
 @contextmanager
 def words_together(model: Any, add: Add) -> Iterator[None]:
     """Within, embeddings and head are whole; their gradients are added up and cut up at the end."""

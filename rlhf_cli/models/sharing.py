@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def twin(model: Any) -> Any:
@@ -13,6 +13,11 @@ def twin(model: Any) -> Any:
     What is put into its modules stays in it. Where tensors are moved or frozen, they are so in both.
     """
     return copy.deepcopy(model, memo={id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]})
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether a process has a part of it alone (models/sharding.py, which takes over half a second to import)."""
+    return hasattr(tensor, "device_mesh")
 
 
 def share_layers(policy: Any, ref: Any, count: int) -> None:

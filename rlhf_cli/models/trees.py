@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli import processes
+from rlhf_cli.models import sharing
 
 TENSORS, STRUCTURE, SHARDS = "tensors.safetensors", "structure.json", "shards"
 
@@ -35,7 +36,7 @@ def save_tree(folder: Path, tree: Any) -> None:
 
 def _cut_up(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
     """What each process has a part of, by its place in the tree."""
-    if isinstance(value, torch.Tensor) and hasattr(value, "device_mesh"):
+    if isinstance(value, torch.Tensor) and sharing.is_cut(value):
         yield place, value
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
@@ -48,7 +49,7 @@ def _encoded(value: Any, tensors: dict[str, torch.Tensor], seen: set[int], at: s
     Not a function inside of `save_tree`: one that calls itself holds what it closes over until Python's collector
     comes by, here a copy of all weights.
     """
-    if isinstance(value, torch.Tensor) and hasattr(value, "device_mesh"):
+    if isinstance(value, torch.Tensor) and sharing.is_cut(value):
         return {"shard": [at, list(value.shape), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, torch.Tensor):
         name, own = str(len(tensors)), value.detach().to("cpu").contiguous()

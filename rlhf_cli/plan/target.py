@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rlhf_cli.inputs import machine
 from rlhf_cli.models import loading
 from rlhf_cli.ppo.settings import PPOSettings
 
@@ -29,9 +30,5 @@ class Target:
 
     def usable(self, settings: PPOSettings) -> PPOSettings:
         """The settings that it can follow."""
-        changes = {
-            "bf16": settings.bf16 and (self.gpu or loading.can_use("bfloat16")),
-            "offload": settings.offload and self.gpu,
-            "fsdp": settings.fsdp and self.processes > 1,
-        }
-        return settings.model_copy(update=changes)
+        bf16 = self.gpu or loading.can_use("bfloat16")
+        return machine.usable(settings, bf16=bf16, gpu=self.gpu, group=self.processes > 1)

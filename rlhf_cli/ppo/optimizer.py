@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from rlhf_cli.models import eight_bits
+from rlhf_cli.models import eight_bits, sharing
 from rlhf_cli.ppo.settings import PPOSettings
 
 
@@ -29,7 +29,7 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Op
     }
     if settings.optim == "adamw_8bit":
         return eight_bits.adamw(groups, words=eight_bits.embeddings(models.values()), **same)
-    if any(hasattr(weight, "device_mesh") for group in groups for weight in group["params"]):
+    if any(sharing.is_cut(weight) for group in groups for weight in group["params"]):
         # No kernel takes whole weights and parts (FSDP2) at once.
         return torch.optim.AdamW(groups, foreach=False, **same)
     return torch.optim.AdamW(groups, fused=settings.optim == "adamw_torch_fused", **same)

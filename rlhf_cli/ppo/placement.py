@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rlhf_cli.models import sharing
 from rlhf_cli.ppo.ranks import Ranks
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class Cut(Whole):
         return self.sharding.together(model, self.ranks.add) if self.sharding.is_sharded(model) else nullcontext()
 
     def add_gradients(self, model: nn.Module) -> None:
-        self.ranks.add_gradients(weight for weight in model.parameters() if not self.sharding.is_cut(weight))
+        self.ranks.add_gradients(weight for weight in model.parameters() if not sharing.is_cut(weight))
 
     def clip(self, model: nn.Module, most: float) -> Tensor:
         return self.sharding.clip(model.parameters(), most, self.ranks.add)

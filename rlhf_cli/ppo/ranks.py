@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -27,8 +28,8 @@ PATIENCE = timedelta(hours=1)  # rank 0 may be writing a large state while the o
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together. All of its methods but `share` and `part` are for all ranks, in
-    the same order, and raise RLHFError R14 where another one has ended.
+    """This process among those that train together. All of its methods but `share` are for all ranks, in the same
+    order, and raise RLHFError R14 where another one has ended.
     """
 
     rank: int = 0
@@ -37,10 +38,6 @@ class Ranks:
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """This rank's of the items: every `count`-th. Where there are fewer than ranks, some have none."""
         return items[self.rank :: self.count]
-
-    def part(self, total: int) -> slice:
-        """This rank's part of `total` rows, neighbours; the parts of all are in the order of the ranks."""
-        return slice(total * self.rank // self.count, total * (self.rank + 1) // self.count)
 
     def told(self, what: T) -> list[T]:
         """What each rank says, by rank. Objects are pickled: tensors must be on the CPU."""
@@ -64,6 +61,11 @@ class Ranks:
         if failed := next((error for _, error in said if error), None):
             raise failed
         return [what for what, _ in said]  # type: ignore[misc]
+
+    def parted(self, total: int, ask: Callable[[slice], T]) -> list[T]:
+        """What each rank found for its part of `total` rows, in the rows' order; one without rows is not asked."""
+        part = slice(total * self.rank // self.count, total * (self.rank + 1) // self.count)
+        return list(chain.from_iterable(self.each(lambda: [ask(part)] if part.start < part.stop else [])))
 
     def first(self, ask: Callable[[], T]) -> T:
         """What rank 0 found, who alone was asked; what it raised, all raise."""

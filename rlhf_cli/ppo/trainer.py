@@ -129,13 +129,10 @@ class PPOTrainer:
         asked, engine = self.keyed(prompts, purpose), engine or self.engine
         if self.ranks.count == 1:
             return engine.generate(asked)
-        part = self.ranks.part(len(asked))
-
-        def write() -> Rollout | None:
-            return engine.generate(asked.rows(part.start, part.stop)).to(CPU) if part.start < part.stop else None
-
         with self.placement.writing(getattr(engine, "model", self.policy)):
-            return Rollout.joined([each for each in self.ranks.each(write) if each is not None])
+            total, rows = len(asked), asked.rows
+            parts = self.ranks.parted(total, lambda part: engine.generate(rows(part.start, part.stop)).to(CPU))
+        return Rollout.joined(parts)
 
     def keyed(self, prompts: Prompts, purpose: str) -> Prompts:
         """The prompts as an engine takes them: with this update's seeds and length limit."""
@@ -200,9 +197,7 @@ class PPOTrainer:
             return source(rollout)
         if not getattr(source, "by_row", False):
             return self.ranks.first(lambda: _on_cpu(source(rollout)))
-        part = self.ranks.part(len(rollout))
-        said = self.ranks.each(lambda: _on_cpu(source(rollout.rows(part))) if part.start < part.stop else None)
-        parts: list[Any] = [each for each in said if each is not None]
+        parts: list[Any] = self.ranks.parted(len(rollout), lambda part: _on_cpu(source(rollout.rows(part))))
         return Opinions.joined(parts) if isinstance(parts[0], Opinions) else torch.cat(parts)
 
     @staticmethod

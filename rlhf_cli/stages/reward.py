@@ -173,11 +173,12 @@ def sampled(
     engine = HFEngine(model, stop, pad, temperature=1.0, batch_size=SAMPLED_AT_ONCE)
     seeds = tuple(derive(config.seed, "normalize", number) for number in range(len(picked)))
     asked = replace(Prompts.from_lists(picked, pad), seeds=seeds, response_length=length)
-    part, own = ranks.part(len(picked)), []
-    if part.start < part.stop:
+
+    def write(part: slice) -> list[list[int]]:
         rollout = engine.generate(asked.rows(part.start, part.stop))
-        own = [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
-    return list(chain.from_iterable(ranks.told(own)))
+        return [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
+
+    return list(chain.from_iterable(ranks.parted(len(picked), write)))
 
 
 def normalise(config: RewardConfig, scorer: Any, rows: list[list[int]], ranks: Ranks) -> dict[str, float]:

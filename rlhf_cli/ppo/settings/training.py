@@ -132,12 +132,11 @@ class TrainingSettings(Settings):
 
     @model_validator(mode="after")
     def _what_is_cut_up_stands_alone(self) -> Self:
-        for key, why in {
-            "num_shared_layers": "cuts up layers, which num_shared_layers lets two models use",
-            "optim": "does not go with averages in 8 bits",
-        }.items():
-            if self.fsdp and (self.num_shared_layers if key != "optim" else self.optim == "adamw_8bit"):
-                raise PydanticCustomError("C17", "{text}", {"text": f"fsdp {why}", "hint": "keep one of them"})
+        if self.fsdp and self.num_shared_layers:
+            text = "fsdp cuts up layers, which num_shared_layers lets two models use"
+            raise PydanticCustomError("C17", text, {"hint": "keep one of them"})
+        if self.fsdp and self.optim == "adamw_8bit":
+            raise PydanticCustomError("C17", "fsdp does not go with averages in 8 bits", {"hint": "keep one of them"})
         return self
 
     @model_validator(mode="after")

@@ -144,11 +144,12 @@ class _Desk:
         asked = replace(
             Prompts.from_lists([p.ids for p in self.prompts]), seeds=seeds, response_length=self.how.response_length
         )
-        part = self.ranks.part(len(asked))
-        own: Answers | None = None
-        if part.start < part.stop:
-            own = self._written(name, mode, policy, sft, asked.rows(part.start, part.stop), temperature)
-        whole = joined([each for each in self.ranks.told(own) if each])
+        whole = joined(
+            self.ranks.parted(
+                len(asked),
+                lambda part: self._written(name, mode, policy, sft, asked.rows(part.start, part.stop), temperature),
+            )
+        )
         scores = {
             judge: whole.scores[judge]
             if isinstance(ask, ModelReward)

@@ -41,7 +41,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
 
     Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09.
     """
-    settings, sft = machine.usable(config.ppo), parents["models.sft"]
+    settings, sft = machine.usable_here(config.ppo), parents["models.sft"]
     inputs.require_hub(config, sft)
     models.check_alike(config, options, parents)
     texts = inputs.text_rewards(config, options, parents)
