@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType, TracebackType
 
@@ -21,13 +21,14 @@ ONE_BLOW = 0.2  # seconds: what stops a whole group of processes reaches a child
 class StopWish:
     """`with StopWish() as stop:` ...
 
-    `if stop.wished: save; raise SystemExit(stop.exit_code)`. Only in the main thread.
+    `stop.settle(told); if stop.wished: save; raise SystemExit(stop.exit_code)`. Only in the main thread.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.wished: signal.Signals | None = None
+        self._heard: signal.Signals | None = None
         self._heard_at = 0.0
         self._before: dict[signal.Signals, object] = {}
 
@@ -37,9 +38,13 @@ class StopWish:
         assert self.wished
         return 128 + self.wished
 
-    def hear(self, others: Iterable[signal.Signals | None]) -> None:
-        """What other processes of a group were told: all must end at the same place."""
-        self.wished = self.wished or next((wish for wish in others if wish), None)
+    def settle(self, told: Callable[[signal.Signals | None], Iterable[signal.Signals | None]]) -> None:
+        """Make a signal that came to any process of a group by now the wish of all; `told` says what each one heard.
+
+        The wish changes here alone. A signal comes at any time, to one of them, and all must end at the same place.
+        """
+        if self.wished is None:
+            self.wished = next((heard for heard in told(self._heard) if heard), None)
 
     def __enter__(self) -> "StopWish":
         numbers = [number for number in self.SIGNALS if not is_nohup(number)]
@@ -51,8 +56,8 @@ class StopWish:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.wished is None:
-            self.wished, self._heard_at = signal.Signals(number), time.monotonic()
+        if self._heard is None:
+            self._heard, self._heard_at = signal.Signals(number), time.monotonic()
             if processes.is_first():
                 with suppress(OSError):  # whoever read it may be gone
                     os.write(2, HEARD)  # straight to the terminal: a print may be what was interrupted

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from rlhf_cli.ppo.ranks import ALONE
 from rlhf_cli.signals import StopWish
 
 
@@ -14,11 +15,21 @@ from rlhf_cli.signals import StopWish
 def test_a_signal_is_noted_and_answered(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = [signal.getsignal(one) for one in StopWish.SIGNALS]
     with StopWish() as stop:
-        assert stop.wished is None
         os.kill(os.getpid(), number)
+        stop.settle(ALONE.told)
         assert (stop.wished, stop.exit_code) == (number, code)
     assert "stopping after this step, with a checkpoint; a second signal ends it at once" in capfd.readouterr().err
     assert [signal.getsignal(one) for one in StopWish.SIGNALS] == before
+
+
+def test_several_processes_end_at_one_place_whenever_a_signal_comes() -> None:
+    """One that comes behind their talk to one of them counts from the next talk on."""
+    with StopWish() as stop:
+        stop.settle(lambda own: [own, None])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wished is None
+        stop.settle(lambda own: [signal.SIGINT, own])
+        assert stop.exit_code == 130  # of the first one in their order, the same for all
 
 
 SCRIPT = """
@@ -55,10 +66,12 @@ def test_a_hang_up_saves_unless_somebody_asked_to_outlive_it() -> None:
     try:
         with StopWish() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
+            stop.settle(ALONE.told)
             assert stop.exit_code == 129
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         with StopWish() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
+            stop.settle(ALONE.told)
             assert stop.wished is None
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -17,7 +17,7 @@ from rlhf_cli import checkpoints, processes, room, terminal
 from rlhf_cli.checkpoints.adapters import read_adapter
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import RLHFError, nearest, shown
-from rlhf_cli.models import adapters
+from rlhf_cli.models import adapters, zero3
 from rlhf_cli.models.tokenizers import needs_code, refuse_code
 
 HEADS = ("ForSequenceClassification",)
@@ -284,6 +284,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
 
 
 def _gathered(model: Any) -> dict[str, Any] | None:
+    if zero3.is_cut(model):
+        return zero3.whole_state(model)
     from rlhf_cli.models import sharding  # it takes over half a second to import
 
     return sharding.whole_state(model)

@@ -67,7 +67,7 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward")
     loading.set_special_ids(model, tokenizer, stop)
     text = readme(config, parent, len(rows), steps)
-    ranks.first(partial(loading.save_model, model, tokenizer, config.folder / "model", text))
+    ranks.each(partial(loading.save_model, model, tokenizer, config.folder / "model", text))
     del model
     gc.collect()  # it is read again
     scorer = saved_scorer(config, options)

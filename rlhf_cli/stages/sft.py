@@ -97,7 +97,7 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft")
     loading.set_special_ids(model, tokenizer, stop)
     text = card(config, parents, len(rows), steps)
-    ranks.first(functools.partial(loading.save_model, model, tokenizer, config.folder / "model", text))
+    ranks.each(functools.partial(loading.save_model, model, tokenizer, config.folder / "model", text))
     del model
     gc.collect()  # it is read again
     fields = {

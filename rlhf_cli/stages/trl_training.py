@@ -19,7 +19,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import limits
-from rlhf_cli.models import cards, loading
+from rlhf_cli.models import cards, loading, zero3
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.signals import StopWish
 from rlhf_cli.tracking import MetricsLog
@@ -149,16 +149,23 @@ def train(trainer: Any, config: SFTConfig | RewardConfig, label: str) -> int:
     log = MetricsLog(folder / "metrics.jsonl", sums.get("log"))
     if checkpoint:
         terminal.say(f"{label:<8} resumes at step {state['global_step']} of {state['max_steps']}")
-        if state["global_step"] >= state["max_steps"]:
-            with _numbers_alone(checkpoint):
-                trainer._load_from_checkpoint(str(checkpoint))  # train() would take one step too many
-            return int(state["max_steps"])
+    if checkpoint and state["global_step"] >= state["max_steps"]:
+        steps = int(state["max_steps"])
+        with _numbers_alone(checkpoint):
+            trainer._load_from_checkpoint(str(checkpoint))  # train() would take one step too many
+    else:
+        steps = _take_steps(trainer, checkpoint, log, label, sums)
+    zero3.end()
+    return steps
+
+
+def _take_steps(trainer: Any, checkpoint: Path | None, log: MetricsLog, label: str, sums: Mapping[str, Any]) -> int:
     trainer.cost = checkpoints.Cost()
     with StopWish() as stop:
         follower = Follower(trainer, log, label, stop, sums)
         trainer.add_callback(follower)
         try:
-            with _numbers_alone(checkpoint), ranks.in_step():
+            with _numbers_alone(checkpoint), trainer.ranks.in_step():
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             follower.close()
@@ -226,13 +233,15 @@ class Follower(TrainerCallback, ExportableState):
         """
         assert self.bar
         self.bar.advance()
-        self._hear()
+        self.stop.settle(self.trainer.ranks.told)
         last = state.global_step >= state.max_steps
         control.should_log |= last
         control.should_save |= self.stop.wished is not None and not last
         if self.trainer.eval_dataset is not None and args.eval_strategy == "no":
             control.should_evaluate |= last or state.epoch == int(state.epoch)
-        if control.should_save and not all(bool(w.isfinite().all()) for w in self.trainer.model.parameters()):
+        if control.should_save and not all(
+            bool(zero3.own_part(w).isfinite().all()) for w in self.trainer.model.parameters()
+        ):
             raise _not_finite("a weight", math.nan, args, state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
@@ -248,16 +257,12 @@ class Follower(TrainerCallback, ExportableState):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The stop signal is obeyed."""
-        self._hear()  # it may have come while the checkpoint was written
+        self.stop.settle(self.trainer.ranks.told)  # it may have come while the checkpoint was written
         if self.stop.wished and state.global_step < state.max_steps:
             step = f"step {state.global_step} of {state.max_steps}"
             terminal.say(f"{self.label:<8} stopped at {step}, saved; the same command goes on from here")
             self.trainer.ranks.wait()  # who ends first has the others ended
             raise SystemExit(self.stop.exit_code)
-
-    def _hear(self) -> None:
-        """All processes stop at the same step: where one of them was told to."""
-        self.stop.hear(self.trainer.ranks.told(self.stop.wished))
 
     def close(self) -> None:
         """Ends the progress, however the training ended."""

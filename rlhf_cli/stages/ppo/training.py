@@ -69,7 +69,7 @@ class Training:
                 stats = self._update()
                 step = trainer.updates
                 bar.advance(note=status_line(stats))
-                stop.hear(trainer.ranks.told(stop.wished))
+                stop.settle(trainer.ranks.told)
                 if step % save_every == 0 or step == updates or stop.wished:
                     self._save()
                 if stop.wished and step < updates:
