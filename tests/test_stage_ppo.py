@@ -15,10 +15,18 @@ import tiny
 import torch
 from ppo_folder import EVAL, PPO, PROMPTS, as_reward_stage, lines, ppo, rlhf, untimed, write
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf_cli.ppo import HFEngine, Rollout
 from rlhf_cli.stages.eval import answers
+from rlhf_cli.stages.ppo.samples import token_texts
 
 pytestmark = pytest.mark.training
 
@@ -95,6 +103,31 @@ def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(r
     assert (run_folder / ".old/ppo-1/manifest.json").is_file()
     assert ppo(run_folder, "-s", "ppo.num_sample_generations=0", "--fresh").exit_code == 0
     assert not (run_folder / "ppo/samples.jsonl").exists()
+
+
+def test_a_tables_first_row_tells_what_its_tokens_are_made_of(run_folder):
+    assert ppo(run_folder, "-s", "ppo.num_sample_generations=4").exit_code == 0
+    rows = lines(run_folder / "ppo/samples.jsonl")
+    assert [row["index"] for row in rows if "tokens" in row] == [0] * len({row["step"] for row in rows})
+    coefs = {line["step"]: line["objective/kl_coef"] for line in lines(run_folder / "ppo/metrics.jsonl")}
+    for row in rows:
+        if "tokens" not in row:
+            continue
+        tokens = row["tokens"]
+        assert {len(values) for values in tokens.values()} == {row["length"]}
+        assert "".join(tokens["text"]).startswith(row["response"])
+        assert sum(tokens["kl"]) == pytest.approx(row["kl"], abs=1e-5)
+        assert sum(tokens["reward"]) == pytest.approx(row["score"] - coefs[row["step"]] * row["kl"], abs=1e-5)
+
+
+def test_letters_of_several_tokens_stand_with_the_last_of_them():
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    ours = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    ids = [*ours.encode("aé🙂b"), ours.eos_token_id]
+    assert token_texts(ours, ids) == ["a", "", "é", "", "", "", "🙂", "b", "<eos>"]
+    assert token_texts(ours, ids[:5]) == ["a", "", "é", "", "\N{REPLACEMENT CHARACTER}"]  # cut off within a letter
 
 
 def test_resumed_run_is_the_straight_run_byte_for_byte(run_folder, tmp_path_factory):

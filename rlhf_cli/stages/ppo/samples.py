@@ -33,6 +33,7 @@ class SampleTables:
             return
         experience = judged(self.parts)
         rows = [self._row(step, experience, row) for row in range(min(IN_THE_LOG, len(experience.rollout)))]
+        rows[0]["tokens"] = of_tokens(self.parts.tokenizer, experience, 0)
         if self.with_ref:
             rows = [row | extra for row, extra in zip(rows, self._of_reference(experience.rollout), strict=True)]
         for row in rows:
@@ -72,6 +73,30 @@ def told(tokenizer: Any, experience: Experience, row: int) -> dict[str, Any]:
         "score": float(experience.scores[row]),
         "scores": {name: float(raw[row]) for name, raw in experience.scored.sources.items()},
     }
+
+
+def of_tokens(tokenizer: Any, experience: Experience, row: int) -> dict[str, list[Any]]:
+    """What a response's tokens are made of, one number a token; `kl` adds up to the row's."""
+    mask = experience.mask[row]
+    numbers = {
+        "reward": experience.rewards,
+        "kl": experience.logprobs - experience.ref_logprobs,
+        "value": experience.values,
+        "advantage": experience.advantages,
+    }
+    pieces = token_texts(tokenizer, experience.rollout.response_tokens(row))
+    return {"text": pieces, **{name: tensor[row][mask].tolist() for name, tensor in numbers.items()}}
+
+
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Each token's part of the text, special ones by name; a letter of several tokens stands with the last of them."""
+    pieces, done = [], ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end], skip_special_tokens=False)
+        whole = end == len(ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
+        pieces.append(text[len(done) :] if whole else "")
+        done = text if whole else done
+    return pieces
 
 
 def judged(parts: Parts) -> Experience:
