@@ -52,6 +52,8 @@ def run(count: int, arguments: Sequence[str]) -> int:
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
+        if 2 in (failure.exitcode for failure in failed.failures.values()):
+            return 2  # what it said of its inputs is the cause; who waited for it in vain ends with 1
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode

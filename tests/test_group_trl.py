@@ -75,7 +75,8 @@ def config(world: World, folder: Path, case: tuple[str, dict[str, Any], dict[str
     sections = {
         "model": model if "new" in model else {"path": str(world.base), **model},
         "data": {"train": source, "eval": source},
-        "output": {"save_steps": 6 if case in LONG.values() else 3, "keep": 99},
+        # Of a long run the states that are left are those of a straight one, wherever it was stopped.
+        "output": {"save_steps": 6, "keep": 2} if case in LONG.values() else {"save_steps": 3, "keep": 99},
         stage: {**QUICK, "per_device_train_batch_size": 8 // count, **settings},
     }
     if stage == "reward":  # TRL's eval_max_reward is of the rows that all processes read at once
