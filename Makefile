@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-memory bench-learning test test-slow distributed chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews bench bench-memory bench-learning test test-slow distributed browser chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -55,6 +55,9 @@ test-slow: $(VENV)/.installed-test ## the tests that take minutes
 distributed: $(VENV)/.installed-test ## the stages in several processes, killed and sharded: minutes on two cores
 	$(TESTING) $(VENV)/bin/python -m pytest -m distributed $(PARALLEL)
 
+browser: $(VENV)/.installed-test ## the report in headless Chromium (apt install chromium): light, dark, phone; RLHF_SCREENSHOTS=DIR keeps pictures
+	$(TESTING) $(VENV)/bin/python -m pytest -m browser
+
 # The suite's 2000 cases are the same each time; these are new ones.
 CASES ?= 20000
 fuzz: $(VENV)/.installed-test ## configs and data with faults put in, CASES=20000 of them: about 8 minutes on two cores
@@ -73,7 +76,7 @@ lint: $(VENV)/.installed-test ## style and types
 	$(VENV)/bin/mypy
 
 check: lint ## style, types and the fast tests
-	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not training" $(PARALLEL)
+	$(TESTING) $(VENV)/bin/python -m pytest -q -m "not slow and not damage and not distributed and not browser and not training" $(PARALLEL)
 
 smoke: $(VENV)/.installed ## the tiny chain from init to report in a temporary folder
 	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \

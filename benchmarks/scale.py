@@ -2,11 +2,13 @@
 
 Nothing is loaded or trained: models are configs with the published sizes of known families, laid out in a folder for
 the time of the run. Rows of 512 + 512 tokens, 8 rows a GPU at a time, 64 a GPU an update, one epoch, bfloat16, gradient
-checkpointing. Time is matrix products over 40 % of an H100's 989e12 operations a second: an assumption, and a floor.
+checkpointing. Time is matrix products over 40 % of an H100's 989e12 operations a second: an assumption, and a floor,
+above all of the writing of responses, which waits for memory and not for products.
 """
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -28,8 +30,9 @@ NAMES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
     "tie_word_embeddings",
 )  # fmt: skip
+EPISODES, AN_UPDATE = 100_000, 64
 PPO = {
-    "total_episodes": 100_000, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_ppo_epochs": 1,
+    "total_episodes": EPISODES, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, "num_ppo_epochs": 1,
     "response_length": 512, "bf16": True, "gradient_checkpointing": True,
 }  # fmt: skip
 # Mode -> what it sets, and `--mode`; weights are float32 where they learn, bfloat16 where adapters stand on them.
@@ -56,7 +59,7 @@ def main() -> None:
     for name in asked.models:
         with tempfile.TemporaryDirectory() as folder:
             lay_out(Path(folder), MODELS[name])
-            found[name] = {mode: {n: plan(Path(folder), mode, n) for n in gpus(mode)} for mode in MODES}
+            found[name] = {mode: planned(Path(folder), mode) for mode in MODES}
         lines.append(f"| {name} | " + " | ".join(cell(found[name][mode]) for mode in MODES) + " |")
         print(lines[-1], file=sys.stderr, flush=True)
     table = "\n".join(lines)
@@ -65,9 +68,14 @@ def main() -> None:
     print(table)
 
 
-def gpus(mode: str) -> tuple[int, ...]:
-    """Whole models take the same memory on each GPU, however many there are."""
-    return GPUS[1:] if mode.startswith("fsdp") else GPUS
+def planned(folder: Path, mode: str) -> dict[int, dict[str, Any]]:
+    """The plan for each number of GPUs. Whole models are planned once: memory and time of an update stay the same."""
+    if "fsdp" in mode:
+        return {count: plan(folder, mode, count) for count in GPUS[1:]}
+    alone = plan(folder, mode, 1)
+    seconds = sum(alone["seconds"].values())
+    steps = {count: math.ceil(EPISODES / (AN_UPDATE * count)) for count in GPUS}
+    return {count: alone | {"steps": steps[count], "hours": seconds * steps[count] / 3600} for count in GPUS}
 
 
 def lay_out(folder: Path, sizes: tuple[Any, ...]) -> None:

@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two to a prompt": {"num_samples_per_prompt": 2},
     "checkpointed": {"gradient_checkpointing": True},
 }  # fmt: skip
+ROUGHLY = ("plain", "few tokens, unlike numbers of micro-batches", "minibatches skipped")  # in float32 too
 UPDATES = 2
 
 
@@ -96,8 +97,9 @@ def found(ranks: Ranks, **more: Any) -> dict[str, Any]:
     made = {}
     for name, changes in CASES.items():
         changes = {**changes, **more}
-        for dtype in (torch.float32, torch.float64):
-            made[f"{name}, {dtype}"] = told(trainer(ranks, dtype, **changes))
+        made[f"{name}, {torch.float64}"] = told(trainer(ranks, torch.float64, **changes))
+        if name in ROUGHLY:
+            made[f"{name}, {torch.float32}"] = told(trainer(ranks, torch.float32, **changes))
     made["a head on the policy, torch.float64"] = told(trainer(ranks, torch.float64, head=True, **more))
     made["nobody has a row to spare, torch.float64"] = small(ranks, **more)
     for name, spoilt in (("loss", spoil_loss), ("reward", spoil_reward), ("reward model", spoil_model)):

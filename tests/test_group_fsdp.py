@@ -89,7 +89,7 @@ def plain_models(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_stopped_it_goes_on_to_the_same_bytes(cut: Path) -> None:
     write(
-        cut, "ppo", PPO | {"ppo": PPO["ppo"] | TWO | {"fsdp": True, "total_episodes": 240}, "output": {"save_steps": 5}}
+        cut, "ppo", PPO | {"ppo": PPO["ppo"] | TWO | {"fsdp": True, "total_episodes": 128}, "output": {"save_steps": 5}}
     )
     process = started(cut)
     when(cut, 5, process)
