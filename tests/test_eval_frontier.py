@@ -211,22 +211,22 @@ def test_without_snapshots_it_is_said_why(run: Path, gone: str) -> None:
 
 
 def test_the_figure_is_the_same_file_for_the_same_report(run: Path, tmp_path: Path) -> None:
-    from rlhf_cli.stages.eval import figure
+    from rlhf_cli.report.figures import frontier
 
     report, _ = evaluate(run, "-s", "eval.select=short")
     drawn = (run / "eval/frontier.svg").read_bytes()
-    figure.draw(report, tmp_path / "again.svg")
+    frontier.draw(report, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == drawn and drawn.rstrip().endswith(b"</svg>")
     assert drawn.count(b"<!-- short -->") == 1 and drawn.count(b"<!-- reward -->") == 1, "a panel a judge"
     assert f"<!-- selected: update {report['selected_step']} -->".encode() in drawn
     report["selected_step"] = -1
-    figure.draw(report, tmp_path / "other.svg")
+    frontier.draw(report, tmp_path / "other.svg")
     assert b"selected" not in (tmp_path / "other.svg").read_bytes()
 
 
 @pytest.mark.parametrize(("end", "marks"), [(0.3, [0, 0.1, 0.2]), (40.0, [0, 0.2, 1, 5, 10, 20, 30, 40]), (0.05, [0])])
 def test_marks_of_the_scale_are_round_and_stand_apart(end: float, marks: list[float]) -> None:
-    from rlhf_cli.stages.eval.figure import _ticks
+    from rlhf_cli.report.figures.frontier import _ticks
 
     assert _ticks(end) == marks
 

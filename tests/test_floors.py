@@ -30,7 +30,7 @@ FLOORS = [
         "ppo.metrics",
         "ppo.scoring",
     },
-    {"ppo.ranks"},
+    {"ppo.ranks", "report.*"},
     {"ppo.placement"},
     {"ppo.rollout", "ppo.rewards.*", "ppo.passes", "ppo.optimizer", "ppo.alarms", "ppo.watchdog"},
     {"ppo.trainer"},
@@ -46,7 +46,7 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config explain pipeline ppo.settings presets processes reward_card room rows signals "
+    "check cli checkpoints config explain pipeline ppo.settings presets processes report reward_card room rows signals "
     "sources statistics terminal verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}

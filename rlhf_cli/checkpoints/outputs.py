@@ -46,7 +46,8 @@ _NONE = object()  # equal to nothing
 # What later stages and users rely on. Logs may be edited, and snapshots deleted for the room they take.
 _RESULT = ("model/", "value/", "report.json")
 _OF_A_START = {"identity.json", "config.yaml"}
-_OUTSIDE_THE_MANIFEST = ("manifest.json", "report.html")  # report.html is made from a finished stage, at any time
+REPORT = "report.html"  # made from what is there, at any time: no part of any stage
+_OUTSIDE_THE_MANIFEST = ("manifest.json", REPORT)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) ->
     Of a finished stage's files the sizes are looked at, which costs nothing; their hashes too where `content` is set.
     """
     folder = config.folder
-    names = {path.name for path in folder.glob("*") if not path.name.startswith(".tmp-")}
+    names = {path.name for path in folder.glob("*") if not path.name.startswith(".tmp-") and path.name != REPORT}
     if not names:
         return Status("new")
     made = read_object(folder / "identity.json")

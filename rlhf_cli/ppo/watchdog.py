@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf_cli.ppo.moments import Moments
 from rlhf_cli.ppo.records import Experience
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings, WatchdogSettings
-from rlhf_cli.ppo.settings.watchdog import SIGNALS, Action, Signal
+from rlhf_cli.ppo.settings.watchdog import SAYS, SIGNALS, Action, Signal
 
 NOISE = 4.0  # standard errors that a reading must have moved besides: an update of a run in CI has eight responses
 
@@ -31,19 +31,6 @@ BEYOND: dict[Signal, Callable[[float, float, float, float], bool]] = {
     ),
     "repetition": lambda now, first, limit, error: now - first > max(limit, NOISE * error),
     "eos": lambda now, first, limit, error: first - now > max(limit, NOISE * error),
-}
-SAYS: dict[Signal, str] = {
-    "judge": "the held-out judge `{source}` gives {reading:.4g}, at its best it gave {reference:.4g}; "
-    "{limit:g} standard errors are allowed",
-    "disagreement": "the members of `{source}` are {reading:.4g} apart, of the SFT policy's responses {reference:.4g}; "
-    "{limit:g} times that is allowed",
-    "kl": "KL to the SFT policy is {reading:.4g} nats a token; {limit:g} is allowed",
-    "length": "responses have {reading:.4g} tokens, the SFT policy's {reference:.4g}; {limit:g} times as many or few "
-    "are allowed",
-    "repetition": "{reading:.1%} of the runs of three tokens are repeated, of the SFT policy's {reference:.1%}; "
-    "{limit:.1%} more is allowed",
-    "eos": "{reading:.1%} of the responses end by themselves, of the SFT policy's {reference:.1%}; {limit:.1%} less is "
-    "allowed",
 }
 
 

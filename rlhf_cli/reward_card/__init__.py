@@ -3,6 +3,6 @@
 from rlhf_cli.reward_card.faults import flags
 from rlhf_cli.reward_card.measures import ScoredPair, measure
 from rlhf_cli.reward_card.probes import build, judge, spread
-from rlhf_cli.reward_card.shown import print_card
+from rlhf_cli.reward_card.shown import lines, margins, print_card
 
-__all__ = ["ScoredPair", "build", "flags", "judge", "measure", "print_card", "spread"]
+__all__ = ["ScoredPair", "build", "flags", "judge", "lines", "margins", "measure", "print_card", "spread"]

@@ -36,10 +36,26 @@ def flags(card: Mapping[str, Any]) -> list[Problem]:
     return [*_length(card), *_probes(card), *_calibration(card)]
 
 
+def follows_length(card: Mapping[str, Any]) -> bool:
+    """R10: even the nearer end of the interval is beyond the limit."""
+    low, high = card["length_correlation_ci95"]
+    return low > LENGTH or high < -LENGTH
+
+
+def likes_too_well(name: str, card: Mapping[str, Any]) -> bool:
+    """R11: a probe wins more often than its limit, whatever chance can do."""
+    return card["adversarial"]["probes"][name]["ci95"][0] > limit(name, card["accuracy"])
+
+
+def ece_limit(card: Mapping[str, Any]) -> float:
+    """The calibration error up to which a card is well calibrated: R12 beyond it."""
+    return max(ECE, card["ece_by_chance"])
+
+
 def _length(card: Mapping[str, Any]) -> list[Problem]:
-    value, (low, high) = card["length_correlation"], card["length_correlation_ci95"]
-    if low <= LENGTH and high >= -LENGTH:
+    if not follows_length(card):
         return []
+    value, (low, high) = card["length_correlation"], card["length_correlation_ci95"]
     text = (
         f"the score follows the length of the answer: correlation {value:.2f} [{low:.2f}, {high:.2f}], limit {LENGTH}"
     )
@@ -53,11 +69,10 @@ def _probes(card: Mapping[str, Any]) -> list[Problem]:
     found = []
     told = card["adversarial"]
     for name, probe in told["probes"].items():
-        most = limit(name, card["accuracy"])
-        if probe["ci95"][0] > most:
+        if likes_too_well(name, card):
             text = (
                 f"{CALLED[name]} scores above the chosen answer for {probe['beats']:.0%} of {told['n']} prompts, "
-                f"limit {most:.0%}"
+                f"limit {limit(name, card['accuracy']):.0%}"
             )
             hint = "PPO will find it: add pairs in which such answers are rejected"
             if name == "swapped_prompt":
@@ -67,7 +82,7 @@ def _probes(card: Mapping[str, Any]) -> list[Problem]:
 
 
 def _calibration(card: Mapping[str, Any]) -> list[Problem]:
-    if card["ece"] <= max(ECE, card["ece_by_chance"]):
+    if card["ece"] <= ece_limit(card):
         return []
     text = f"the margins say other chances than come true: ECE {card['ece']:.2f}, limit {ECE}, {leaning(card)}"
     hint = "sure of too much: fewer epochs or a lower learning rate; of too little: train for longer"

@@ -10,6 +10,20 @@ from rlhf_cli.ppo.settings.base import Settings
 Signal = Literal["judge", "disagreement", "kl", "length", "repetition", "eos"]
 Action = Literal["warn", "raise_kl_coef", "stop"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
+# What a signal beyond its limit says; the fields are those of a line of watchdog.jsonl.
+SAYS: dict[Signal, str] = {
+    "judge": "the held-out judge `{source}` gives {reading:.4g}, at its best it gave {reference:.4g}; "
+    "{limit:g} standard errors are allowed",
+    "disagreement": "the members of `{source}` are {reading:.4g} apart, of the SFT policy's responses {reference:.4g}; "
+    "{limit:g} times that is allowed",
+    "kl": "KL to the SFT policy is {reading:.4g} nats a token; {limit:g} is allowed",
+    "length": "responses have {reading:.4g} tokens, the SFT policy's {reference:.4g}; {limit:g} times as many or few "
+    "are allowed",
+    "repetition": "{reading:.1%} of the runs of three tokens are repeated, of the SFT policy's {reference:.1%}; "
+    "{limit:.1%} more is allowed",
+    "eos": "{reading:.1%} of the responses end by themselves, of the SFT policy's {reference:.1%}; {limit:.1%} less is "
+    "allowed",
+}
 MEASURED = "[`pytest tests/test_watchdog_demo.py -m slow`]"
 TABLES = "[`pytest tests/test_watchdog.py`]"
 

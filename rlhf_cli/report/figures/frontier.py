@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.checkpoints.files import write_text
+from rlhf_cli.report.figures.svg import INK, SERIES, Drawing, drawing, mark
+from rlhf_cli.report.texts import visible
 
-BLUE, ORANGE = "#1f5fa8", "#d1660a"
+PAPER = ("#1f5fa8", "#d1660a", "black")  # of PPO, of SFT's best of n, of the ring: in a file of its own
+ON_A_PAGE = (SERIES[0], SERIES[1], INK)
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 75, 100, 150, 200, 300, 500, 1000)
 Place = tuple[float, Mapping[str, Any]]  # KL, and what judges say there
 
@@ -29,7 +32,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         figure = Figure(figsize=(0.8 + 4.4 * len(judges), 4.0), layout="constrained")
         axes = figure.subplots(1, len(judges), squeeze=False)[0]
         for axis, judge in zip(axes, judges, strict=True):
-            _panel(axis, judge, report)
+            _panel(axis, judge, report, PAPER)
         handles, labels = axes[0].get_legend_handles_labels()
         columns = len(labels) if len(judges) > 1 else 1
         handles, labels = handles[::-1], labels[::-1]  # PPO first
@@ -39,17 +42,33 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     write_text(path, picture.getvalue())
 
 
-def _panel(axis: Any, judge: str, report: Mapping[str, Any]) -> None:
+def panel(name: str, about: str, judge: str, report: Mapping[str, Any]) -> Drawing:
+    """One judge's panel as a figure of a page."""
+
+    def fill(axis: Any) -> None:
+        _panel(axis, judge, report, ON_A_PAGE)
+        axis.set_title(visible(judge))
+        handles, labels = axis.get_legend_handles_labels()
+        axis.legend(handles[::-1], labels[::-1], loc="best")
+
+    return drawing(name, about, (4.8, 3.2), fill)
+
+
+def _panel(axis: Any, judge: str, report: Mapping[str, Any], colors: tuple[str, str, str]) -> None:
+    ours, others, ink = colors
     start: Place = (0.0, report["models"]["sft"])
     # An estimate of a KL near 0 may be negative.
     along: list[Place] = [start, *((max(0.0, point["kl"]), point) for point in report["frontier"])]
     tried: list[Place] = [start, *((row["kl_bound"], row) for row in report.get("best_of", []))]
-    _line(axis, judge, tried, "s--", ORANGE, "SFT and its best of n, at its bound on KL")
-    _line(axis, judge, along, "o-", BLUE, "PPO, along its updates")
+    _line(axis, judge, tried, "s--", others, "SFT and its best of n, at its bound on KL")
+    _line(axis, judge, along, "o-", ours, "PPO, along its updates")
     for kl, point in along[1:]:
         if point["step"] == report.get("selected_step"):
             label = f"selected: update {point['step']}"
-            axis.plot(kl, point["judges"][judge]["mean"], "o", ms=13, fillstyle="none", color="black", label=label)
+            (ring,) = axis.plot(
+                kl, point["judges"][judge]["mean"], "o", ms=13, fillstyle="none", color=ink, label=label
+            )
+            mark(ring, label)
     farthest = max(kl for kl, _ in along + tried) or 1.0
     axis.set_xscale("function", functions=(_root, _square))
     end = 1.07 * farthest
@@ -64,7 +83,9 @@ def _line(axis: Any, judge: str, places: Sequence[Place], style: str, color: str
     means = [each["mean"] for each in told]
     errors = [[abs(each["ci95"][side] - each["mean"]) for each in told] for side in (0, 1)]
     kl = [kl for kl, _ in places]
-    axis.errorbar(kl, means, yerr=errors, fmt=style, color=color, capsize=2, linewidth=1.2, markersize=4, label=label)
+    how: dict[str, Any] = {"capsize": 2, "linewidth": 1.2, "markersize": 4}
+    (dots, _, _) = axis.errorbar(kl, means, yerr=errors, fmt=style, color=color, label=label, **how)
+    mark(dots, label)
 
 
 def _ticks(end: float) -> list[float]:

@@ -1,0 +1,135 @@
+"""What is seen in a PPO run, metric by metric: a sentence of this run's numbers, held against the healthy range."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal
+
+from rlhf_cli.report.ranges import RULES, Band, Rule, band
+from rlhf_cli.report.runs import Stage
+from rlhf_cli.report.texts import count, number
+
+Verdict = Literal["good", "look", "bad", "none"]  # none: there is nothing to hold it against
+FEWEST = 4  # updates from which on a trend can be told from noise
+SURE = 2.0  # standard errors
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A metric over a run: its points, its range, and what is seen."""
+
+    key: str
+    title: str
+    unit: str
+    points: list[tuple[int, float]]
+    band: Band | None
+    verdict: Verdict
+    sentence: str
+    advice: str  # empty where nothing is to be done
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is anything to draw."""
+        return len({value for _, value in self.points}) > 1
+
+
+def readings(ppo: Stage) -> list[Reading]:
+    """Those metrics of PPO's log that have a rule."""
+    found = []
+    for rule in RULES:
+        for key in _keys(rule, ppo):
+            lengths = dict(ppo.series("objective/response_length"))
+            points = [(step, value) for step, value in ppo.series(key) if rule.of != "tokens" or step in lengths]
+            if points:
+                found.append(_read(rule, key, points, [lengths.get(step, 0.0) for step, _ in points], ppo))
+    return found
+
+
+def _keys(rule: Rule, ppo: Stage) -> Iterator[str]:
+    """The metrics that a rule is of: NAME stands for any source."""
+    stem, _, name = rule.key.partition("NAME")
+    if not rule.key.endswith("NAME"):
+        yield rule.key
+    else:
+        yield from sorted({key for row in ppo.metrics for key in row if key.startswith(stem)} - {name})
+
+
+def _read(rule: Rule, key: str, points: list[tuple[int, float]], lengths: list[float], ppo: Stage) -> Reading:
+    values = [value for _, value in points]
+    title = rule.title + (f", {key.rpartition('/')[2]}" if rule.key.endswith("NAME") else "")
+    if rule.rises:
+        verdict, said = trend(values)
+        advice = rule.if_low if verdict in ("look", "bad") else ""
+        return Reading(key, title, rule.unit, points, None, verdict, f"{course(points)} {said}", advice)
+    found = band(rule, values, lengths, ppo.config)
+    if found is None:
+        return Reading(key, title, rule.unit, points, None, "none", course(points), "")
+    verdict, said, low = _held(rule, points, found)
+    advice = "" if verdict == "good" else rule.if_low if low else rule.if_high
+    return Reading(key, title, rule.unit, points, found, verdict, f"{course(points)} {said}", advice)
+
+
+def last_quarter(values: list[float]) -> list[float]:
+    """The updates that stand for a run's end: one update is of few responses."""
+    return values[-max(1, len(values) // 4) :]
+
+
+def course(points: list[tuple[int, float]]) -> str:
+    """Where a metric begins, where it ends, and its extremes."""
+    values = [value for _, value in points]
+    if len(points) == 1:
+        return f"One update so far: {number(values[0])}."
+    if len(set(values)) == 1:
+        return f"{number(values[0])} in all {count(len(points), 'update')}."
+    end = last_quarter(values)
+    ends = (
+        f"ends at {number(fmean(end))} (mean of the last {len(end)})" if len(end) > 1 else f"ends at {number(end[0])}"
+    )
+    (most_at, most), (least_at, least) = (extreme(points, key=lambda point: point[1]) for extreme in (max, min))
+    extremes = f"highest {number(most)} at update {most_at}, lowest {number(least)} at update {least_at}"
+    return f"Begins at {number(values[0])}, {ends}; {extremes}."
+
+
+def trend(values: list[float]) -> tuple[Verdict, str]:
+    """Whether a metric rises from its first tenth to its last quarter by more than its noise from update to update."""
+    if len(values) < FEWEST:
+        return "none", "Too few updates to tell a trend."
+    head, tail = values[: max(1, len(values) // 10)], last_quarter(values)
+    steps = [after - before for before, after in zip(values, values[1:], strict=False)]
+    error = stdev(steps) / math.sqrt(2) * math.sqrt(1 / len(head) + 1 / len(tail))
+    gain = fmean(tail) - fmean(head)
+    if gain > SURE * error:
+        return "good", f"It rises by {number(gain)}: the policy earns more of what it is trained on."
+    if gain < -SURE * error:
+        return "bad", f"It falls by {number(-gain)}: the policy earns less than it began with."
+    return "look", "It does not rise by more than its noise."
+
+
+def _held(rule: Rule, points: list[tuple[int, float]], found: Band) -> tuple[Verdict, str, bool]:
+    """(verdict, what is seen, whether it is too low rather than too high) of a metric held against its range."""
+    values = [value for _, value in points]
+    lows, highs = found.low or [-math.inf] * len(values), found.high or [math.inf] * len(values)
+    below = [value < low for value, low in zip(values, lows, strict=True)]
+    above = [value > high for value, high in zip(values, highs, strict=True)]
+    alarms = [
+        step
+        for step, value in points
+        if value < (-math.inf if rule.alarm_low is None else rule.alarm_low)
+        or value > (math.inf if rule.alarm_high is None else rule.alarm_high)
+    ]
+    outside, n = sum(below) + sum(above), len(values)
+    end, low, high = (fmean(last_quarter(each)) for each in (values, lows, highs))
+    if not outside and not alarms:
+        return (
+            "good",
+            f"Inside the healthy range ({found.words}) in {'all ' if n > 1 else ''}{count(n, 'update')}.",
+            False,
+        )
+    said = f"Outside the healthy range ({found.words}) in {outside} of {count(n, 'update')}"
+    if alarms:
+        said += f", and at update {alarms[0]} so far outside that the run may be broken"
+        return "bad", f"{said}.", (rule.alarm_low is not None and min(values) < rule.alarm_low)
+    if low <= end <= high:
+        return "good", f"{said}, inside of it at the end.", False
+    return "look", f"{said}, at the end too.", end < low

@@ -1,0 +1,175 @@
+"""The healthy range of each of PPO's metrics, and what to do outside of it; docs/metrics.md has the same numbers.
+
+Where the watchdog has a limit of the same thing, it is that limit: one number for one thing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
+from rlhf_cli.report.runs import at, is_number
+
+# What a bound counts in: the metric itself, the first update's value (times or plus it), response tokens, max_grad_norm.
+Of = Literal["itself", "first times", "first plus", "tokens", "max_grad_norm"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A metric's healthy range, and what to do below and above it; a bound that is None is open.
+
+    `watchdog` names the key of ppo.watchdog that is the bound. Beyond an `alarm` a single update is one too many.
+    `rises` is of a metric without a range, whose way is all that counts.
+    """
+
+    key: str
+    title: str
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    of: Of = "itself"
+    watchdog: str | None = None
+    alarm_low: float | None = None
+    alarm_high: float | None = None
+    rises: bool = False
+    if_low: str = ""
+    if_high: str = ""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A rule's range in one run: bounds for each update, and the range in words."""
+
+    low: list[float] | None
+    high: list[float] | None
+    words: str
+
+
+KL_ADVICE = "raise kl_coef, lower learning_rate, or set kl_stop; read samples.jsonl for what pays"
+RULES = (
+    Rule(
+        "objective/scores", "Reward score", rises=True,
+        if_low="raise learning_rate, or look at the reward model: it may see no difference between these answers",
+    ),
+    Rule(
+        "objective/kl_k1", "KL to the SFT policy", "nats a response", 0.0, of="tokens", watchdog="kl",
+        if_low="a mean below 0 is noise, or a policy that is not the one that wrote the responses: see R04",
+        if_high=KL_ADVICE,
+    ),
+    Rule(
+        "objective/response_length", "Length of a response", "tokens", of="first times", watchdog="length",
+        if_low="the reward pays for short answers: mend it, or raise kl_coef",
+        if_high="the reward pays for length: set overlong_penalty, or mend the reward",
+    ),
+    Rule(
+        "objective/eos_fraction", "Responses that end by themselves", "share", of="first plus", watchdog="eos",
+        alarm_low=0.05,
+        if_low="raise response_length or missing_eos_penalty; check that SFT's rows end with the stop token",
+    ),
+    Rule(
+        "objective/repetition", "Repeated runs of three tokens", "share", of="first plus", watchdog="repetition",
+        if_high="the policy says one thing over and over because it pays: mend the reward",
+    ),
+    Rule(
+        "objective/disagreement/NAME", "Disagreement of the reward models", "score", of="first times",
+        watchdog="disagreement",
+        if_high="the policy leaves what the reward models know: set combine: mean_minus_std, or raise kl_coef",
+    ),
+    Rule(
+        "policy/entropy_avg", "Entropy of the policy", "nats a token", 0.1, of="first times",
+        if_low="all responses become alike: raise kl_coef, lower learning_rate, or set entropy_coef",
+    ),
+    Rule(
+        "val/explained_variance", "Explained variance of the value model", "", 0.0, 1.0,
+        if_low="the value model is no better than a constant: set value_only_updates, or raise value_learning_rate",
+    ),
+    Rule(
+        "loss/value_avg", "Loss of the value model", "score squared", None, 1.0, of="first times",
+        if_high="lower value_learning_rate, or clip the reward with score_clip",
+    ),
+    Rule(
+        "policy/approxkl_avg", "How far an update goes (approximate KL)", "nats a token", 0.0, 0.03, alarm_high=0.3,
+        if_high="lower learning_rate or num_ppo_epochs",
+    ),
+    Rule(
+        "policy/clipfrac_avg", "Tokens whose ratio is clipped", "share", 0.0, 0.04,
+        if_high="lower learning_rate",
+    ),
+    Rule(
+        "val/ratio", "Mean ratio of new to old policy", "", 0.9, 1.1, alarm_low=0.1, alarm_high=2.0,
+        if_low="lower learning_rate, or take fewer num_ppo_epochs",
+        if_high="lower learning_rate, or take fewer num_ppo_epochs",
+    ),
+    Rule(
+        "policy/first_ratio_error", "First ratio's distance from 1", "", 0.0, 1e-3,
+        if_high="set bf16: false, or another models.attn_implementation",
+    ),
+    Rule(
+        "policy/grad_norm", "Gradient norm of the policy", "", None, 2.0, of="max_grad_norm",
+        if_high="lower learning_rate",
+    ),
+    Rule(
+        "value/grad_norm", "Gradient norm of the value model", "", None, 2.0, of="max_grad_norm",
+        if_high="the scores are large: set reward.normalize: sft, or use_score_scaling",
+    ),
+    Rule(
+        "policy/skipped_minibatches", "Minibatches that were skipped", "", None, 0.0,
+        if_high="lower learning_rate",
+    ),
+)  # fmt: skip
+
+
+def limit_of(rule: Rule, config: Mapping[str, Any] | None) -> float | None:
+    """The watchdog's limit of the rule's signal in this config; the default's where it is not watched."""
+    assert rule.watchdog is not None
+    found = at(config, f"ppo.watchdog.{rule.watchdog}")
+    return float(found) if is_number(found) else WatchdogSettings.model_fields[rule.watchdog].default
+
+
+def band(rule: Rule, values: list[float], lengths: list[float], config: Mapping[str, Any] | None) -> Band | None:
+    """The range of a metric's values; None where it has none. `lengths` are the updates' mean response lengths."""
+    if rule.rises or (rule.watchdog in ("length", "eos") and isinstance(at(config, "ppo.response_length"), list)):
+        return None
+    first, low, high = values[0], rule.low, rule.high
+    words = ""
+    if rule.watchdog:
+        low, high, words = _of_watchdog(rule, limit_of(rule, config) or 0.0, first)
+    if rule.of == "tokens":
+        assert high is not None
+        return Band([0.0] * len(values), [high * length for length in lengths], words)
+    if rule.of == "first times" and not rule.watchdog:
+        low, high = (None if bound is None else bound * first for bound in (low, high))
+        words = f"{'above' if high is None else 'up to'} {_share(rule)} first value"
+    if rule.of == "max_grad_norm":
+        most = at(config, "ppo.max_grad_norm")
+        most = float(most) if is_number(most) else PPOSettings.model_fields["max_grad_norm"].default
+        assert high is not None
+        high, words = high * most, f"up to {high:g} times max_grad_norm"
+    return Band(_line(low, values), _line(high, values), words or span(low, high))
+
+
+def _of_watchdog(rule: Rule, limit: float, first: float) -> tuple[float | None, float | None, str]:
+    """(low, high, words) of a range that the watchdog's limit makes."""
+    return {
+        "kl": (0.0, limit, f"up to {limit:g} nats a token"),
+        "length": (first / limit, first * limit, f"within a factor {limit:g} of the first value"),
+        "eos": (first - limit, None, f"at most {limit:g} below the first value"),
+        "repetition": (None, first + limit, f"at most {limit:g} above the first value"),
+        "disagreement": (None, first * limit, f"up to {limit:g} times the first value"),
+    }[rule.watchdog or ""]
+
+
+def _share(rule: Rule) -> str:
+    """The bound of a range of the first value, in words."""
+    return "the" if rule.high == 1 else f"{rule.low:g} times the"
+
+
+def span(low: float | None, high: float | None) -> str:
+    """A fixed range in words."""
+    if low is None:
+        return f"up to {high:g}" if high else "0"
+    return f"above {low:g}" if high is None else f"{low:g} to {high:g}"
+
+
+def _line(bound: float | None, values: list[float]) -> list[float] | None:
+    return None if bound is None else [bound] * len(values)

@@ -1,0 +1,190 @@
+"""What a run's folder holds, as far as it is there: a run may be half done, running, damaged, or spread over folders."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from rlhf_cli import verdict
+from rlhf_cli.checkpoints import FOREIGN, read_manifest
+from rlhf_cli.checkpoints.files import damage, read_object, results
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.rows import read_jsonl
+from rlhf_cli.tracking import read_log
+
+STAGES = ("sft", "reward", "ppo", "eval")
+State = Literal["finished", "begun", "damaged", "absent"]
+# The keys of a config that name another stage's folder: where to look before there is a manifest.
+PARENTS = {"model.path": "sft", "models.sft": "sft", "models.reward": "reward", "models.ppo": "ppo"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage left. Of a stage that is absent all is empty; `problem` says what is damaged."""
+
+    name: str
+    folder: Path
+    state: State = "absent"
+    problem: str | None = None
+    elsewhere: str | None = None  # its folder as the run's other stages name it, where that is not in the run's
+    manifest: Mapping[str, Any] | None = None
+    identity: Mapping[str, Any] | None = None
+    config: Mapping[str, Any] | None = None
+    metrics: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def there(self) -> bool:
+        return self.state != "absent"
+
+    def told(self, key: str) -> Mapping[str, Any]:
+        """A table of the manifest; empty where there is none."""
+        found = (self.manifest or {}).get(key)
+        return found if isinstance(found, Mapping) else {}
+
+    def setting(self, path: str) -> Any:
+        """A value of config.yaml by its dotted path; None where it is not there."""
+        return at(self.config, path)
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of each line of metrics.jsonl that has the metric."""
+        return [(row["step"], float(row[key])) for row in self.metrics if is_number(row.get(key))]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its files tell it."""
+
+    name: str  # the folder's own name: a page goes to others, and says nothing of this machine
+    folder: Path
+    stages: Mapping[str, Stage]
+    report: Mapping[str, Any] | None  # eval/report.json
+    answers: tuple[Mapping[str, Any], ...]  # eval/samples.jsonl
+    samples: tuple[Mapping[str, Any], ...]  # ppo/samples.jsonl
+    firings: tuple[Mapping[str, Any], ...]  # ppo/watchdog.jsonl
+    notes: tuple[str, ...]  # what is damaged, or does not belong together
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder, or that of one of its stages. Changes nothing.
+
+    A stage that the folder lacks is looked for where the others name it. Raises RLHFError M01 where there is no stage.
+    """
+    root = folder.resolve()
+    if root.name in STAGES and (root / "identity.json").is_file():
+        root = root.parent
+    stages = {name: _stage(name, root / name) for name in STAGES}
+    if not any(stage.there for stage in stages.values()):
+        text = f"{shown(folder)} holds none of the stages {', '.join(STAGES)}"
+        raise RLHFError("M01", text, hint="name the folder of a run, e.g. runs/demo")
+    for name in ("eval", "ppo", "reward"):
+        for other, path, told in _named(stages[name]):
+            if not stages[other].there and (found := _stage(other, path)).there:
+                stages[other] = replace(found, elsewhere=told)
+    notes = [f"{stage.name}: {stage.problem}" for stage in stages.values() if stage.problem]
+    report = _read_report(stages["eval"], notes)
+    return Run(
+        name=root.name or "run",
+        folder=root,
+        stages=stages,
+        report=report,
+        answers=_read_answers(stages["eval"], notes) if report else (),
+        samples=tuple(read_log(stages["ppo"].folder / "samples.jsonl")),
+        firings=tuple(read_log(stages["ppo"].folder / "watchdog.jsonl")),
+        notes=(*notes, *_strangers(stages)),
+    )
+
+
+def at(tree: Any, path: str) -> Any:
+    """The value at a dotted path of nested tables, or None."""
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _stage(name: str, folder: Path) -> Stage:
+    identity = read_object(folder / "identity.json")
+    if not (folder / "identity.json").is_file() and not (folder / "manifest.json").is_file():
+        return Stage(name, folder)
+    config, problem = _read_config(folder / "config.yaml")
+    found = Stage(
+        name, folder, "begun", problem, None, None, identity, config, tuple(read_log(folder / "metrics.jsonl"))
+    )
+    if not (folder / "manifest.json").is_file():
+        return found
+    manifest, problem = read_manifest(folder)
+    if not problem and not isinstance(manifest.get("files"), dict):
+        problem = "manifest.json names no files"
+    problem = problem or _damage(folder, manifest["files"]) or found.problem
+    return replace(found, state="damaged" if problem else "finished", problem=problem, manifest=manifest)
+
+
+def _damage(folder: Path, files: Mapping[str, Any]) -> str | None:
+    """What is wrong with the results of a stage: sizes of models, the whole of a report."""
+    try:
+        models = damage(folder, results(files, ("model/", "value/")), where=str(folder), content=False)
+        return models or damage(folder, results(files, "report.json"), where=str(folder), content=True)
+    except RLHFError as error:  # a name that leads out of the folder
+        return error.problems[0].text
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None, f"{path.name} is missing or not readable"
+    return (tree, None) if isinstance(tree, dict) else (None, f"{path.name} holds no keys")
+
+
+def _named(stage: Stage) -> Iterator[tuple[str, Path, str]]:
+    """(stage, folder, that folder as it is written there) of each stage of ours that a stage was made from."""
+    parents = stage.told("parents").values()
+    told = [(each.get("stage"), each.get("path")) for each in parents if isinstance(each, Mapping)]
+    if not told:
+        told = [(name, stage.setting(key)) for key, name in PARENTS.items()]
+    for name, path in told:
+        if name in STAGES and name != FOREIGN and isinstance(path, str):
+            yield name, (stage.folder / path).resolve(), path
+
+
+def _strangers(stages: Mapping[str, Stage]) -> Iterator[str]:
+    """Stages that were made from another model than the one that is there now."""
+    for stage in stages.values():
+        for key, told in stage.told("parents").items():
+            parent = stages.get(told.get("stage")) if isinstance(told, Mapping) else None
+            now = (parent.manifest or {}).get("model_sha256") if parent else None
+            if parent and now and now != told.get("sha256") and _is(parent, stage, told):
+                yield f"{stage.name} was made from another {parent.name} than the one that is there now ({key})"
+
+
+def _is(parent: Stage, stage: Stage, told: Mapping[str, Any]) -> bool:
+    """Whether the folder that a manifest names is this very stage's: an ensemble has several of one kind."""
+    return (stage.folder / str(told.get("path"))).resolve() == parent.folder.resolve()
+
+
+def _read_report(stage: Stage, notes: list[str]) -> dict[str, Any] | None:
+    if not (stage.folder / "report.json").is_file():
+        return None
+    try:
+        found = verdict.read_report(stage.folder)
+    except RLHFError:
+        notes.append("eval: report.json is not readable")
+        return None
+    if isinstance(at(found, "models.sft.judges"), Mapping):
+        return found
+    notes.append("eval: report.json tells of no SFT model")
+    return None
+
+
+def _read_answers(stage: Stage, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
+    try:
+        path = stage.folder / "samples.jsonl"
+        return tuple(row for _, row in read_jsonl(path)) if path.is_file() else ()
+    except RLHFError as error:
+        notes.append(f"eval: samples.jsonl is damaged: {error.problems[0].text}")
+        return ()
