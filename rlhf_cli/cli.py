@@ -352,6 +352,25 @@ def export(
 
 
 @app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run's folder; several are compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where to write it; RUN/eval/report.html, or ./report.html."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Draw a run as one HTML page that loads nothing, and says which stage is bad; or compare several runs.
+
+    What is not there yet is left out, so a run can be looked at while it runs.
+    """
+    from rlhf_cli import report
+
+    with room.explained(out or folders[0]):
+        report.run(folders, out)
+
+
+@app.command()
 def init(
     preset: Annotated[str | None, typer.Argument(metavar="PRESET", help="One of `rlhf init --list`.")] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write it.")] = None,

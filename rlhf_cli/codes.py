@@ -439,6 +439,12 @@ MACHINE_AND_RUN = {
         "Of the processes that train together one has ended, and the others cannot go on without it.",
         "Look at what that one said; the same command goes on from the last state.",
     ),
+    "R15": Code(
+        "the page was not made",
+        0,
+        "The evaluation is done, and its report.html could not be drawn or written; report.json has all its numbers.",
+        "Look at the message; `rlhf report RUN` makes the page at any time.",
+    ),
     "S01": Code(
         "control characters",
         0,

@@ -71,6 +71,7 @@ def test_the_codes_are_those_of_the_table_and_ours() -> None:
         "R12",
         "R13",
         "R14",
+        "R15",
         "C17",
         "C18",
     }

@@ -211,7 +211,7 @@ def test_without_snapshots_it_is_said_why(run: Path, gone: str) -> None:
 
 
 def test_the_figure_is_the_same_file_for_the_same_report(run: Path, tmp_path: Path) -> None:
-    from rlhf_cli.report.figures import frontier
+    from rlhf_cli.report import frontier
 
     report, _ = evaluate(run, "-s", "eval.select=short")
     drawn = (run / "eval/frontier.svg").read_bytes()
@@ -226,7 +226,7 @@ def test_the_figure_is_the_same_file_for_the_same_report(run: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("end", "marks"), [(0.3, [0, 0.1, 0.2]), (40.0, [0, 0.2, 1, 5, 10, 20, 30, 40]), (0.05, [0])])
 def test_marks_of_the_scale_are_round_and_stand_apart(end: float, marks: list[float]) -> None:
-    from rlhf_cli.report.figures.frontier import _ticks
+    from rlhf_cli.report.frontier import _ticks
 
     assert _ticks(end) == marks
 

@@ -15,7 +15,7 @@ OF_THE_CHAIN = {f"../{name}" for name in STAGES} | {".."}  # the run's own folde
 
 @dataclass(frozen=True)
 class Difference:
-    """A key with its value, and what it is without being set: None where it must be set."""
+    """A key with its value, and what it is without being set: None where it must be set, `-` where it would not be."""
 
     stage: str
     key: str
@@ -30,8 +30,8 @@ def from_defaults(stage: Stage) -> list[Difference]:
         if key == "stage" or _is_own_folder(stage.name, key, value):
             continue
         default = _default(stage.name, key)
-        if default is MUST_BE_SET:
-            found.append(Difference(stage.name, key, said(value), None))
+        if default in (MUST_BE_SET, FREE):
+            found.append(Difference(stage.name, key, said(value), None if default is MUST_BE_SET else "-"))
         elif default != value:
             found.append(Difference(stage.name, key, said(value), said(default)))
     return found
@@ -67,15 +67,19 @@ def said(value: Any) -> str:
     """A value as YAML has it."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{', '.join(map(said, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-MUST_BE_SET = object()
+MUST_BE_SET, FREE = "must be set", "a key of the user's own"
 
 
 def _default(stage: str, key: str) -> Any:
     field = field_at(CONFIGS[stage], tuple(key.split(".")))
-    if field is None or field.is_required():
+    if field is None:
+        return FREE
+    if field.is_required():
         return MUST_BE_SET
     return to_jsonable_python(field.get_default(call_default_factory=True))
 

@@ -137,7 +137,8 @@ def suspect(run: Run, found: list[Badge]) -> str:
     for grade, lead in (("bad", "The stage to mend first"), ("look", "No stage is bad. Worth a look first")):
         for badge in found:
             if badge.grade == grade and badge.stage != "eval":
-                return f"{lead}: {badge.stage}, {next(each for each in badge.reasons if not each.startswith('begun'))}."
+                why = next(each for each in badge.reasons if not each.startswith("begun"))
+                return f"{lead}: {badge.stage}. {why[:1].upper()}{why[1:]}."
     if any(badge.grade == "bad" for badge in found):
         return "The training stages look healthy, the outcome does not: look at the samples, and at the reward model."
     return "No stage looks bad." if any(badge.grade != "open" for badge in found) else "Nothing can be told yet."
@@ -150,10 +151,10 @@ def sentences(run: Run) -> list[str]:
         ppo = run.stages["ppo"]
         end = [f"PPO has made {count(ppo.metrics[-1]['step'], 'update')}."] if ppo.metrics else []
         return [*end, "There is no evaluation yet: whether PPO is better than SFT is not known."]
-    return list(_outcome(report))
+    return list(_outcome(run, report))
 
 
-def _outcome(report: Mapping[str, Any]) -> Iterator[str]:
+def _outcome(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
     rates = at(report, "win_rate.ppo_vs_sft") or {}
     kl = at(report, "models.ppo.kl")
     if rates:
@@ -164,10 +165,12 @@ def _outcome(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"PPO {_beats(rate)} on {percent(rate['value'])}{bounds(rate.get('ci95'))} of {n} by {judge}{far}."
         if judge != "reward" and "reward" in rates:
             own = rates["reward"]
-            yield (
-                f"By the reward model, which it was trained on, it wins {percent(own['value'])}"
-                f"{bounds(own.get('ci95'))}: alone that would prove nothing."
+            trained = any(key.startswith("rewards.") for key in run.stages["ppo"].told("parents"))
+            won = f"{percent(own['value'])}{bounds(own.get('ci95'))}"
+            which = (
+                ", which it was trained on, it wins {}: alone that would prove nothing" if trained else " it wins {}"
             )
+            yield f"By the reward model{which.format(won)}."
         yield from _length(report, rate)
     for row in report.get("best_of", [])[-1:]:
         if rate := (row.get("ppo_win_rate") or {}).get(deciding_judge(rates) if rates else ""):
@@ -199,7 +202,8 @@ def _selected(report: Mapping[str, Any]) -> Iterator[str]:
     if point:
         last = max(each["step"] for each in report["frontier"])
         which = "its last" if step == last else f"not its last, {last}"
-        yield f"The policy to take is that of update {step}, {which}, at {number(point['kl'])} nats, by {chosen['rule']}."
+        where = f"update {step}, {which}, at {number(point['kl'])} nats"
+        yield f"The policy to take is that of {where}, by {chosen['rule']}."
     elif chosen:
         yield f"No policy was selected: {chosen.get('rule')}."
     elif why := report.get("no_frontier"):

@@ -1,5 +1,6 @@
 """What is seen in a PPO run, metric by metric: a sentence of this run's numbers, held against the healthy range."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,6 +66,9 @@ def _read(rule: Rule, key: str, points: list[tuple[int, float]], lengths: list[f
     found = band(rule, values, lengths, ppo.config)
     if found is None:
         return Reading(key, title, rule.unit, points, None, "none", course(points), "")
+    if len(points) < rule.early:
+        said = f"Too early to judge: the healthy range ({found.words}) is for {rule.early} updates and more."
+        return Reading(key, title, rule.unit, points, found, "none", f"{course(points)} {said}", "")
     verdict, said, low = _held(rule, points, found)
     advice = "" if verdict == "good" else rule.if_low if low else rule.if_high
     return Reading(key, title, rule.unit, points, found, verdict, f"{course(points)} {said}", advice)
@@ -96,7 +100,7 @@ def trend(values: list[float]) -> tuple[Verdict, str]:
     if len(values) < FEWEST:
         return "none", "Too few updates to tell a trend."
     head, tail = values[: max(1, len(values) // 10)], last_quarter(values)
-    steps = [after - before for before, after in zip(values, values[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(values)]
     error = stdev(steps) / math.sqrt(2) * math.sqrt(1 / len(head) + 1 / len(tail))
     gain = fmean(tail) - fmean(head)
     if gain > SURE * error:

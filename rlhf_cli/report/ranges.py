@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
 from rlhf_cli.report.runs import at, is_number
 
-# What a bound counts in: the metric itself, the first update's value (times or plus it), response tokens, max_grad_norm.
+# What a bound counts in: the metric itself, the first value (times or plus it), response tokens, max_grad_norm.
 Of = Literal["itself", "first times", "first plus", "tokens", "max_grad_norm"]
 
 
@@ -19,7 +19,7 @@ class Rule:
     """A metric's healthy range, and what to do below and above it; a bound that is None is open.
 
     `watchdog` names the key of ppo.watchdog that is the bound. Beyond an `alarm` a single update is one too many.
-    `rises` is of a metric without a range, whose way is all that counts.
+    Before `early` updates there is nothing to be said of it. `rises` is of a metric without a range, whose way is all that counts.
     """
 
     key: str
@@ -32,6 +32,7 @@ class Rule:
     alarm_low: float | None = None
     alarm_high: float | None = None
     rises: bool = False
+    early: int = 0
     if_low: str = ""
     if_high: str = ""
 
@@ -80,7 +81,7 @@ RULES = (
         if_low="all responses become alike: raise kl_coef, lower learning_rate, or set entropy_coef",
     ),
     Rule(
-        "val/explained_variance", "Explained variance of the value model", "", 0.0, 1.0,
+        "val/explained_variance", "Explained variance of the value model", "", 0.0, 1.0, early=20,
         if_low="the value model is no better than a constant: set value_only_updates, or raise value_learning_rate",
     ),
     Rule(

@@ -1,4 +1,4 @@
-"""What a run's folder holds, as far as it is there: a run may be half done, running, damaged, or spread over folders."""
+"""What a run's folder holds, as far as it is there: it may be half done, running, damaged, or spread over folders."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

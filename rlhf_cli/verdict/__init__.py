@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.checkpoints.files import read_object
+from rlhf_cli.checkpoints.outputs import REPORT
 from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.reward_card import print_card
@@ -45,6 +46,8 @@ def print_verdict(eval_folder: Path) -> None:
     for warning in report.get("warnings", []):
         terminal.out(f"noted: {warning}")
     terminal.out(f"report: {shown(eval_folder / 'report.json')}")
+    if (eval_folder / REPORT).is_file():
+        terminal.out(f"page: {shown(eval_folder / REPORT)}")
 
 
 def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *, where: Callable[[str], str]) -> None:

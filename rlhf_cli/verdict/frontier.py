@@ -33,7 +33,7 @@ def print_frontier(report: Mapping[str, Any]) -> None:
     mark = "" if picked is None else " (*: selected)"
     beside = ", and SFT's best of n" if report.get("best_of") else ""
     terminal.table(columns, cells, title=f"The frontier: PPO's policies along the way{mark}{beside}")
-    for line in _choice(report):
+    for line in choice(report):
         terminal.out(line)
 
 
@@ -44,7 +44,7 @@ def _row(name: str, row: Mapping[str, Any], kl: str, judge: str, others: list[st
     return [name, kl, *means, with_interval(decisive["mean"], decisive["ci95"]), *rates]
 
 
-def _choice(report: Mapping[str, Any]) -> Iterator[str]:
+def choice(report: Mapping[str, Any]) -> Iterator[str]:
     """What was picked, by which rule, and how sure that is."""
     chosen = report.get("selected")
     if chosen is None:

@@ -8,11 +8,12 @@ from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import machine, models
 from rlhf_cli.models import loading
 from rlhf_cli.ppo.ranks import Ranks, group
-from rlhf_cli.stages.eval import answers, figure, report
+from rlhf_cli.report import frontier, write_beside
+from rlhf_cli.stages.eval import answers, report
 
 
 def run(config: EvalConfig, options: Options) -> None:
-    """Leave RUN/eval with report.json and samples.jsonl, print the verdict, hold it against `eval.require` (R06).
+    """Leave RUN/eval with report, samples and page, print the verdict, hold it against `eval.require`: R06.
 
     Raises RLHFError E04 and R14 as `Ranks` does.
     """
@@ -34,6 +35,7 @@ def _run(config: EvalConfig, options: Options, ranks: Ranks) -> None:
         metrics = {"win_rate": found["win_rate"], "models": found["models"]}
         fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
         ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    ranks.first(lambda: write_beside(config.folder))
     verdict.print_verdict(config.folder)
     verdict.check_requirements(found, config.eval.require, where=config.where)
 
@@ -59,7 +61,7 @@ def _evaluate(
     def write() -> dict[str, Any]:
         found = report.build(config, judged, len(prompts), sampling, parents, trail)
         if "frontier" in found:
-            figure.draw(found, config.folder / "frontier.svg")
+            frontier.draw(found, config.folder / "frontier.svg")
         rows.write_jsonl(config.folder / "samples.jsonl", report.sample_rows(judged))
         checkpoints.write_json(config.folder / "report.json", found)
         return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.checkpoints.files import write_text
-from rlhf_cli.report.figures.svg import INK, SERIES, Drawing, drawing, mark
+from rlhf_cli.report.svg import INK, SERIES, Drawing, drawing, mark
 from rlhf_cli.report.texts import visible
 
 PAPER = ("#1f5fa8", "#d1660a", "black")  # of PPO, of SFT's best of n, of the ring: in a file of its own

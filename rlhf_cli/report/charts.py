@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_cli.report.figures.svg import ALARM, BAND, INK, MUTED, SERIES, Drawing, drawing, mark
 from rlhf_cli.report.ranges import Band
+from rlhf_cli.report.svg import ALARM, BAND, INK, MUTED, SERIES, Drawing, drawing, mark
 from rlhf_cli.report.texts import visible
 
 Points = Sequence[tuple[float, float]]

@@ -1,0 +1,81 @@
+"""`rlhf report RUN...`: a run, or a comparison of several, as one HTML page that loads nothing. Reads files alone."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rlhf_cli import room, terminal
+from rlhf_cli.checkpoints.files import write_text
+from rlhf_cli.checkpoints.outputs import REPORT
+from rlhf_cli.errors import RLHFError, all_of, shown
+from rlhf_cli.report.runs import Run, read_run
+
+BEGINNING = 4096  # bytes in which a page of ours says that it is one
+
+
+def run(folders: Sequence[Path], out: Path | None) -> Path:
+    """Write the page, print its path, and return it.
+
+    Without `out` it is RUN/eval/report.html, RUN/report.html where there is no eval/, and ./report.html for several
+    runs. Raises RLHFError M01 for folders that hold no stage, C15 where a file of somebody else's is in its place, E03
+    where it cannot be written.
+    """
+    runs: list[Run] = []
+    all_of(*(partial(_read, folder, runs) for folder in folders))
+    target = out or (_place(runs[0]) if len(runs) == 1 else Path(REPORT))
+    _require_ours(target)
+    write_text(target.resolve(), _page(runs))
+    terminal.out(shown(target))
+    return target
+
+
+def write_beside(eval_folder: Path) -> Path | None:
+    """The page of the run of an evaluation, into its folder; None where it could not be made, which is a warning (R15).
+
+    The evaluation is done and stands on disk by then: nothing of it is lost, whatever goes wrong here.
+    """
+    target = eval_folder / REPORT
+    try:
+        _require_ours(target)
+        write_text(target, _page([read_run(eval_folder)]))
+    except Exception as error:  # of matplotlib, of the disk, of a file that somebody changed by hand
+        said = error.problems[0].text if isinstance(error, RLHFError) else f"{type(error).__name__}: {error}"
+        text = f"the page of the evaluation could not be made: {' '.join(said.split())}"
+        terminal.warn("R15", text, hint=f"rlhf report {shown(eval_folder.parent)} makes it")
+        return None
+    return target
+
+
+def _read(folder: Path, runs: list[Run]) -> None:
+    runs.append(read_run(folder))
+
+
+def _page(runs: list[Run]) -> str:
+    if len(runs) == 1:
+        from rlhf_cli.report import page
+
+        return page.of_run(runs[0])
+    from rlhf_cli.report import compare
+
+    return compare.of_runs(runs)
+
+
+def _place(run: Run) -> Path:
+    inside = run.folder / "eval"
+    return (inside if inside.is_dir() else run.folder) / REPORT
+
+
+def _require_ours(target: Path) -> None:
+    """Raises RLHFError C15 where the path holds something that is no page of ours, E03 where it cannot be written."""
+    hint = "give another place: --out FILE"
+    if target.is_dir():
+        raise RLHFError("C15", f"{shown(target)} is a folder", hint=hint)
+    if target.exists() and not _is_ours(target):
+        raise RLHFError("C15", f"{shown(target)} is no page of ours; nothing is overwritten", hint=hint)
+    room.require_writable(target.resolve().parent, hint=hint)
+    target.resolve().parent.mkdir(parents=True, exist_ok=True)
+
+
+def _is_ours(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b'<meta name="generator" content="rlhf report">' in file.read(BEGINNING)

@@ -1,0 +1,134 @@
+"""The figures of a run's page, each with what it shows in words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli import reward_card
+from rlhf_cli.report import charts, frontier
+from rlhf_cli.report.health import Reading, readings
+from rlhf_cli.report.runs import Run, Stage, at
+from rlhf_cli.report.samples import lengths
+from rlhf_cli.report.svg import Drawing
+from rlhf_cli.report.texts import number, percent
+
+LABELS = {"sft": "SFT", "ppo": "PPO"}
+# Of SFT and reward model: metric, title, unit; its evaluation is drawn beside it.
+TRAINING = {
+    "sft": (("loss", "Loss", "nats a token"), ("mean_token_accuracy", "Tokens guessed right", "share")),
+    "reward": (("loss", "Loss", ""), ("accuracy", "Pairs told right", "share"), ("margin", "Margin", "score")),
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A card of the page: a figure, what it is called, and what is seen."""
+
+    title: str
+    drawing: Drawing | None
+    sentence: str
+    verdict: str = "none"
+    advice: str = ""
+    key: str = ""
+
+
+def training(stage: Stage) -> list[Figure]:
+    """The curves of SFT or of the reward model."""
+    found = []
+    for key, title, unit in TRAINING[stage.name]:
+        series = {"training": stage.series(key), "held-out": stage.series(f"eval_{key}")}
+        lines = {name: points for name, points in series.items() if points}
+        if lines:
+            told = " ".join(f"{name.capitalize()}: {_way(points)}" for name, points in lines.items())
+            name = f"{stage.name}-{key}"
+            drawing = charts.curves(name, f"{title}. {told}", lines, unit=unit, x="step")
+            found.append(Figure(title, drawing, told, key=key))
+    return found
+
+
+def _way(points: list[tuple[int, float]]) -> str:
+    (_, first), (_, last) = points[0], points[-1]
+    return f"{number(first)}." if len(points) == 1 else f"{number(first)} to {number(last)}."
+
+
+def ppo(run: Run) -> list[Figure]:
+    """A card for each of PPO's metrics that has a rule; the watchdog's firings are marked in all of them."""
+    stage, found = run.stages["ppo"], []
+    alarms = sorted({row["step"] for row in run.firings})
+    for reading in readings(stage):
+        drawing = _curve(reading, stage, alarms) if reading.moves else None
+        found.append(Figure(reading.title, drawing, reading.sentence, reading.verdict, reading.advice, reading.key))
+    return found
+
+
+def _curve(reading: Reading, stage: Stage, alarms: list[int]) -> Drawing:
+    lines = {reading.title: reading.points}
+    if reading.key == "objective/scores" and (less := stage.series("objective/rlhf_reward")):
+        lines = {"score": reading.points, "less the KL penalty": less}
+    about = f"{reading.title} over updates. {reading.sentence}"
+    name = "ppo-" + reading.key.replace("/", "-").replace("_", "-")
+    return charts.curves(name, about, lines, band=reading.band, unit=reading.unit, alarms=alarms)
+
+
+def card(told: Mapping[str, Any]) -> list[Figure]:
+    """Calibration and margins of a reward model's report card."""
+    found = []
+    if bins := told.get("calibration"):
+        said = f"Expected calibration error {number(told['ece'])}; a dot is larger where more pairs are."
+        found.append(Figure("Calibration", charts.calibration("card-calibration", f"Calibration. {said}", bins), said))
+    if "margin_histogram" in told:
+        counts, n = reward_card.margins(told), told["n"]
+        wrong = sum(list(counts.values())[: 1 + told["margin_histogram"]["edges"].index(0.0)])
+        said = f"{wrong} of {n} margins lie below 0: there the rejected answer scores higher."
+        about = f"Margins between chosen and rejected answers. {said}"
+        drawing = charts.bars("card-margins", about, counts, "margin, chosen less rejected", "pairs")
+        found.append(Figure("Margins", drawing, said))
+    return found
+
+
+def frontiers(report: Mapping[str, Any]) -> list[Figure]:
+    """A panel for each judge, where the evaluation went along PPO's snapshots."""
+    found = []
+    for place, judge in enumerate(at(report, "models.sft.judges") if report.get("frontier") else ()):
+        points = report["frontier"]
+        best = max(points, key=lambda point: point["judges"][judge]["mean"])
+        said = (
+            f"Highest at update {best['step']}: {number(best['judges'][judge]['mean'])} at {number(best['kl'])} nats; "
+            f"at the end {number(points[-1]['judges'][judge]['mean'])} at {number(points[-1]['kl'])} nats."
+        )
+        drawing = frontier.panel(f"frontier-{place}", f"{judge} over KL. {said}", judge, report)
+        found.append(Figure(f"By {judge}", drawing, said))
+    return found
+
+
+def wins(report: Mapping[str, Any]) -> Figure | None:
+    """Every win rate of the report, sampled ones first."""
+    found = [(label, rate["value"], rate.get("ci95")) for label, rate in win_rates(report)]
+    if not found:
+        return None
+    told = "; ".join(f"{label}: {percent(value)}" for label, value, _ in found)
+    return Figure("Win rates", charts.win_rates("win-rates", f"Win rates. {told}.", found), "")
+
+
+def win_rates(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """(what is compared, by whom and how; its numbers)."""
+    found = []
+    for how, section in (("", report), (", near-greedy", report.get("greedy") or {})):
+        for pair, judges in (section.get("win_rate") or {}).items():
+            one, _, other = pair.partition("_vs_")
+            for judge, rate in judges.items():
+                found.append((f"{LABELS.get(one, one)} over {LABELS.get(other, other)}, {judge}{how}", rate))
+    for row in report.get("best_of", []):
+        for judge, rate in (row.get("ppo_win_rate") or {}).items():
+            found.append((f"PPO over SFT's best of {row['n']}, {judge}", rate))
+    return found
+
+
+def length_figure(run: Run) -> Figure | None:
+    """How long both policies' answers are."""
+    found = lengths(run.answers)
+    if not found or min(map(len, found.values())) == 0:
+        return None
+    told = ", ".join(f"{name} {number(sum(each) / len(each))}" for name, each in found.items())
+    said = f"Mean tokens of an answer: {told}."
+    return Figure("Lengths of the answers", charts.histograms("lengths", said, found, "tokens of an answer"), said)

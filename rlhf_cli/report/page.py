@@ -1,0 +1,194 @@
+"""One run as a page."""
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from markupsafe import Markup
+
+from rlhf_cli import __version__, reward_card
+from rlhf_cli.ppo.settings.watchdog import SAYS
+from rlhf_cli.report import drawn, facts, glance, samples
+from rlhf_cli.report.differences import from_defaults
+from rlhf_cli.report.runs import Run, Stage, at
+from rlhf_cli.report.texts import bounds, count, finalize, number, percent
+from rlhf_cli.report.tokens import last_heat_map
+from rlhf_cli.statistics import with_interval
+from rlhf_cli.verdict.frontier import choice
+
+GENERATOR = "rlhf report"  # how we know our own pages: no other file is ever replaced
+WORDS = {"good": "good", "look": "worth a look", "bad": "bad", "open": "not there yet"}
+SECTIONS = (
+    ("glance", "In one glance"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("ppo", "PPO"),
+    ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Lengths"), ("samples", "Samples"),
+    ("tokens", "Token by token"), ("again", "Make it again"),
+)  # fmt: skip
+
+
+def of_run(run: Run) -> str:
+    """The page of a run, complete in itself; the same bytes for the same files."""
+    heat_map, badges = last_heat_map(run.samples), glance.badges(run)
+    return render(
+        "page.html.jinja",
+        title=f"Run {run.name}",
+        subtitle=_subtitle(run),
+        sections=[each for each in SECTIONS if heat_map or each[0] != "tokens"],
+        warnings=[*run.notes, *map(str, (run.report or {}).get("warnings", []))],
+        badges=badges,
+        suspect=glance.suspect(run, badges),
+        sentences=glance.sentences(run),
+        heat_map=heat_map,
+        **_what_ran(run),
+        **_training(run),
+        **_evaluation(run.report),
+        **_samples(run),
+    )
+
+
+def render(template: str, **about: Any) -> str:
+    """A page from its template. Everything printed into it is escaped and made visible, our own figures aside."""
+    import jinja2
+
+    # A script, a style and a figure are ours; all else goes through `finalize` and is escaped.
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("rlhf_cli.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(number=number, words=WORDS)
+    script = _text("search.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template(template).render(
+        generator=GENERATOR,
+        version=__version__,
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        style=Markup(_text("style.css")),
+        **about,
+    )
+
+
+@cache
+def _text(name: str) -> str:
+    return (files("rlhf_cli.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _subtitle(run: Run) -> str:
+    there = [name for name, stage in run.stages.items() if stage.there]
+    missing = [name for name, stage in run.stages.items() if not stage.there]
+    return f"Stages: {', '.join(there)}" + (f"; not there yet: {', '.join(missing)}" if missing else "")
+
+
+def _what_ran(run: Run) -> dict[str, Any]:
+    stages = list(run.stages.values())
+    return {
+        "stages": [facts.stage_row(stage) for stage in stages],
+        "phases": facts.phases(run.stages["ppo"]),
+        "speed": facts.speed(run.stages["ppo"]),
+        "differences": [each for stage in stages for each in from_defaults(stage)],
+        "data": facts.data_rows(run),
+        "models": facts.model_rows(run),
+        "versions": facts.versions(run),
+        "commands": facts.commands(run),
+        "hashes": facts.hashes(run),
+    }
+
+
+def _training(run: Run) -> dict[str, Any]:
+    sft, reward = run.stages["sft"], run.stages["reward"]
+    card = _card(run, reward)
+    told = "adversarial" in card
+    return {
+        "training": [("sft", "SFT", drawn.training(sft)), ("reward", "Reward model", drawn.training(reward))],
+        "card_lines": reward_card.lines(card) if told else [],
+        "card_accuracy": _right(card) if told else "",
+        "card_figures": drawn.card(card) if told else [],
+        "no_card": _right(card) if card else str(at(run.report, "no_reward_card") or "There is no report card yet."),
+        "ppo": drawn.ppo(run),
+        "firings": [_fired(row) for row in run.firings],
+    }
+
+
+def _card(run: Run, reward: Stage) -> Mapping[str, Any]:
+    """The reward stage's report card, or that of the evaluation where the stage is not there; empty without one."""
+    metrics, card = reward.told("metrics"), reward.told("card")
+    told = {**metrics, **card} if "accuracy" in metrics else at(run.report, "reward_model") or {}
+    return told if "accuracy" in told else {}
+
+
+def _right(card: Mapping[str, Any]) -> str:
+    interval = bounds(card.get("accuracy_ci95") or card.get("ci95"))
+    return f"Right on {percent(card['accuracy'])}{interval} of the held-out pairs; a coin is on 50 %."
+
+
+def _fired(row: Mapping[str, Any]) -> str:
+    """A line of watchdog.jsonl in a sentence."""
+    try:
+        told = SAYS[row["signal"]].format(**row)
+    except (KeyError, ValueError, TypeError):  # a line that somebody wrote by hand
+        told = str(row.get("signal"))
+    return f"Update {row['step']}: {told} ({row.get('action')})."
+
+
+def _evaluation(report: Mapping[str, Any] | None) -> dict[str, Any]:
+    told = report or {}
+    points, judges = told.get("frontier") or [], list(at(told, "models.sft.judges") or [])
+    why = told.get("no_frontier")
+    return {
+        "frontiers": drawn.frontiers(told),
+        "frontier_judges": judges,
+        "frontier_rows": [
+            [point["step"], number(point["kl"]), *(_mean(point["judges"][judge]) for judge in judges),
+             "selected" if point["step"] == told.get("selected_step") else ""]
+            for point in points
+        ],
+        "selected": "selected_step" in told,
+        "choice": [line.strip() for line in choice(told)],
+        "no_frontier": f"There is none: {why}." if why else _no_frontier(report),
+        "wins": drawn.wins(told),
+        "win_rows": [_win_row(label, rate) for label, rate in drawn.win_rates(told)],
+        "model_columns": ["policy", "KL, nats", "length", "ended", *judges],
+        "model_rows": _model_rows(told, judges),
+    }  # fmt: skip
+
+
+def _no_frontier(report: Mapping[str, Any] | None) -> str:
+    return "Not there yet: the evaluation is not finished." if report is None else "The evaluation has none."
+
+
+def _mean(told: Mapping[str, Any]) -> str:
+    return with_interval(told["mean"], told.get("ci95"))
+
+
+def _win_row(label: str, rate: Mapping[str, Any]) -> list[Any]:
+    equal = f"{rate['length_controlled']:.3f}" if "length_controlled" in rate else "-"
+    return [label, with_interval(rate["value"], rate.get("ci95")), equal, rate.get("ties", "-"), rate.get("n", "-")]
+
+
+def _model_rows(report: Mapping[str, Any], judges: list[str]) -> list[list[str]]:
+    rows = []
+    for how, section in (("", report), (", near-greedy", report.get("greedy") or {})):
+        for name, told in (section.get("models") or {}).items():
+            kl = with_interval(told["kl"], told.get("kl_ci95")) if "kl" in told else "-"
+            means = [_mean(told["judges"][judge]) for judge in judges]
+            length, ended = f"{told['response_length_mean']:.1f}", percent(told["eos_fraction"])
+            rows.append([drawn.LABELS.get(name, name) + how, kl, length, ended, *means])
+    return rows
+
+
+def _samples(run: Run) -> dict[str, Any]:
+    found = samples.pairs(run.answers)
+    shown = samples.chosen(found)
+    return {
+        "lengths": drawn.length_figure(run),
+        "shown": shown,
+        "judge": samples.judge_of(run.answers),
+        "pair_count": count(len(found), "prompt"),
+        "shown_count": sum(len(each.pairs) for each in shown),
+    }
