@@ -107,7 +107,7 @@ def bars(name: str, about: str, counts: Mapping[str, float], x: str, y: str) -> 
         found = axis.bar(range(len(counts)), list(counts.values()), color=SERIES[0], width=0.85)
         for label, bar in zip(counts, found, strict=True):
             mark(bar, f"bar-{label}")
-        axis.set_xticks(range(len(counts)), [visible(label) for label in counts])
+        axis.set_xticks(range(len(counts)), [visible(label) for label in counts], fontsize=7)
         axis.set(xlabel=x, ylabel=y)
         axis.grid(visible=False, axis="x")
 

@@ -52,13 +52,16 @@ def _way(points: list[tuple[int, float]]) -> str:
 
 
 def ppo(run: Run) -> list[Figure]:
-    """A card for each of PPO's metrics that has a rule; the watchdog's firings are marked in all of them."""
+    """A card for each of PPO's metrics that has a rule, those that never move at the end.
+
+    The watchdog's firings are marked in all of them.
+    """
     stage, found = run.stages["ppo"], []
     alarms = sorted({row["step"] for row in run.firings})
     for reading in readings(stage):
         drawing = _curve(reading, stage, alarms) if reading.moves else None
         found.append(Figure(reading.title, drawing, reading.sentence, reading.verdict, reading.advice, reading.key))
-    return found
+    return sorted(found, key=lambda figure: figure.drawing is None)
 
 
 def _curve(reading: Reading, stage: Stage, alarms: list[int]) -> Drawing:

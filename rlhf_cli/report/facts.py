@@ -1,5 +1,6 @@
 """What ran, in tables: stages, data, models, versions, and where PPO's time went."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,10 +161,11 @@ def speed(ppo: Stage) -> str:
 
 def commands(run: Run) -> list[str]:
     """How to make the run again: from its configs where they lie in its folder, else stage by stage."""
+    place = shlex.quote(run.name)
     if all((run.folder / f"{name}.yaml").is_file() for name, stage in run.stages.items() if stage.there):
-        return [f"rlhf run {run.name}"]
+        return [f"rlhf run {place}"]
     there = [name for name, stage in run.stages.items() if stage.there and not stage.elsewhere]
-    return [f"rlhf {name} --config {run.name}/{name}/config.yaml --fresh" for name in there]
+    return [f"rlhf {name} --config {place}/{name}/config.yaml --fresh" for name in there]
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:

@@ -19,7 +19,8 @@ class Rule:
     """A metric's healthy range, and what to do below and above it; a bound that is None is open.
 
     `watchdog` names the key of ppo.watchdog that is the bound. Beyond an `alarm` a single update is one too many.
-    Before `early` updates there is nothing to be said of it. `rises` is of a metric without a range, whose way is all that counts.
+    Before `early` updates there is nothing to be said of it. `rises` is of a metric without a range, whose way is all
+    that counts.
     """
 
     key: str

@@ -18,6 +18,7 @@ STAGES = ("sft", "reward", "ppo", "eval")
 State = Literal["finished", "begun", "damaged", "absent"]
 # The keys of a config that name another stage's folder: where to look before there is a manifest.
 PARENTS = {"model.path": "sft", "models.sft": "sft", "models.reward": "reward", "models.ppo": "ppo"}
+ANSWER = {"index", "prompt", "model", "mode", "response", "ended", "length", "scores"}
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,11 @@ def _read_report(stage: Stage, notes: list[str]) -> dict[str, Any] | None:
 def _read_answers(stage: Stage, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
     try:
         path = stage.folder / "samples.jsonl"
-        return tuple(row for _, row in read_jsonl(path)) if path.is_file() else ()
+        rows = [row for _, row in read_jsonl(path)] if path.is_file() else []
     except RLHFError as error:
         notes.append(f"eval: samples.jsonl is damaged: {error.problems[0].text}")
         return ()
+    whole = tuple(row for row in rows if row.keys() >= ANSWER and isinstance(row["scores"], Mapping))
+    if len(whole) < len(rows):
+        notes.append(f"eval: samples.jsonl has {len(rows) - len(whole)} rows that are no answers")
+    return whole
