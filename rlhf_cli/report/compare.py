@@ -111,7 +111,7 @@ def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if is_number(value) else None  # type: ignore[arg-type]
+    return float(value) if is_number(value) else None
 
 
 def _cell(value: float | None) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import yaml
 
@@ -104,7 +104,8 @@ def at(tree: Any, path: str) -> Any:
     return tree
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a file is a number, and not true or false."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -157,7 +158,7 @@ def _strangers(stages: Mapping[str, Stage]) -> Iterator[str]:
     """Stages that were made from another model than the one that is there now."""
     for stage in stages.values():
         for key, told in stage.told("parents").items():
-            parent = stages.get(told.get("stage")) if isinstance(told, Mapping) else None
+            parent = stages.get(str(told.get("stage"))) if isinstance(told, Mapping) else None
             now = (parent.manifest or {}).get("model_sha256") if parent else None
             if parent and now and now != told.get("sha256") and _is(parent, stage, told):
                 yield f"{stage.name} was made from another {parent.name} than the one that is there now ({key})"

@@ -18,7 +18,7 @@ SERIES = ("#010211", "#010212", "#010213", "#010214", "#010215", "#010216")
 ALARM = "#010221"
 VARIABLES = {INK: "currentColor", MUTED: "var(--muted)", GRID: "var(--grid)", BAND: "var(--band)", ALARM: "var(--bad)"}
 VARIABLES |= {color: f"var(--line-{place})" for place, color in enumerate(SERIES, start=1)}
-THEME = {
+THEME: dict[Any, Any] = {
     "svg.hashsalt": "rlhf",  # the same run is the same page
     "svg.fonttype": "none",
     "text.parse_math": False,  # a judge may be called $x$
