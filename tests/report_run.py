@@ -1,4 +1,4 @@
-"""A run made of files alone, as its stages would leave them: for tests of the page, where nothing needs to be trained."""
+"""A run made of files alone, as its stages would leave them: tests of the page need nothing that was trained."""
 
 import json
 from collections.abc import Mapping
