@@ -90,15 +90,28 @@ def inline(svg: str, name: str, about: str) -> str:
     body = re.sub(
         r"font-family: [^;\"]*;?|font: (\d+px)[^;\"]*", lambda told: f"font-size: {told[1]}" if told[1] else "", body
     )
-    used = set(USED.findall(body))
-    body = ID.sub(
-        lambda told: f' id="{name}-{told[1]}"' if told[1] in used or told[1].startswith(SERIES_ID) else "", body
-    )
+    body = ID.sub(_Ids(name, set(USED.findall(body))), body)
     body = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", body)
     for color, variable in VARIABLES.items():
         body = body.replace(color, variable)
     body = re.sub(r"\n\s*", "\n", body).strip()
     return f'<svg class="figure" viewBox="{box[1]}" role="img" aria-label="{escape(about)}">\n{body}'
+
+
+class _Ids:
+    """Keeps the ids that something refers to and those of series, each once: two series may be called alike."""
+
+    def __init__(self, name: str, used: set[str]) -> None:
+        self.name, self.used, self.given = name, used, set[str]()
+
+    def __call__(self, found: re.Match[str]) -> str:
+        told = found[1]
+        if told not in self.used and not told.startswith(SERIES_ID):
+            return ""
+        while told in self.given:
+            told += "-again"
+        self.given.add(told)
+        return f' id="{self.name}-{told}"'
 
 
 def mark(artist: Any, name: str) -> None:

@@ -8,7 +8,8 @@ from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import machine, models
 from rlhf_cli.models import loading
 from rlhf_cli.ppo.ranks import Ranks, group
-from rlhf_cli.report import frontier, write_beside
+from rlhf_cli.report import write_beside
+from rlhf_cli.report.frontier import draw as draw_frontier
 from rlhf_cli.stages.eval import answers, report
 
 
@@ -61,7 +62,7 @@ def _evaluate(
     def write() -> dict[str, Any]:
         found = report.build(config, judged, len(prompts), sampling, parents, trail)
         if "frontier" in found:
-            frontier.draw(found, config.folder / "frontier.svg")
+            draw_frontier(found, config.folder / "frontier.svg")
         rows.write_jsonl(config.folder / "samples.jsonl", report.sample_rows(judged))
         checkpoints.write_json(config.folder / "report.json", found)
         return found
