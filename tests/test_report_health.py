@@ -1,0 +1,217 @@
+"""What is said of a PPO run, on series whose course is known; which pairs of answers are shown; the heat map."""
+
+import re
+from pathlib import Path
+
+import pytest
+from report_run import UPDATES, answers, metrics
+from test_docs_metrics import METRICS, cells, section
+
+from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
+from rlhf_cli.report import samples
+from rlhf_cli.report.health import Reading, readings, trend
+from rlhf_cli.report.ranges import RULES, limit_of
+from rlhf_cli.report.runs import Stage
+from rlhf_cli.report.tokens import last_heat_map
+
+
+def read(key: str, values: list[float], config: dict | None = None, **others: list[float]) -> Reading:
+    """The reading of one metric in a log that is healthy elsewhere."""
+    log = metrics(len(values), **{key.replace("/", "__"): values}, **others)
+    (found,) = [each for each in readings(Stage("ppo", Path(), metrics=tuple(log), config=config)) if each.key == key]
+    return found
+
+
+def test_a_healthy_run_is_inside_every_range() -> None:
+    found = {each.key: each for each in readings(Stage("ppo", Path(), metrics=tuple(metrics(40))))}
+    assert {each.verdict for each in found.values()} == {"good"}
+    assert [each.advice for each in found.values() if each.advice] == []
+    assert "objective/kl_coef" not in found and len(found) == 7, "those that the log has and a rule is of"
+
+
+def test_a_sentence_tells_first_last_extremes_and_the_range() -> None:
+    values = [0.0, 0.01, 0.08, 0.02, 0.02, 0.02, 0.01, 0.03]
+    found = read("policy/approxkl_avg", values)
+    assert found.sentence == (
+        "Begins at 0, ends at 0.02 (mean of the last 2); highest 0.08 at update 3, lowest 0 at update 1. "
+        "Outside the healthy range (0 to 0.03) in 1 of 8 updates, inside of it at the end."
+    )
+    assert (found.verdict, found.advice) == ("good", "")
+    assert found.points == list(enumerate(values, start=1))
+
+
+def test_outside_at_the_end_is_worth_a_look_and_says_what_to_do() -> None:
+    found = read("policy/approxkl_avg", [0.01] * 6 + [0.05, 0.04])
+    assert found.sentence.endswith("Outside the healthy range (0 to 0.03) in 2 of 8 updates, at the end too.")
+    assert (found.verdict, found.advice) == ("look", "lower learning_rate or num_ppo_epochs")
+
+
+def test_one_update_beyond_the_alarm_is_bad_wherever_it_ends() -> None:
+    found = read("policy/approxkl_avg", [0.01, 0.01, 0.31, 0.4, 0.01, 0.0, 0.0, 0.0])
+    assert found.verdict == "bad" and "at update 3 so far outside that the run may be broken" in found.sentence
+    assert read("policy/approxkl_avg", [0.01, 0.3, 0.01, 0.01, 0.0, 0.0, 0.0, 0.0]).verdict == "good"
+    low = read("objective/eos_fraction", [1.0, 0.9, 0.04, 0.9, 1.0, 1.0, 1.0, 1.0])
+    assert low.verdict == "bad" and low.advice.startswith("raise response_length")
+
+
+def test_kl_is_held_against_the_watchdogs_limit_for_as_many_tokens() -> None:
+    lengths = {"objective__response_length": [10.0, 20.0, 20.0, 40.0]}
+    found = read("objective/kl_k1", [0.0, 9.9, 10.1, 19.9], **lengths)
+    assert found.band is not None and found.band.high == [5.0, 10.0, 10.0, 20.0] and found.band.low == [0.0] * 4
+    assert "(up to 0.5 nats a token) in 1 of 4 updates, inside of it at the end." in found.sentence
+    tight = read("objective/kl_k1", [0.0, 9.9, 10.1, 19.9], {"ppo": {"watchdog": {"kl": 0.25}}}, **lengths)
+    assert "(up to 0.25 nats a token) in 3 of 4 updates, at the end too." in tight.sentence
+    assert tight.verdict == "look" and "raise kl_coef" in tight.advice
+
+
+@pytest.mark.parametrize(
+    ("key", "first", "inside", "below", "above"),
+    [
+        ("objective/response_length", 20.0, [10.0, 40.0], 9.9, 40.1),
+        ("objective/eos_fraction", 0.9, [0.7, 1.0], 0.69, None),
+        ("objective/repetition", 0.1, [0.0, 0.2], None, 0.21),
+        ("objective/disagreement/votes", 0.5, [0.0, 1.0], None, 1.01),
+        ("policy/entropy_avg", 2.0, [0.2, 9.0], 0.19, None),
+        ("loss/value_avg", 2.0, [0.0, 2.0], None, 2.1),
+        ("policy/clipfrac_avg", 0.0, [0.0, 0.04], None, 0.041),
+        ("val/ratio", 1.0, [0.9, 1.1], 0.89, 1.11),
+        ("policy/first_ratio_error", 0.0, [0.001], None, 0.0011),
+        ("policy/grad_norm", 0.5, [0.0, 2.0], None, 2.1),
+        ("value/grad_norm", 0.5, [0.0, 2.0], None, 2.1),
+        ("policy/skipped_minibatches", 0.0, [0.0], None, 1.0),
+    ],
+)
+def test_each_range_is_where_it_is(key: str, first: float, inside: list[float], below: float, above: float) -> None:
+    config = {"ppo": {"max_grad_norm": 1.0, "response_length": 53}}
+    for value in inside:
+        assert read(key, [first, value, value, value], config).verdict == "good", value
+    for value in (below, above):
+        if value is not None:
+            found = read(key, [first, value, value, value], config)
+            assert found.verdict == "look" and found.advice, value
+
+
+def test_explained_variance_has_time_to_become_good() -> None:
+    early = read("val/explained_variance", [-1.0] * 19)
+    assert early.verdict == "none" and "Too early to judge" in early.sentence and not early.advice
+    assert read("val/explained_variance", [-1.0] * 20).verdict == "look"
+    assert read("val/explained_variance", [-1.0] * 15 + [0.5] * 5).verdict == "good"
+
+
+def test_lengths_that_are_drawn_from_a_range_have_no_range_of_their_own() -> None:
+    found = read("objective/response_length", [20.0, 90.0, 5.0, 5.0], {"ppo": {"response_length": [4, 99]}})
+    assert (found.band, found.verdict) == (None, "none")
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0], "good"),
+        ([8.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0], "bad"),
+        ([0.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0], "look"),
+        ([0.5, 0.5, 0.5, 0.5], "look"),
+        ([0.0, 1.0, 2.0], "none"),
+    ],
+)
+def test_a_score_must_rise_by_more_than_its_noise(values: list[float], verdict: str) -> None:
+    assert trend(values)[0] == verdict
+    found = read("objective/scores", values)
+    assert found.verdict == verdict and bool(found.advice) == (verdict in ("look", "bad"))
+
+
+def test_a_metric_that_never_moves_has_no_figure() -> None:
+    assert not read("policy/first_ratio_error", [0.0] * 5).moves
+    assert read("policy/first_ratio_error", [0.0] * 5).sentence.startswith("0 in all 5 updates.")
+    assert (
+        read("val/ratio", [1.0]).sentence == "One update so far: 1. Inside the healthy range (0.9 to 1.1) in 1 update."
+    )
+
+
+# docs/metrics.md has the same ranges
+
+
+def test_the_ranges_are_those_of_the_documentation() -> None:
+    rows = {row[0].strip("`"): row[1:] for row in cells(section(METRICS, "The ranges that `rlhf report` shades"))}
+    assert rows.keys() == {rule.key for rule in RULES}
+    stage = Stage("ppo", Path(), metrics=tuple(metrics(UPDATES)))
+    for rule in RULES:
+        told, alarm = rows[rule.key][0], rows[rule.key][1]
+        bounds = [each for each in (rule.alarm_low, rule.alarm_high) if each is not None]
+        assert [float(each) for each in re.findall(r"[\d.]+", alarm)] == bounds, rule.key
+        numbers = {float(each) for each in re.findall(r"\d[\d.]*\d|\d", told)}
+        if rule.watchdog:
+            assert f"`watchdog.{rule.watchdog}`" in told and limit_of(rule, stage.config) in numbers
+            assert limit_of(rule, None) == WatchdogSettings.model_fields[rule.watchdog].default
+        else:
+            wanted = {
+                each for each in (rule.low, rule.high) if each is not None and (rule.of, each) != ("first times", 1)
+            }
+            assert wanted == numbers - ({float(rule.early)} if rule.early else set()), rule.key
+
+
+def test_what_is_advised_are_keys_that_exist() -> None:
+    for rule in RULES:
+        for name in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", f"{rule.if_low} {rule.if_high}"):
+            assert name in PPOSettings.model_fields or name in {"attn_implementation", "mean_minus_std"}, name
+
+
+# Pairs of answers
+
+
+def test_pairs_are_picked_by_brute_force() -> None:
+    found = samples.pairs(answers(16))
+    assert [pair.gain for pair in found] == [index - 4.0 for index in range(16)], "by gold, not by the reward"
+    best, worst, middle, moved = samples.chosen(found)
+    assert [pair.index for pair in best.pairs] == [15, 14, 13]
+    assert [pair.index for pair in worst.pairs] == [0, 1, 2]
+    assert [pair.index for pair in middle.pairs] == [8, 7, 9], "the upper median is 4"
+    left = {3, 4, 5, 6, 10, 11, 12}  # KL is index % 5, the lengths differ by index - 2
+    by_change = sorted(left, key=lambda index: (-(index % 5), -abs(index - 2), index))
+    assert [pair.index for pair in moved.pairs] == by_change[:3] == [4, 3, 12]
+
+
+def test_a_pair_is_shown_once_and_few_pairs_are_all() -> None:
+    for n in range(12):
+        shown = [pair.index for group in samples.chosen(samples.pairs(answers(n))) for pair in group.pairs]
+        assert sorted(shown) == list(range(n))
+
+
+def test_pairs_are_of_prompts_that_both_answered_in_one_mode() -> None:
+    rows = answers(4)
+    greedy = [row | {"mode": "greedy", "response": "greedy"} for row in rows]
+    kept = [row for row in rows if (row["model"], row["index"]) != ("sft", 2)]
+    found = samples.pairs([*greedy, *kept])
+    assert [pair.index for pair in found] == [0, 1, 3] and found[0].ppo["response"] == "ppo says 0"
+    assert len(samples.pairs(greedy)) == 4, "where there are no others"
+    assert samples.pairs(rows[:4]) == [] and samples.lengths(rows[:4]) == {}
+    assert samples.lengths(rows) == {"SFT": [12] * 4, "PPO": [10, 11, 12, 13]}
+
+
+# The heat map
+
+
+def test_the_heat_map_is_of_the_last_row_that_tells_its_tokens() -> None:
+    told = {
+        "text": ["a", "\n", ""],
+        "reward": [0.5, -2.0, 0.0],
+        "kl": [0.0, 0.0, 0.0],
+        "value": [1.0, 2.0],
+        "advantage": 3,
+    }
+    rows = [
+        {"step": 1, "prompt": "old", "tokens": told | {"text": ["x"] * 3}},
+        {"step": 2, "prompt": "p", "tokens": told},
+    ]
+    found = last_heat_map([*rows, {"step": 3, "prompt": "without"}])
+    assert found is not None and (found.step, found.prompt) == (2, "p")
+    assert [strip.name for strip in found.strips] == ["reward", "kl"], "what does not fit the tokens is left out"
+    reward, kl = found.strips
+    assert [token.shade for token in reward.tokens] == [0.25, -1.0, 0.0] and reward.most == "2"
+    assert [token.text for token in reward.tokens] == [
+        "a",
+        "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
+        "\N{MIDDLE DOT}",
+    ]
+    assert [token.value for token in reward.tokens] == ["0.5", "\N{MINUS SIGN}2", "0"]
+    assert {token.shade for token in kl.tokens} == {0.0}
+    assert last_heat_map([{"step": 3}, {"step": 4, "tokens": {"text": ["a"]}}]) is None
