@@ -73,12 +73,12 @@ def win_rates(name: str, about: str, rows: Sequence[tuple[str, float, Sequence[f
                 axis.plot(interval, [place, place], color=color, linewidth=2.2, solid_capstyle="butt")
             (dot,) = axis.plot([value], [place], "o", color=color, markersize=5)
             mark(dot, f"win-{label}")
-        axis.set_yticks(range(len(rows)), [visible(label) for label, _, _ in rows], color=INK)
+        axis.set_yticks(range(len(rows)), [visible(label) for label, _, _ in rows], color=INK, fontsize=8)
         axis.set(xlim=(-0.02, 1.02), ylim=(len(rows) - 0.5, -0.5), xlabel="share of prompts won, with 95 % interval")
         axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
         axis.grid(visible=False, axis="y")
 
-    return drawing(name, about, (5.6, 0.7 + 0.27 * len(rows)), draw)
+    return drawing(name, about, (4.8, 0.7 + 0.25 * len(rows)), draw)
 
 
 def histograms(name: str, about: str, values: Mapping[str, Sequence[float]], x: str) -> Drawing:
