@@ -75,7 +75,7 @@ def stage_row(stage: Stage) -> StageRow:
         count(max(steps), "update" if stage.name == "ppo" else "step") if steps else "",
         duration(seconds) if seconds else "",
         str(stage.setting("seed")) if stage.config else "",
-        device + (f", {count(processes, 'process')}es" if processes != 1 else ""),
+        device + (f", {processes} processes" if processes != 1 else ""),
     )
 
 
