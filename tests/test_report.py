@@ -69,7 +69,8 @@ def test_each_number_of_the_page_follows_its_file(run: Path) -> None:
     now = words(run)
     for part in ("Training: 7.5 to 2.12.", "80 steps", "4 min 10 s", "ppo.kl_coef 0.375 0.05", "at 33.2 nats from it"):
         assert part in now and part not in said, part
-    assert "PPO loses to SFT: it is better on 20 % [14, 26]" in now
+    assert "PPO loses to SFT: it is better on 20 % [14, 26]" in now and "bad damaged: report.json" in now
+    assert "PPO loses to SFT by gold" in now and "PPO beats SFT by gold" in said
     assert "Right on 50 % [44, 56] of the held-out pairs" in now and "that may be guessing" in now
     assert re.search(r"eval: report.json has \d+ bytes, \d+ were written", now)
 
