@@ -142,6 +142,9 @@ Nproc = Annotated[
     typer.Option("--nproc", metavar="N", help="Run in N processes, one to a GPU; auto: as many as there are GPUs."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Step = Annotated[
+    str, typer.Option("--step", metavar="last|selected|N", help="Of PPO's policies: the evaluation selects one.")
+]
 
 
 def _add_stage(stage: str, text: str) -> None:
@@ -325,9 +328,7 @@ def export(
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where to write it: a new folder, or an empty one.")
     ],
-    step: Annotated[
-        str, typer.Option("--step", metavar="last|selected|N", help="Of PPO's policies: the evaluation selects one.")
-    ] = "last",
+    step: Step = "last",
     stage: Annotated[
         str | None,
         typer.Option("--stage", metavar="STAGE", help="ppo, sft or reward; without it, PPO's policy or else SFT's."),
@@ -358,6 +359,7 @@ def report(
         Path | None,
         typer.Option("--out", metavar="FILE", help="Where to write it; RUN/eval/report.html, or ./report.html."),
     ] = None,
+    step: Step = "last",
     debug: Debug = False,
 ) -> None:
     """Draw a run as one HTML page that loads nothing, and says which stage is bad; or compare several runs.
@@ -367,7 +369,7 @@ def report(
     from rlhf_cli import report
 
     with room.explained(out or folders[0]):
-        report.run(folders, out)
+        report.run(folders, out, step)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from markupsafe import Markup
 from ppo_folder import lines, ppo, rlhf
-from report_run import CARD, begin, change, configs, finish, metrics, report, win, write_run
+from report_run import CARD, answers, begin, change, configs, finish, metrics, report, win, write_run
 
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.report import charts, frontier, page, write_beside
@@ -243,6 +243,45 @@ def test_a_healthy_run_has_no_bad_stage(run: Path) -> None:
     (run / "eval/report.json").write_text(json.dumps(told))
     finish(run / "eval")
     assert "PPO and SFT cannot be told apart by gold: more prompts (eval.n) would tell more" in words(run)
+
+
+# Another of PPO's policies
+
+
+@pytest.fixture
+def snapshot(run: Path) -> Path:
+    """The run with what its evaluation says of the policy after update 10."""
+    told = report()
+    told["frontier"][1]["win_rate"] = {"reward": win(0.8), "gold": win(0.74)}
+    (run / "eval/report.json").write_text(json.dumps(told))
+    of_it = [{**row, "model": "ppo_step_000010", "response": "halfway"} for row in answers() if row["model"] == "ppo"]
+    write_jsonl(run / "eval/samples.jsonl", [*answers(), *of_it])
+    finish(run / "eval", parents=("sft", "reward", "ppo"))
+    return run
+
+
+@pytest.mark.parametrize("step", ["10", "selected"])
+def test_a_policy_on_the_way_is_told_of_as_the_last_one_is(snapshot: Path, step: str) -> None:
+    result = rlhf("report", snapshot, "--step", step)
+    assert (result.exit_code, result.stdout) == (0, f"{snapshot}/eval/report-{step}.html\n"), result.stderr
+    said = unescape(re.sub("<[^>]*>", " ", (snapshot / f"eval/report-{step}.html").read_text()))
+    assert "PPO beats SFT on 74 % [68, 80] of 256 held-out prompts by gold, at 4.25 nats from it." in said
+    assert "halfway" in said and "ppo says" not in said and "Run demo at update 10" in said
+    assert "Against SFT's best of 4" not in said, "that was compared with the last policy alone"
+    for last in ("last", "20"):
+        rlhf("report", snapshot, "--step", last, "--out", snapshot / f"{last}.html")
+        assert (snapshot / f"{last}.html").read_text() == page.of_run(read_run(snapshot))
+
+
+def test_a_policy_that_no_evaluation_tells_of_is_refused(snapshot: Path) -> None:
+    for step, code, told in (
+        ("7", "M10", "tells nothing of the policy after update 7; it knows 5, 10, 20"),
+        ("first", "C07", "--step first: not last, selected or a number"),
+    ):
+        result = rlhf("report", snapshot, "--step", step)
+        assert result.exit_code == 2 and f"error[{code}]" in result.stderr and told in result.stderr
+    change(snapshot / "eval/report.json", selected_step=None)
+    assert "has selected no policy" in rlhf("report", snapshot, "--step", "selected").stderr
 
 
 # Where it is written

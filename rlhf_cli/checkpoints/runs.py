@@ -36,8 +36,7 @@ def choose(run: Path, stage: str | None, step: str) -> Chosen:
         near = nearest(stage, STAGES)
         text = f"--stage {stage}: not one of {', '.join(STAGES)}"
         raise RLHFError("C07", text, hint=near and f"did you mean {near}?")
-    if not (step in (LAST, SELECTED) or step.isdecimal()):
-        raise RLHFError("C07", f"--step {step}: not {LAST}, {SELECTED} or a number")
+    require_step(step)
     folder = _folder(run, stage)
     found = open_parent(str(folder), expect=(stage,) if stage else STAGES, key="RUN", where="")
     verify({found.key: found})
@@ -58,6 +57,12 @@ def choose(run: Path, stage: str | None, step: str) -> Chosen:
         text = f"--step {number}: {shown(found.path)} keeps no policy of that step"
         raise RLHFError("C06", text, hint=f"there are {names}; output.snapshots in ppo.yaml keeps more")
     return Chosen(replace(found, model=state_at(snapshots, number)), number, False, report)
+
+
+def require_step(step: str) -> None:
+    """Raises RLHFError C07 for what names no point on PPO's way."""
+    if not (step in (LAST, SELECTED) or step.isdecimal()):
+        raise RLHFError("C07", f"--step {step}: not {LAST}, {SELECTED} or a number")
 
 
 def _folder(run: Path, stage: str | None) -> Path:

@@ -7,22 +7,27 @@ from pathlib import Path
 from rlhf_cli import room, terminal
 from rlhf_cli.checkpoints.files import write_text
 from rlhf_cli.checkpoints.outputs import REPORT
+from rlhf_cli.checkpoints.runs import LAST
 from rlhf_cli.errors import RLHFError, all_of, shown
 from rlhf_cli.report.runs import Run, read_run
+from rlhf_cli.report.steps import at_step
 
 BEGINNING = 4096  # bytes in which a page of ours says that it is one
 
 
-def run(folders: Sequence[Path], out: Path | None) -> Path:
+def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     """Write the page, print its path, and return it.
 
-    Without `out` it is RUN/eval/report.html, RUN/report.html where there is no eval/, and ./report.html for several
-    runs. Raises RLHFError M01 for folders that hold no stage, C15 where a file of somebody else's is in its place, E03
-    where it cannot be written.
+    `step` says which of PPO's policies it tells of, as `steps.at_step` takes it. Without `out` it is
+    RUN/eval/report.html, RUN/report.html where there is no eval/, ./report.html for several runs, and report-STEP.html
+    for another policy than the last. Raises RLHFError M01 for folders that hold no stage, C07 and M10 for `step`, C15
+    where a file of somebody else's is in its place, E03 where it cannot be written.
     """
     runs: list[Run] = []
     all_of(*(partial(_read, folder, runs) for folder in folders))
-    target = out or (_place(runs[0]) if len(runs) == 1 else Path(REPORT))
+    runs = [at_step(each, step) for each in runs]
+    name = REPORT if step == LAST else f"{Path(REPORT).stem}-{step}.html"
+    target = out or (_place(runs[0], name) if len(runs) == 1 else Path(name))
     _require_ours(target)
     write_text(target.resolve(), _page(runs))
     terminal.out(shown(target))
@@ -60,9 +65,9 @@ def _page(runs: list[Run]) -> str:
     return compare.of_runs(runs)
 
 
-def _place(run: Run) -> Path:
+def _place(run: Run, name: str) -> Path:
     inside = run.folder / "eval"
-    return (inside if inside.is_dir() else run.folder) / REPORT
+    return (inside if inside.is_dir() else run.folder) / name
 
 
 def _require_ours(target: Path) -> None:
