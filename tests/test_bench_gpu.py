@@ -57,6 +57,7 @@ def test_the_scripted_stop_makes_lengths_geometric(bench, engine):
     assert gpu._timed_rollout(bench, engine, model, 8, None)[0] == [30] * 8
 
 
+@pytest.mark.slow
 def test_a_whole_run_fills_table_and_file(tmp_path, capsys, monkeypatch):
     """What runs out of memory or fails is a row, and what comes after it still runs."""
 
@@ -88,6 +89,7 @@ def test_a_whole_run_fills_table_and_file(tmp_path, capsys, monkeypatch):
     assert all(what in printed for what in rows)
 
 
+@pytest.mark.slow
 def test_one_part_alone_with_torch_transformers_and_pydantic_alone(tmp_path):
     path = tmp_path / "gpu.json"
     arguments = ["--tiny", "--device", "cpu", "--only", "rollout", "--json", str(path)]

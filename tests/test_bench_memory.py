@@ -117,14 +117,14 @@ def measured(worlds) -> dict[str, Any]:
     }
 
 
-@pytest.mark.training
+@pytest.mark.slow
 def test_weights_are_those_of_the_plan(measured):
     for name, found in measured.items():
         assert found["weights"] == pytest.approx(found["plan"]["weights"], rel=0.05), name
         assert found["libraries"] > 2e8 and found["peak"] >= found["training"], name
 
 
-@pytest.mark.training
+@pytest.mark.slow
 def test_what_learns_is_counted_on_the_live_trainer(measured):
     full, one_base = measured["ppo-full"], measured["ppo-one-base"]
     assert full["weights"] == pytest.approx(4 * full["one"], rel=0.01)
@@ -137,14 +137,14 @@ def test_what_learns_is_counted_on_the_live_trainer(measured):
         assert found["gradients"] + found["optimizer"] == pytest.approx(found["plan"]["learning"], rel=0.01)
 
 
-@pytest.mark.training
+@pytest.mark.slow
 def test_four_bits_take_less(measured):
     full, packed = measured["reward-full"], measured["sft-qlora"]
     assert packed["weights"] < 0.7 * full["weights"] and packed["gradients"] < 0.5 * full["gradients"]
     assert full["gradients"] == pytest.approx(full["weights"], rel=0.01)
 
 
-@pytest.mark.training
+@pytest.mark.slow
 def test_the_peers_job_is_ours(worlds, measured):
     asked = Job.read(world.job(worlds / "big", world.BIG))
     assert Path(asked.sft, "config.json").exists() and Path(asked.reward, "config.json").exists()

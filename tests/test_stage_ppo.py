@@ -60,7 +60,9 @@ def test_leaves_what_the_contract_says(run_folder):
         "kl",
         "score",
         "scores",
+        "tokens",
     }
+    assert samples[0].keys() - samples[1].keys() == {"tokens"}
     assert samples[0]["prompt"] in PROMPTS
     assert "samples at step 2" in result.stdout and "4 x 2 = 8 episodes" in result.stderr
     manifest = json.loads((out / "manifest.json").read_text())
