@@ -52,8 +52,9 @@ test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
 test-slow: $(VENV)/.installed-test ## the tests that take minutes
 	$(TESTING) $(VENV)/bin/python -m pytest -m slow
 
+# A worker a file: the processes of a group wait for one another, and leave cores idle.
 distributed: $(VENV)/.installed-test ## the stages in several processes, killed and sharded: minutes on two cores
-	$(TESTING) $(VENV)/bin/python -m pytest -m distributed $(PARALLEL)
+	$(TESTING) $(VENV)/bin/python -m pytest -m distributed $(PARALLEL) -n 4
 
 browser: $(VENV)/.installed-test ## the report in headless Chromium (apt install chromium): light, dark, phone; RLHF_SCREENSHOTS=DIR keeps pictures
 	$(TESTING) $(VENV)/bin/python -m pytest -m browser

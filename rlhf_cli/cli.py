@@ -94,17 +94,16 @@ def _told_by_others(error: RLHFError) -> bool:
     """Of several processes, whether another one says it: who ends first has the launcher end the others.
 
     Most of what is wrong all find, and the first process says it. What another one found alone, that one says when the
-    first has not ended; and the first, which then only knows that one is missing (R14), waits for it to speak.
+    first has not ended. Who only knows that one is missing (R14) waits for it to speak, and to end first: the exit code
+    of the group is that one's.
     """
-    missing = error.problems[0].code == "R14"
-    if missing and not processes.is_first():
-        return True
+    missing, first = error.problems[0].code == "R14", processes.is_first()
     try:
-        if missing or not processes.is_first():
+        if missing or not first:
             time.sleep(2 * TO_SPEAK if missing else TO_SPEAK)
     except Terminated:
-        return not missing
-    return False
+        return not (missing and first)
+    return missing and not first
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
