@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic_core import to_jsonable_python
 
 from rlhf_cli import __version__, processes, sources, terminal
 from rlhf_cli.checkpoints.adapters import whole_sha256
@@ -34,7 +33,7 @@ from rlhf_cli.checkpoints.files import (
 from rlhf_cli.checkpoints.locks import hold, release
 from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, read_manifest, told, verify
 from rlhf_cli.checkpoints.states import clear_leftovers, keep_newest, newest_step
-from rlhf_cli.config.keys import field_at
+from rlhf_cli.config.keys import default_of, field_at
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.sources import Source
 
@@ -111,9 +110,7 @@ def difference(
 
 def _default(config: Any, key: str) -> Any:
     field = field_at(type(config), tuple(key.split(".")))
-    if field is None or field.is_required():
-        return _NONE
-    return to_jsonable_python(field.get_default(call_default_factory=True))
+    return _NONE if field is None else default_of(field, _NONE)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

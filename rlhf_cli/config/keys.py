@@ -7,6 +7,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
     if below.model:
         return field_at(below.model, path[1:])
     return field_at(entry, path[2:]) if entry else None
+
+
+def default_of(field: FieldInfo, otherwise: Any) -> Any:
+    """What a field is without being set, as JSON has it; `otherwise` where it must be."""
+    return otherwise if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True))
 
 
 def path_entries(

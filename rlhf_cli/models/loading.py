@@ -271,7 +271,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
     Of a model with adapters these alone, as peft writes them. Of several processes the first one writes; all of them
     must ask for it, since each may have a part of the weights.
     """
-    state = _gathered(model) if processes.count() > 1 else None
+    state = _gathered(model)
     if not processes.is_first():
         return
     if folder.exists():
@@ -284,8 +284,11 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
 
 
 def _gathered(model: Any) -> dict[str, Any] | None:
-    if zero3.is_cut(model):
+    """All weights of a model that is cut up; None of one that is whole."""
+    if zero3.is_sharded(model):  # in a single process too
         return zero3.whole_state(model)
+    if processes.count() == 1:
+        return None
     from rlhf_cli.models import sharding  # it takes over half a second to import
 
     return sharding.whole_state(model)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 
-def is_cut(model: Any) -> bool:
+def is_sharded(model: Any) -> bool:
     """Whether DeepSpeed has cut the model up."""
     return any(hasattr(weight, "ds_tensor") for weight in model.parameters())
 

@@ -11,6 +11,7 @@ from rlhf_cli.checkpoints.runs import LAST
 from rlhf_cli.errors import RLHFError, all_of, shown
 from rlhf_cli.report.runs import Run, read_run
 from rlhf_cli.report.steps import at_step
+from rlhf_cli.report.texts import GENERATOR
 
 BEGINNING = 4096  # bytes in which a page of ours says that it is one
 
@@ -83,4 +84,4 @@ def _require_ours(target: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     with path.open("rb") as file:
-        return b'<meta name="generator" content="rlhf report">' in file.read(BEGINNING)
+        return f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(BEGINNING)

@@ -6,13 +6,14 @@ from statistics import fmean, stdev
 
 from rlhf_cli.report import charts
 from rlhf_cli.report.differences import between
-from rlhf_cli.report.drawn import Figure
+from rlhf_cli.report.drawn import Figure, figure_name
 from rlhf_cli.report.facts import stage_row, total_seconds
 from rlhf_cli.report.health import last_quarter
 from rlhf_cli.report.page import render
 from rlhf_cli.report.ranges import RULES
 from rlhf_cli.report.runs import STAGES, Run, at, is_number
 from rlhf_cli.report.texts import number
+from rlhf_cli.verdict import versus
 
 SECTIONS = (
     ("numbers", "Numbers"), ("curves", "PPO"), ("differences", "What is set differently"), ("stages", "Stages"),
@@ -63,10 +64,9 @@ def numbers(runs: list[Run]) -> Iterator[tuple[str, list[float | None]]]:
     for title, stage, path in OF_MANIFEST:
         yield title, [_number(at(run.stages[stage].manifest, path)) for run in runs]
     for pair, judge in _rated(runs):
-        one, other = (name.upper() if name in ("sft", "ppo") else name for name in pair.split("_vs_", 1))
         for key, note in (("value", ""), ("length_controlled", ", at equal length")):
             rates = [((run.report or {}).get("win_rate") or {}).get(pair, {}).get(judge, {}) for run in runs]
-            yield f"{one} over {other}, {judge}{note}", [_number(rate.get(key)) for rate in rates]
+            yield f"{versus(pair)}, {judge}{note}", [_number(rate.get(key)) for rate in rates]
     for judge in dict.fromkeys(name for run in runs for name in at(run.report, "models.ppo.judges") or ()):
         told = [(at(run.report, "models.ppo.judges") or {}).get(judge, {}) for run in runs]
         yield f"PPO, mean of {judge}", [_number(each.get("mean")) for each in told]
@@ -105,8 +105,7 @@ def _curves(names: list[str], runs: list[Run]) -> Iterator[Figure]:
             f"{name} {_cell(fmean(last_quarter([y for _, y in points])))}" for name, points in lines.items()
         )
         said = f"At the end: {told}."
-        name = "ppo-" + rule.key.replace("/", "-").replace("_", "-")
-        drawing = charts.curves(name, f"{rule.title}. {said}", lines, unit=rule.unit)
+        drawing = charts.curves(figure_name(rule.key), f"{rule.title}. {said}", lines, unit=rule.unit)
         yield Figure(rule.title, drawing, said, key=rule.key)
 
 

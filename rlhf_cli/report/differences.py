@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import to_jsonable_python
-
 from rlhf_cli.config import CONFIGS
-from rlhf_cli.config.keys import field_at, field_shape
+from rlhf_cli.config.keys import default_of, field_at, field_shape
 from rlhf_cli.report.runs import STAGES, Run, Stage
 
 OF_THE_CHAIN = {f"../{name}" for name in STAGES} | {".."}  # the run's own folders, where a run has them by default
@@ -77,11 +75,7 @@ MUST_BE_SET, FREE = "must be set", "a key of the user's own"
 
 def _default(stage: str, key: str) -> Any:
     field = field_at(CONFIGS[stage], tuple(key.split(".")))
-    if field is None:
-        return FREE
-    if field.is_required():
-        return MUST_BE_SET
-    return to_jsonable_python(field.get_default(call_default_factory=True))
+    return FREE if field is None else default_of(field, MUST_BE_SET)
 
 
 def _is_own_folder(stage: str, key: str, value: Any) -> bool:

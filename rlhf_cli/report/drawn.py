@@ -11,8 +11,8 @@ from rlhf_cli.report.runs import Run, Stage, at
 from rlhf_cli.report.samples import lengths
 from rlhf_cli.report.svg import Drawing
 from rlhf_cli.report.texts import number, percent
+from rlhf_cli.verdict import win_rates
 
-LABELS = {"sft": "SFT", "ppo": "PPO"}
 # Of SFT and reward model: metric, title, unit; its evaluation is drawn beside it.
 TRAINING = {
     "sft": (("loss", "Loss", "nats a token"), ("mean_token_accuracy", "Tokens guessed right", "share")),
@@ -69,8 +69,12 @@ def _curve(reading: Reading, stage: Stage, alarms: list[int]) -> Drawing:
     if reading.key == "objective/scores" and (less := stage.series("objective/rlhf_reward")):
         lines = {"score": reading.points, "less the KL penalty": less}
     about = f"{reading.title} over updates. {reading.sentence}"
-    name = "ppo-" + reading.key.replace("/", "-").replace("_", "-")
-    return charts.curves(name, about, lines, band=reading.band, unit=reading.unit, alarms=alarms)
+    return charts.curves(figure_name(reading.key), about, lines, band=reading.band, unit=reading.unit, alarms=alarms)
+
+
+def figure_name(key: str) -> str:
+    """What the figure of a metric of PPO is called within its page."""
+    return "ppo-" + key.replace("/", "-").replace("_", "-")
 
 
 def card(told: Mapping[str, Any]) -> list[Figure]:
@@ -106,25 +110,11 @@ def frontiers(report: Mapping[str, Any]) -> list[Figure]:
 
 def wins(report: Mapping[str, Any]) -> Figure | None:
     """Every win rate of the report, sampled ones first."""
-    found = [(label, rate["value"], rate.get("ci95")) for label, rate in win_rates(report)]
+    found = [(f"{pair}, {judge}{how}", rate["value"], rate.get("ci95")) for pair, how, judge, rate in win_rates(report)]
     if not found:
         return None
     told = "; ".join(f"{label}: {percent(value)}" for label, value, _ in found)
     return Figure("Win rates", charts.win_rates("win-rates", f"Win rates. {told}.", found), "")
-
-
-def win_rates(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """(what is compared, by whom and how; its numbers)."""
-    found = []
-    for how, section in (("", report), (", near-greedy", report.get("greedy") or {})):
-        for pair, judges in (section.get("win_rate") or {}).items():
-            one, _, other = pair.partition("_vs_")
-            for judge, rate in judges.items():
-                found.append((f"{LABELS.get(one, one)} over {LABELS.get(other, other)}, {judge}{how}", rate))
-    for row in report.get("best_of", []):
-        for judge, rate in (row.get("ppo_win_rate") or {}).items():
-            found.append((f"PPO over SFT's best of {row['n']}, {judge}", rate))
-    return found
 
 
 def length_figure(run: Run) -> Figure | None:

@@ -9,17 +9,17 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rlhf_cli import __version__, reward_card
+from rlhf_cli import __version__, reward_card, verdict
 from rlhf_cli.ppo.settings.watchdog import SAYS
 from rlhf_cli.report import drawn, facts, glance, samples
 from rlhf_cli.report.differences import from_defaults
 from rlhf_cli.report.runs import Run, Stage, at
-from rlhf_cli.report.texts import bounds, count, finalize, number, percent
+from rlhf_cli.report.texts import GENERATOR, bounds, count, finalize, number, percent
 from rlhf_cli.report.tokens import last_heat_map
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.verdict.frontier import choice
+from rlhf_cli.verdict.pairs import judge_of, pairs
 
-GENERATOR = "rlhf report"  # how we know our own pages: no other file is ever replaced
 WORDS = {"good": "good", "look": "worth a look", "bad": "bad", "open": "not there yet"}
 SECTIONS = (
     ("glance", "In one glance"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("ppo", "PPO"),
@@ -152,7 +152,7 @@ def _evaluation(report: Mapping[str, Any] | None) -> dict[str, Any]:
         "choice": [line.strip() for line in choice(told)],
         "no_frontier": f"There is none: {why}." if why else _no_frontier(report),
         "wins": drawn.wins(told),
-        "win_rows": [_win_row(label, rate) for label, rate in drawn.win_rates(told)],
+        "win_rows": [_win_row(f"{pair}, {judge}{how}", rate) for pair, how, judge, rate in verdict.win_rates(told)],
         "model_columns": ["policy", "KL, nats", "length", "ended", *judges],
         "model_rows": _model_rows(told, judges),
     }  # fmt: skip
@@ -167,8 +167,8 @@ def _mean(told: Mapping[str, Any]) -> str:
 
 
 def _win_row(label: str, rate: Mapping[str, Any]) -> list[Any]:
-    equal = f"{rate['length_controlled']:.3f}" if "length_controlled" in rate else "-"
-    return [label, with_interval(rate["value"], rate.get("ci95")), equal, rate.get("ties", "-"), rate.get("n", "-")]
+    won, equal = with_interval(rate["value"], rate.get("ci95")), verdict.controlled(rate)
+    return [label, won, equal, rate.get("ties", "-"), rate.get("n", "-")]
 
 
 def _model_rows(report: Mapping[str, Any], judges: list[str]) -> list[list[str]]:
@@ -178,17 +178,17 @@ def _model_rows(report: Mapping[str, Any], judges: list[str]) -> list[list[str]]
             kl = with_interval(told["kl"], told.get("kl_ci95")) if "kl" in told else "-"
             means = [_mean(told["judges"][judge]) for judge in judges]
             length, ended = f"{told['response_length_mean']:.1f}", percent(told["eos_fraction"])
-            rows.append([drawn.LABELS.get(name, name) + how, kl, length, ended, *means])
+            rows.append([verdict.label(name) + how, kl, length, ended, *means])
     return rows
 
 
 def _samples(run: Run) -> dict[str, Any]:
-    found = samples.pairs(run.answers)
+    found = pairs(run.answers)
     shown = samples.chosen(found)
     return {
         "lengths": drawn.length_figure(run),
         "shown": shown,
-        "judge": samples.judge_of(run.answers),
+        "judge": judge_of(run.answers),
         "pair_count": count(len(found), "prompt"),
         "shown_count": sum(len(each.pairs) for each in shown),
     }

@@ -10,11 +10,12 @@ import yaml
 from rlhf_cli import verdict
 from rlhf_cli.checkpoints import FOREIGN, read_manifest
 from rlhf_cli.checkpoints.files import damage, read_object, results
+from rlhf_cli.config import CONFIGS
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rows import read_jsonl
 from rlhf_cli.tracking import read_log
 
-STAGES = ("sft", "reward", "ppo", "eval")
+STAGES = tuple(CONFIGS)  # in the order of the chain
 State = Literal["finished", "begun", "damaged", "absent"]
 # The keys of a config that name another stage's folder: where to look before there is a manifest.
 PARENTS = {"model.path": "sft", "models.sft": "sft", "models.reward": "reward", "models.ppo": "ppo"}

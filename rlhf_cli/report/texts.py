@@ -5,6 +5,7 @@ from typing import Any
 
 from rlhf_cli.redaction import redacted
 
+GENERATOR = "rlhf report"  # how we know our own pages: no other file is ever replaced
 # Control characters but newline and tab; what turns the direction of a text; what has no width; halves of characters.
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"

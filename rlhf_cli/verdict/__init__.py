@@ -13,7 +13,8 @@ from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.reward_card import print_card
 from rlhf_cli.rows import read_jsonl
 from rlhf_cli.statistics import with_interval
-from rlhf_cli.verdict.frontier import deciding_judge, print_frontier
+from rlhf_cli.verdict.frontier import print_frontier
+from rlhf_cli.verdict.pairs import judge_of, pairs
 
 QUANTILES = (0.25, 0.5, 0.75)
 HOLDS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
@@ -83,8 +84,8 @@ def _print_models(report: Mapping[str, Any]) -> None:
     rows = dict(report["models"])
     near_greedy = report.get("greedy", {}).get("models", {})
     judges = [name for name in next(iter(rows.values()))["judges"] if name != "reward"]
-    cells = [_model_row(_label(name), row, judges) for name, row in rows.items()]
-    cells += [_model_row(f"{_label(name)}, near-greedy", row, judges) for name, row in near_greedy.items()]
+    cells = [_model_row(label(name), row, judges) for name, row in rows.items()]
+    cells += [_model_row(f"{label(name)}, near-greedy", row, judges) for name, row in near_greedy.items()]
     cells += [
         _model_row(f"SFT, best of {row['n']}", {**row, "kl": row.get("kl_bound")}, judges, kl="<= {:.2f}")
         for row in report.get("best_of", [])
@@ -93,8 +94,15 @@ def _print_models(report: Mapping[str, Any]) -> None:
     terminal.table(columns, cells, title=f"{report['n']} held-out prompts, 95 % intervals in brackets")
 
 
-def _label(model: str) -> str:
+def label(model: str) -> str:
+    """A policy of the report as people call it."""
     return LABELS.get(model, model)
+
+
+def versus(pair: str) -> str:
+    """Two policies that were compared, `ppo_vs_sft` of the report: `PPO over SFT`."""
+    one, _, other = pair.partition("_vs_")
+    return f"{label(one)} over {label(other)}"
 
 
 def _model_row(name: str, row: Mapping[str, Any], judges: Sequence[str], kl: str = "{:.2f}") -> list[str]:
@@ -111,61 +119,52 @@ def _undecided(rate: Mapping[str, Any]) -> str:
 
 
 def _print_win_rates(report: Mapping[str, Any]) -> None:
-    found = list(_win_rates("", report)) + list(_win_rates(", near-greedy", report.get("greedy", {})))
-    for row in report.get("best_of", []):
-        found += [(f"PPO over SFT's best of {row['n']}", *item) for item in row.get("ppo_win_rate", {}).items()]
     rows = [
         [
-            pair,
+            pair + how,
             judge,
             with_interval(rate["value"], rate.get("ci95")) + _undecided(rate),
-            _controlled(rate),
+            controlled(rate),
             f"{rate['ties']}",
         ]
-        for pair, judge, rate in found
+        for pair, how, judge, rate in win_rates(report)
     ]
     if rows:
         terminal.out()
         terminal.table(["win rate", "judge", "value", "at equal length", "ties"], rows)
 
 
-def _controlled(rate: Mapping[str, Any]) -> str:
+def controlled(rate: Mapping[str, Any]) -> str:
+    """A win rate at equal length."""
     return f"{rate['length_controlled']:.3f}" if "length_controlled" in rate else "-"
 
 
-def _win_rates(mode: str, section: Mapping[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
-    rates = []
-    for pair, judges in section.get("win_rate", {}).items():
-        one, _, other = pair.partition("_vs_")
-        rates += [(f"{_label(one)} over {_label(other)}{mode}", *item) for item in judges.items()]
-    return rates
+def win_rates(report: Mapping[str, Any]) -> list[tuple[str, str, str, Mapping[str, Any]]]:
+    """(what is compared, `, near-greedy` where it is, the judge, the numbers) of every win rate, sampled ones first."""
+    found = []
+    for how, section in (("", report), (", near-greedy", report.get("greedy") or {})):
+        for pair, judges in (section.get("win_rate") or {}).items():
+            found += [(versus(pair), how, *item) for item in judges.items()]
+    for row in report.get("best_of", []):
+        pair = f"PPO over SFT's best of {row['n']}"
+        found += [(pair, "", *item) for item in (row.get("ppo_win_rate") or {}).items()]
+    return found
 
 
 def _print_pairs(samples: Sequence[Mapping[str, Any]]) -> None:
     """Three prompts with both policies' answers: a usual loss, the middle, and a usual win, never the best ones."""
-    mode = "sampled" if any(row["mode"] == "sampled" for row in samples) else "greedy"
-    answers = {name: _by_index(samples, name, mode) for name in ("sft", "ppo")}
-    both = sorted(answers["sft"].keys() & answers["ppo"].keys())
+    both = {pair.index: pair for pair in pairs(samples)}
     if not both:
         return
-    judge = deciding_judge(answers["sft"][both[0]]["scores"])
-    picked = pick(
-        {index: answers["ppo"][index]["scores"][judge] - answers["sft"][index]["scores"][judge] for index in both}
-    )
     rows = []
-    for index in picked:
-        rows.append(["prompt", "", str(answers["sft"][index]["prompt"])])
-        for name in ("sft", "ppo"):
-            row = answers[name][index]
+    for index in pick({index: pair.gain for index, pair in both.items()}):
+        rows.append(["prompt", "", str(both[index].prompt)])
+        for name, row in (("sft", both[index].sft), ("ppo", both[index].ppo)):
             scores = ", ".join(f"{key} {value:.2f}" for key, value in row["scores"].items())
-            rows.append([_label(name), scores, str(row["response"])])
+            rows.append([label(name), scores, str(row["response"])])
     terminal.out()
-    title = f"Before and after, at the quartiles of PPO's gain by {judge}"
+    title = f"Before and after, at the quartiles of PPO's gain by {judge_of(samples)}"
     terminal.table(["", "scores", "text"], rows, title=title)
-
-
-def _by_index(samples: Sequence[Mapping[str, Any]], name: str, mode: str) -> dict[int, Mapping[str, Any]]:
-    return {row["index"]: row for row in samples if row["model"] == name and row["mode"] == mode}
 
 
 def pick(gains: Mapping[int, float]) -> list[int]:
