@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import rlhf_cli
 from rlhf_cli import checkpoints, cli, config
+from rlhf_cli.cli import training
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
 
@@ -58,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def stage(monkeypatch: pytest.MonkeyPatch) -> list[tuple[config.Config, Options]]:
     """Stages that only note what they were given."""
     given: list[tuple[config.Config, Options]] = []
-    monkeypatch.setattr(cli, "_runner", lambda name: lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(training, "_runner", lambda name: lambda *arguments: given.append(arguments))
     return given
 
 
@@ -238,7 +239,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "_runner", lambda name: run)
+    monkeypatch.setattr(training, "_runner", lambda name: run)
 
 
 def test_an_unexpected_failure_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +272,7 @@ def test_what_ends_a_stage_ends_the_command(
 def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: int) -> None:
     script = """
 import signal, time; from rlhf_cli import cli
+from rlhf_cli.cli import training
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 def stage(*_):
     try:
@@ -278,7 +280,7 @@ def stage(*_):
         time.sleep(60)
     finally:
         print("closed", flush=True)
-cli._runner = lambda name: stage
+training._runner = lambda name: stage
 cli.app(["sft", "-c", "sft.yaml"])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -296,7 +298,7 @@ def test_a_lock_is_let_go_when_a_command_fails(folder: Path, monkeypatch: pytest
         checkpoints.begin(given, checkpoints.identity(given, {}, {}), {}, fresh=False)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_runner", lambda name: run)
+    monkeypatch.setattr(training, "_runner", lambda name: run)
     assert rlhf("sft", "-c", "sft.yaml").exit_code == 1
     script = "import pathlib, sys; from rlhf_cli.checkpoints.locks import hold; hold(pathlib.Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -42,7 +42,7 @@ FLOORS = [
     {"replay.observe"},
     {"replay"},
     {"launch"},
-    {"cli"},
+    {"cli.*"},
     {"__main__"},
 ]
 TORCH_FREE = (

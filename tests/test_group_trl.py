@@ -19,7 +19,8 @@ from ppo_folder import EVAL, lines, rlhf, write
 from safetensors.torch import load_file
 from test_cli import is_one_error
 
-from rlhf_cli import checkpoints, cli, processes, terminal
+from rlhf_cli import checkpoints, processes, terminal
+from rlhf_cli.cli import boundary
 from rlhf_cli.config import Options, load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo.ranks import ALONE, Ranks
@@ -312,13 +313,13 @@ def test_who_says_what_went_wrong(
     def sleep(seconds: float) -> None:
         waited.append(seconds)
         if ended:
-            raise cli.Terminated
+            raise boundary.Terminated
 
     waited: list[float] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(time, "sleep", sleep)
-    assert cli._explain(RLHFError(code, "so it is")) in (1, 2)
+    assert boundary._explain(RLHFError(code, "so it is")) in (1, 2)
     said = capsys.readouterr().err
     assert said.startswith(told) if told else not said
     assert bool(waited) == ((rank, code) != ("0", "D05"))

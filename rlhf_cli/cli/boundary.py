@@ -1,0 +1,103 @@
+"""The one place where errors become lines and exit codes."""
+
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from rlhf_cli import processes, terminal
+from rlhf_cli.errors import RLHFError
+
+TO_SPEAK = 5.0  # seconds that another process has to say what it found
+
+
+class Terminated(BaseException):
+    """SIGTERM, as an exception: what is open is closed on the way out."""
+
+
+class Commands(TyperGroup):
+    """All commands, inside the one error boundary."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line and exit: 0 done, 2 wrong beforehand, 1 failed on the way, 130 and 143 by a signal."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        code = 0
+        terminal.forget_warnings()
+        before = _on_sigterm(_raise_terminated)
+        try:
+            try:
+                code = super().main(arguments, prog_name, complete_var, False, windows_expand_args, **extra) or 0
+            except Exception as error:
+                if "--debug" in arguments:
+                    terminal.say_here(traceback.format_exc().rstrip())
+                code = _explain(error)
+        except Terminated:  # while it explained, too
+            code = 143
+        finally:
+            _on_sigterm(before)
+            if checkpoints := sys.modules.get("rlhf_cli.checkpoints"):
+                checkpoints.release()
+        if code in (129, 130, 143):
+            terminal.say("stopped by a signal")
+        sys.exit(code)
+
+
+def _explain(error: Exception) -> int:
+    """Say on stderr what is wrong, a line and a hint for each problem; returns the exit code."""
+    if isinstance(error, RLHFError):
+        if processes.count() == 1 or not _told_by_others(error):
+            (terminal.say if processes.is_first() else terminal.say_here)(str(error))
+        return error.exit_code
+    if isinstance(error, typer.Abort):
+        return 130
+    if hasattr(error, "format_message"):  # typer's errors of usage
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "rlhf"
+        terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=f"{command} --help")))
+        return 2
+    said = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    terminal.say_here(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
+    return 1
+
+
+def _told_by_others(error: RLHFError) -> bool:
+    """Of several processes, whether another one says it: who ends first has the launcher end the others.
+
+    Most of what is wrong all find, and the first process says it. What another one found alone, that one says when the
+    first has not ended. Who only knows that one is missing (R14) waits for it to speak, and to end first: the exit code
+    of the group is that one's.
+    """
+    missing, first = error.problems[0].code == "R14", processes.is_first()
+    try:
+        if missing or not first:
+            time.sleep(2 * TO_SPEAK if missing else TO_SPEAK)
+    except Terminated:
+        return not (missing and first)
+    return missing and not first
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _on_sigterm(handler: Any) -> Any:
+    """Set what SIGTERM does and return what it did before; only the main thread may, and None leaves it."""
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        return signal.signal(signal.SIGTERM, handler)
+    return None

@@ -1,0 +1,31 @@
+"""The options that several commands take, and the stages."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+STAGES = {
+    "sft": "Supervised fine-tuning: train a language model on examples.",
+    "reward": "Train a reward model on pairs of a better and a worse answer.",
+    "ppo": "Train the policy by PPO against the reward model.",
+    "eval": "Compare the models on held-out prompts and write a report.",
+}
+
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The stage's YAML file.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a key by its full path; may be given again."),
+]
+Trailing = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="The same as --set.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let models run Python code from their own folders.")
+]
+Nproc = Annotated[
+    str | None,
+    typer.Option("--nproc", metavar="N", help="Run in N processes, one to a GPU; auto: as many as there are GPUs."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Step = Annotated[
+    str, typer.Option("--step", metavar="last|selected|N", help="Of PPO's policies: the evaluation selects one.")
+]

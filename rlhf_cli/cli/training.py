@@ -1,0 +1,101 @@
+"""The commands that train and evaluate: one for each stage, and `run` for all of them."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf_cli import launch, processes, room, terminal
+from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.signals import end_with
+
+
+def stage_command(stage: str) -> Callable[..., None]:
+    """The command of one stage."""
+
+    def command(
+        config: ConfigFile,
+        assignments: Trailing = None,
+        set_: Set = None,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Print the resolved config and what it would read and write.")
+        ] = False,
+        fresh: Annotated[
+            bool, typer.Option("--fresh", help="Move the old output to RUN/.old/ and start over.")
+        ] = False,
+        nproc: Nproc = None,
+        trust_remote_code: TrustRemoteCode = False,
+        debug: Debug = False,
+    ) -> None:
+        from rlhf_cli.config import Options, load
+
+        if os.path.isdir(config):
+            raise _folder_for_a_file(stage, config)
+        overrides = [*(set_ or []), *(assignments or [])]
+        loaded = load(stage, config, overrides)
+        options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
+        if dry_run:
+            from rlhf_cli import pipeline
+
+            pipeline.preview(loaded, fresh=fresh)
+            return
+        processes.check_group()
+        if nproc and (count := launch.number(nproc)) > 1:
+            from rlhf_cli import pipeline
+
+            _, *arguments = pipeline.child_command(loaded, overrides, options, fresh=fresh)
+            raise typer.Exit(launch.run(count, arguments))
+        if processes.count() > 1:
+            end_with(os.getppid())
+            terminal.say(f"{stage:<8} {processes.count()} processes")
+        with room.explained(loaded.folder):
+            _runner(stage)(loaded, options)
+
+    return command
+
+
+def _runner(stage: str) -> Callable[[Any, Any], None]:
+    """The stage's `run(config, options)`: importing it is what brings in torch."""
+    import importlib
+
+    return importlib.import_module(f"rlhf_cli.stages.{stage}").run
+
+
+def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:
+    inside = folder / f"{stage}.yaml"
+    hint = f"--config {shown(inside)}" if inside.is_file() else "give the stage's YAML file"
+    more = f"; for all stages: rlhf run {shown(folder)}" if inside.is_file() else ""
+    return RLHFError("C09", f"{shown(folder)} is a folder, --config takes a file", hint=hint + more)
+
+
+def run(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds sft.yaml, reward.yaml, ppo.yaml, eval.yaml.")],
+    assignments: Trailing = None,
+    set_: Set = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="STAGE", help="Nothing but this stage; may be given again.")
+    ] = None,
+    start: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="This stage and those after it.")] = None,
+    force: Annotated[
+        list[str] | None,
+        typer.Option("--force", metavar="STAGE", help="Run this stage even if it is up to date; may be given again."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and why; run nothing.")] = False,
+    nproc: Nproc = None,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Run the stages of a folder in order; skip what is up to date.
+
+    A key given by --set goes to the stage that has its section; '*.seed=3' goes to every stage.
+    """
+    from rlhf_cli import pipeline
+    from rlhf_cli.config import Options
+
+    processes.refuse_several("run")
+    selection = pipeline.Selection(tuple(only or ()), start, tuple(force or ()))
+    options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
+    raise typer.Exit(pipeline.run(folder, [*(set_ or []), *(assignments or [])], selection, options))
