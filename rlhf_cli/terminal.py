@@ -1,13 +1,11 @@
-"""The only place that prints: results and tables on stdout, log lines and progress on stderr."""
+"""The only place that prints: results and tables on stdout, log lines on stderr (and progress.py's bars)."""
 
 import errno
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from types import TracebackType
+from contextlib import contextmanager
 from typing import TextIO
 from unicodedata import combining, east_asian_width
 
@@ -17,7 +15,6 @@ from rlhf_cli.redaction import redacted
 
 # Everything that could move the cursor, recolour or retitle a terminal: C0 but tab and newline, DEL, C1.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-SECONDS_BETWEEN_LINES = 10.0
 
 _said: dict[str, Problem] = {}  # by the line as printed, without its hint
 _muted = False
@@ -91,7 +88,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
     assert all(len(row) == len(columns) for row in rows), "every row needs a cell for each column"
     if not processes.is_first():
         return
-    if _is_terminal(sys.stdout):
+    if is_terminal(sys.stdout):
         _drawn_table(columns, rows, title)
         return
     cells = [[clean(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in (columns, *rows)]
@@ -100,82 +97,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
         out(title)
     for row in cells:
         out("  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-class Progress:
-    """`with Progress("ppo", 100) as bar: bar.advance(note="reward 1.2")`.
-
-    A live bar with rate and time left on a terminal; elsewhere a plain line at most every ten seconds and at the end.
-    A `quiet` one shows nothing: for work too short to look at.
-    """
-
-    def __init__(self, label: str, total: int, unit: str = "step", *, quiet: bool = False) -> None:
-        self.label, self.total, self.unit, self.quiet = clean(label), total, unit, quiet
-        self.done, self.note = 0, ""
-        self._bar = _Bar(self.label, total) if _is_terminal(sys.stderr) and not quiet and processes.is_first() else None
-        self._began = self._last_line = time.monotonic()
-
-    def __enter__(self) -> "Progress":
-        self._began = self._last_line = time.monotonic()
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def advance(self, n: int = 1, note: str = "") -> None:
-        """Counts `n` more units as done; `note` is shown behind the numbers until the next one."""
-        self.done += n
-        self.note = clean(note).replace("\n", " ") or self.note
-        if self._bar:
-            with suppress(OSError):  # a terminal that is gone
-                self._bar.update(self.done, f"{self._rate()}  {self.note}")
-        elif not self.quiet and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES and self.done < self.total:
-            self._last_line = time.monotonic()
-            say(self._line())
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._bar:
-            with suppress(OSError):
-                self._bar.stop()
-        elif not self.quiet:
-            say(self._line())
-
-    def _rate(self) -> str:
-        """Speed and time left, in words."""
-        seconds = time.monotonic() - self._began
-        if not self.done or seconds <= 0:
-            return ""
-        speed = self.done / seconds
-        rate = f"{speed:.3g} {self.unit}/s" if speed >= 1 else f"{1 / speed:.3g} s/{self.unit}"
-        left = max(self.total - self.done, 0) / speed
-        return f"{rate}, {_clock(left)} left" if left else f"{rate}, {_clock(seconds)} in all"
-
-    def _line(self) -> str:
-        parts = [f"{self.label} {self.done}/{self.total} {self.unit}", self._rate(), self.note]
-        return ", ".join(part for part in parts if part)
-
-
-class _Bar:
-    """The live bar of a terminal. rich is imported here, so that short commands never load it."""
-
-    def __init__(self, label: str, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.progress import Progress as RichProgress
-
-        # What `out` prints goes to stdout itself when that is a file, else above the bar.
-        self._live = RichProgress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
-            console=Console(stderr=True),
-            redirect_stdout=_is_terminal(sys.stdout),
-        )
-        self._task = self._live.add_task(label, total=total, note="")
-        self.start, self.stop = self._live.start, self._live.stop
-
-    def update(self, done: int, note: str) -> None:
-        self._live.update(self._task, completed=done, note=note)
 
 
 def _drawn_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
@@ -191,19 +112,14 @@ def _drawn_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: s
     Console(file=sys.stdout).print(drawn)
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody looks at it who can be shown more than plain lines."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _width(text: str) -> int:
     """Columns that a text takes in a fixed-width font: East Asian characters are two wide, accents none."""
     return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _write(stream: TextIO, text: str) -> None:

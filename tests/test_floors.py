@@ -14,7 +14,7 @@ FLOORS = [
     {"processes"},
     {"rows", "terminal", "statistics", "signals", "room"}
     | {"ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.noise", "ppo.seeds"},
-    {"ppo.records", "replay.naive.*"},
+    {"ppo.records", "progress", "replay.naive.*"},
     {"sources.*", "reward_card.*"},
     {"config.*"},
     {"checkpoints.*"},
@@ -46,8 +46,8 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config explain pipeline ppo.settings presets processes report reward_card room rows signals "
-    "sources statistics terminal verdict"
+    "check cli checkpoints config explain pipeline ppo.settings presets processes progress report reward_card room "
+    "rows signals sources statistics terminal verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

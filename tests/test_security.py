@@ -30,7 +30,7 @@
 6   texts of models and users do nothing to a terminal, nor to one that shows a log
      -> test_terminal.py::test_no_way_out_lets_control_characters_through
      -> test_terminal.py::test_a_table_on_a_terminal_is_drawn_with_markup_off
-     -> test_terminal.py::test_progress_on_a_terminal_is_a_live_bar
+     -> test_progress.py::test_progress_on_a_terminal_is_a_live_bar
      -> test_security.py::test_hostile_names_in_errors_and_warnings_are_harmless
      -> test_security.py::test_a_traceback_is_as_clean_as_any_line
      -> test_security.py::test_json_that_we_write_does_nothing_to_a_terminal
@@ -84,6 +84,7 @@ from rlhf_cli.checkpoints.files import json_sha256
 from rlhf_cli.cli import app
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.progress import Progress
 
 HERE = Path(__file__).parent
 TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
@@ -333,7 +334,7 @@ def test_secrets_are_taken_out_of_whatever_is_shown(monkeypatch: pytest.MonkeyPa
     terminal.out(text)
     terminal.table([text], [[text]], title=text)
     terminal.warn("T02", text, where=text, hint=text)
-    with terminal.Progress(text, 1) as bar:
+    with Progress(text, 1) as bar:
         bar.advance(note=text)
     out, err = capsys.readouterr()
     assert (out + err).count(clean) == 10 and "pass@" not in out + err and TOKEN not in out + err

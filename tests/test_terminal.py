@@ -81,53 +81,6 @@ def test_every_row_needs_all_columns() -> None:
         terminal.table(["a", "b"], [["1"]])
 
 
-def test_progress_off_a_terminal_is_a_line_at_most_every_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
-    with terminal.Progress("ppo\x1b", 30, "update") as bar:
-        for step in range(1, 31):
-            now[0] += 1
-            bar.advance(note=f"reward\x1b {step}")
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines() == [
-        "ppo 10/30 update, 1 update/s, 0:20 left, reward 10",
-        "ppo 20/30 update, 1 update/s, 0:10 left, reward 20",
-        "ppo 30/30 update, 1 update/s, 0:30 in all, reward 30",
-    ]
-
-
-def test_slow_steps_are_counted_in_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
-    with terminal.Progress("ppo", 1000) as bar:
-        now[0] += 40
-        bar.advance(10)
-    assert capsys.readouterr().err.splitlines()[0] == "ppo 10/1000 step, 4 s/step, 1:06:00 left"
-
-
-def test_progress_that_breaks_still_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError), terminal.Progress("sft", 3) as bar:
-        bar.advance()
-        raise RuntimeError
-    assert capsys.readouterr().err.startswith("sft 1/3 step")
-
-
-def test_progress_on_a_terminal_is_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, results = Tty(), io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(sys, "stdout", results)
-    with terminal.Progress("ppo", 2) as bar:
-        bar.advance(note="[bold]reward\x1b[2J 1")
-        terminal.out("result")
-        terminal.say("a log line")
-        bar.advance()
-    assert "2/2" in screen.getvalue() and "[bold]reward[2J 1" in screen.getvalue() and "a log line" in screen.getvalue()
-    assert results.getvalue() == "result\n"
-
-
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Tty()
     monkeypatch.setattr(sys, "stdout", screen)

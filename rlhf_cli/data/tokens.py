@@ -8,11 +8,11 @@ from jinja2 import TemplateError
 
 from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.progress import Progress
 
 Conversation = list[dict[str, Any]]
 Encoded = tuple[list[int], list[int]]  # ids of a prompt and of a response
 AT_ONCE = 4096  # rows
-SHOWN_FROM = 20_000  # rows: below, tokenising takes a second or two
 _ONE_OF_EACH: dict[int, int] = {}
 _MARK = "assistant-text-ends-here"
 
@@ -35,7 +35,7 @@ def encode_many(
     A prompt that is None has no ids: a response's do not depend on it. Shows progress where that takes a while.
     """
     encoded: list[Encoded] = []
-    with terminal.Progress("data", len(prompts), "row", quiet=len(prompts) < SHOWN_FROM) as bar:
+    with Progress("data", len(prompts), "row", brief=True) as bar:
         for first in range(0, len(prompts), AT_ONCE):
             rows = slice(first, first + AT_ONCE)
             encoded += _encode_batch(tokenizer, prompts[rows], responses[rows])

@@ -16,6 +16,7 @@ from rlhf_cli.errors import RLHFError, all_of, nearest
 from rlhf_cli.export import card, sameness
 from rlhf_cli.inputs import machine
 from rlhf_cli.models import adapters, loading, tokenizers
+from rlhf_cli.progress import Progress
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +38,7 @@ def run(
     )
     (found,) = chosen
     source = found.model.model
-    with terminal.Progress("export", 4, "part") as bar:
+    with Progress("export", 4, "part") as bar:
         kept = loading.read_config(source, options.trust_remote_code).dtype or torch.float32
         written = FORMATS[dtype] if dtype else kept
         _check_room(found.model, target, written)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlhf_cli.models import packing
 from rlhf_cli.ppo.records import MicroBatch, Rollout, micro_batches
+from rlhf_cli.progress import counted
 
 
 class ValueHead(nn.Module):
@@ -115,7 +116,8 @@ def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: i
     """Score (B,) float32 of each row of a rollout, in micro-batches of rows of like length."""
     scores = torch.empty(len(rollout), device=rollout.ids.device)
     everyone, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.packs(model)
-    for rows in micro_batches(rollout.lengths, everyone, max_rows=max_rows, max_tokens=max_tokens, packed=packed):
+    split = micro_batches(rollout.lengths, everyone, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
+    for rows in counted("score: micro-batch", list(split)):
         scores[rows] = final_scores(model, rollout.micro_batch(rows))
     return scores
 

@@ -16,6 +16,7 @@ from rlhf_cli.plan.estimate import Estimate
 from rlhf_cli.plan.modes import MODES
 from rlhf_cli.plan.tally import KINDS
 from rlhf_cli.plan.target import Target
+from rlhf_cli.progress import Progress
 
 # What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 75 % were seen (docs/plan.md).
 HOLES = 0.3
@@ -51,9 +52,11 @@ def run(
     configs, routed = _configs(path, overrides)
     chain = Chain(configs, options, prompt)
     plans = []
-    for config in configs:
-        found = estimate.of(config, chain, mode, target)
-        plans.append(_plan(found, flops, routed[config.stage], chain))
+    with Progress("plan", len(configs), "stage", brief=True) as bar:
+        for config in configs:
+            found = estimate.of(config, chain, mode, target)
+            plans.append(_plan(found, flops, routed[config.stage], chain))
+            bar.advance()
     if as_json:
         terminal.out(json.dumps({**asdict(target), "device": target.name, "stages": plans}, indent=2))
     else:

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from rlhf_cli.ppo import formulas, noise
 from rlhf_cli.ppo.records import Prompts, Rollout
+from rlhf_cli.progress import counted
 
 
 class RolloutEngine(Protocol):
@@ -49,7 +50,8 @@ class HFEngine:
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         size = self.batch_size or len(prompts)
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            parts = [self._write(prompts.rows(start, start + size)) for start in range(0, len(prompts), size)]
+            starts = counted("batch", range(0, len(prompts), size))
+            parts = [self._write(prompts.rows(start, start + size)) for start in starts]
         responses = torch.cat(parts)
         counts = formulas.response_mask(responses, self.stop_token_id)
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=responses.device)
@@ -72,7 +74,7 @@ class HFEngine:
         going = torch.ones_like(open_rows, dtype=torch.bool)
         state = self._read(ids, mask)
         keys, counters = noise.keys(prompts.seeds, device), noise.counters(state.logits.shape[1], device)
-        for step in range(prompts.response_length):
+        for step in counted("rollout: token", range(prompts.response_length)):
             tokens = noise.drawn(state.logits / self.temperature, keys, step, counters)
             responses[open_rows[going], step] = tokens[going]
             if self.stop_token_id is not None:

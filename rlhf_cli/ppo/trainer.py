@@ -26,6 +26,7 @@ from rlhf_cli.ppo.rewards import RewardSource
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
+from rlhf_cli.progress import counted
 
 Minibatch = tuple[Tensor, ...]  # micro-batches, each the rows of the rollout that are in it
 
@@ -230,7 +231,8 @@ class PPOTrainer:
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
         read = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in READ}
         with self.placement.learning():
-            for rows, counts in self.placement.turns(list(chain.from_iterable(plan))):
+            micros = self.placement.turns(list(chain.from_iterable(plan)))
+            for rows, counts in counted("judge: micro-batch", micros):
                 micro = rollout.micro_batch(rows)
                 for name, flat in self.passes.read(micro).items():
                     if counts:
@@ -249,9 +251,9 @@ class PPOTrainer:
         rates = {"lr": self._rate("policy"), "value/lr": self._rate("value")}
         steps: list[Stats] = []
         with self.reference_at_hand() if self.passes.exact_kl_in_loss else nullcontext():
-            for epoch in range(settings.num_ppo_epochs):
+            for epoch in counted("update: epoch", range(settings.num_ppo_epochs)):
                 plan = experience.plan if epoch == 0 else self._plan(experience.rollout, epoch)
-                steps += [self._learn(experience, minibatch, epoch) for minibatch in plan]
+                steps += [self._learn(experience, minibatch, epoch) for minibatch in counted("minibatch", plan)]
                 if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                     break
         norms = {"policy": self.placement.norm(self.policy), "value": self.placement.norm(self.value)}
@@ -284,10 +286,12 @@ class PPOTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         with self.placement.learning(), reading.recomputing(self.policy, self.value), self.passes.adding():
             turns = self.placement.turns(minibatch)
-            found = [self._backward(experience, rows, counts / tokens) for rows, counts in turns]
+            found = [
+                self._backward(experience, rows, counts / tokens) for rows, counts in counted("micro-batch", turns)
+            ]
             ptx = self._learn_ptx(minibatch, epoch)
-        counted = [learned for learned, (_, counts) in zip(found, turns, strict=True) if counts]
-        made = self.ranks.told(Made.of(counted, ptx, self.updates + 1))
+        found = [learned for learned, (_, counts) in zip(found, turns, strict=True) if counts]
+        made = self.ranks.told(Made.of(found, ptx, self.updates + 1))
         stats = {name: total / tokens for name, total in metrics.sums([each.gauges for each in made]).items()}
         stats |= metrics.sums([each.ptx for each in made])
         limit = self.settings.ratio_threshold

@@ -21,6 +21,7 @@ from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.progress import Progress
 from rlhf_cli.replay import observe
 from rlhf_cli.replay.compare import TOLERANCE, Quantity, only_rounding, side_by_side, worst
 from rlhf_cli.replay.observe import Numbers
@@ -90,7 +91,7 @@ def replay(run: Run, step: int | None, options: Options) -> Report:
     before = observe.weights(trainer.policy, trainer.value)
     picked = data.prompt_batch(len(parts.prompts), step, settings.prompts_per_update, config.seed)
     rounded = torch.bfloat16 if settings.bf16 else trainer.policy.dtype
-    with terminal.Progress("replay", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
+    with Progress("replay", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
         rollout = trainer.generate(Prompts.from_lists([parts.prompts[i].ids for i in picked]))
         now, _ = observe.observe(trainer, rollout)
         now |= observe.changes(before, observe.weights(trainer.policy, trainer.value))

@@ -24,6 +24,7 @@ from rlhf_cli.ppo.ranks import ALONE, Ranks, group
 from rlhf_cli.ppo.records import Prompts, right_pad
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.progress import Progress, counted
 from rlhf_cli.reward_card import ScoredPair
 from rlhf_cli.reward_card.probes import POLITE
 from rlhf_cli.stages import trl_training
@@ -74,7 +75,11 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     card = report_card(config, scorer, tokenizer, eval_rows, ranks)
     scale = {}
     if config.reward.normalize == "sft":
-        scale = normalise(config, scorer, sampled(config, options, parent, tokenizer, rows, ranks), ranks)
+        with Progress("reward: normalize", 2, "pass", brief=True) as bar:
+            answers = sampled(config, options, parent, tokenizer, rows, ranks)
+            bar.advance()
+            scale = normalise(config, scorer, answers, ranks)
+            bar.advance()
         ranks.first(lambda: loading.save_config(scorer, config.folder / "model"))
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
@@ -145,7 +150,8 @@ def raw_scores(scorer: Any, rows: Sequence[list[int]], size: int, ranks: Ranks =
     """The scorer's own pooled logit of each row of tokens, in batches of `size` rows of like length, shared by all."""
     scores: dict[int, float] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    for picked in ranks.share([order[first : first + size] for first in range(0, len(rows), size)]):
+    batches = [order[first : first + size] for first in range(0, len(rows), size)]
+    for picked in counted("score: batch", ranks.share(batches)):
         ids, mask = right_pad([rows[i] for i in picked], scorer.config.pad_token_id)
         logits = scorer(input_ids=ids.to(scorer.device), attention_mask=mask.long().to(scorer.device)).logits
         scores |= zip(picked, logits[:, 0].float().tolist(), strict=True)
@@ -200,14 +206,17 @@ def report_card(config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows, r
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
         return {}
-    chosen, rejected = (
-        finite_scores(config, scorer, [row[key] for row in rows], ranks) for key in ("chosen_ids", "rejected_ids")
-    )
+    picked = reward_card.spread(rows)
+    asked = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
+    asked |= adversarial(tokenizer, [rows[i] for i in picked], loading.context_of(scorer.config), config.seed)
+    scores = {}
+    with Progress("reward: report card", len(asked), "pass", brief=True) as bar:
+        for name, answers in asked.items():
+            scores[name] = finite_scores(config, scorer, answers, ranks)
+            bar.advance()
+    chosen, rejected = scores.pop("chosen_ids"), scores.pop("rejected_ids")
     lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]
     pairs = [ScoredPair(good, bad, *length) for good, bad, length in zip(chosen, rejected, lengths, strict=True)]
-    picked = reward_card.spread(rows)
-    asked = adversarial(tokenizer, [rows[i] for i in picked], loading.context_of(scorer.config), config.seed)
-    scores = {name: finite_scores(config, scorer, answers, ranks) for name, answers in asked.items()}
     card = reward_card.measure(pairs, seed=config.seed)
     card["adversarial"] = reward_card.judge(scores, [chosen[i] for i in picked])
     faults = reward_card.flags(card)

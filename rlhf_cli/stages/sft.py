@@ -26,6 +26,7 @@ from rlhf_cli.inputs.sft import IGNORED
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.ppo.ranks import ALONE, Ranks, group
 from rlhf_cli.ppo.records import right_pad
+from rlhf_cli.progress import Progress, counted
 from rlhf_cli.stages import trl_training
 
 Rows = list[dict[str, list[int]]]
@@ -182,7 +183,9 @@ def headline(config: SFTConfig, options: Options, rows: Rows, pad: int, ranks: R
     cut.sort(key=lambda window: len(window[0]))
     size = config.sft.per_device_eval_batch_size
     batches = [zip(*cut[first : first + size], strict=True) for first in range(0, len(cut), size)]
-    own = [_sums(model, ids, labels, pad) for ids, labels in ranks.share(batches)]
+    with Progress("sft: held-out loss", 1, "pass", brief=True) as bar:
+        own = [_sums(model, ids, labels, pad) for ids, labels in counted("score: batch", ranks.share(batches))]
+        bar.advance()
     loss, correct, tokens = map(sum, zip(*chain.from_iterable(ranks.told(own)), strict=True))
     mean = loss / max(tokens, 1)
     if not math.isfinite(mean):

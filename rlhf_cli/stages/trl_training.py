@@ -21,6 +21,7 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import limits
 from rlhf_cli.models import cards, loading, zero3
 from rlhf_cli.ppo.ranks import ALONE, Ranks
+from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
 from rlhf_cli.tracking import MetricsLog
 
@@ -190,13 +191,13 @@ class Follower(TrainerCallback, ExportableState):
 
     def __init__(self, trainer: Any, log: MetricsLog, label: str, stop: StopWish, resumed: Mapping[str, Any]) -> None:
         self.trainer, self.log, self.label, self.stop, self.resumed = trainer, log, label, stop, resumed
-        self.bar: terminal.Progress | None = None
+        self.bar: Progress | None = None
+        self.evaluation: Progress | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The progress starts where the checkpoint left off, and so do the sums behind the next line of the log."""
-        self.bar = terminal.Progress(self.label, state.max_steps, "step")
+        self.bar = Progress(self.label, state.max_steps, "step", done=state.global_step)
         self.bar.__enter__()
-        self.bar.advance(state.global_step)
         trainer = self.trainer
         if sums := self.resumed:
             trainer._tr_loss += sums["losses"][trainer.ranks.rank]
@@ -254,6 +255,19 @@ class Follower(TrainerCallback, ExportableState):
             self.bar.advance(0, note=f"loss {kept['loss']:.4f}")
         if {"loss", "eval_loss"} & kept.keys():
             self.log.log(state.global_step, {NAMES.get(name, name): value for name, value in kept.items()})
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any, **kwargs: Any) -> None:
+        """The batches of an evaluation are counted within the step."""
+        if self.evaluation is None:
+            self.evaluation = Progress("evaluation: batch", len(eval_dataloader), "")
+            self.evaluation.__enter__()
+        self.evaluation.advance()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The evaluation has ended."""
+        if self.evaluation:
+            self.evaluation.__exit__(None, None, None)
+        self.evaluation = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The stop signal is obeyed."""

@@ -25,7 +25,7 @@ from chaos import chain, kills, points, runs, troubles
 from chaos.kills import A_RUN, Outcome
 from chaos.report import Found, tell
 from chaos.runs import STAGES, World
-from rlhf_cli import terminal
+from rlhf_cli.progress import Progress
 
 Job = Callable[[], Any]
 
@@ -113,7 +113,7 @@ def _all(pool: ProcessPoolExecutor, jobs: Iterable[Job], what: str) -> list[Any]
     """What the jobs return, in their order; a line tells how far they are."""
     futures: list[Future[Any]] = [pool.submit(job) for job in jobs]
     left = set(futures)
-    with terminal.Progress(what, len(futures), "run") as bar:
+    with Progress(what, len(futures), "run") as bar:
         while left:
             done, left = wait(left, return_when=FIRST_COMPLETED)
             bar.advance(len(done))

@@ -17,6 +17,7 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.ppo.rewards.source import Failed, Place
+from rlhf_cli.progress import counted
 
 MOST_BYTES = 16_000_000  # of an answer
 LONGEST_WAIT = 30.0  # seconds between two tries
@@ -40,7 +41,7 @@ class Endpoint:
 
     def __call__(self, prompts: list[str], responses: list[str]) -> list[Any]:
         scores: list[Any] = []
-        for first in range(0, len(prompts), self.batch_size):
+        for first in counted("score: request", range(0, len(prompts), self.batch_size)):
             rows = slice(first, first + self.batch_size)
             scores += self._scores(prompts[rows], responses[rows])
         return scores

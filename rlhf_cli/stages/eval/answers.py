@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rlhf_cli import data, terminal
+from rlhf_cli import data
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import eval as inputs
@@ -21,6 +21,7 @@ from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
 from rlhf_cli.ppo.rewards import ModelReward, call_text_reward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.progress import Progress
 
 T = TypeVar("T")
 NEAR_GREEDY = 0.01  # the temperature of TRL 1.12's evaluation generations
@@ -66,7 +67,7 @@ def collect(
         return models.causal(config, options, parent, tokenizer).to(loading.device()).eval()
 
     sft = load(parents["models.sft"])
-    with terminal.Progress("eval", sum(len(each.modes) for each in asked) + draws, "round") as bar:
+    with Progress("eval", sum(len(each.modes) for each in asked) + draws, "round") as bar:
 
         def ask(policy: Any, each: _Asked) -> None:
             for mode in each.modes:

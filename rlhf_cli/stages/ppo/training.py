@@ -16,6 +16,7 @@ from rlhf_cli.ppo.finite import NotFinite
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.watchdog import Firing, Watchdog
+from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
 from rlhf_cli.stages.ppo.parts import Parts
 from rlhf_cli.stages.ppo.samples import SampleTables
@@ -61,8 +62,7 @@ class Training:
             terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
         self._warn_of_the_estimator()
         save_every = config.output.save_steps or max(1, updates // 10)
-        with StopWish() as stop, terminal.Progress("ppo", updates, "update") as bar:
-            bar.advance(trainer.updates)
+        with StopWish() as stop, Progress("ppo", updates, "update", done=trainer.updates) as bar:
             if trainer.updates == 0:
                 self.snapshots.keep(0)
             while trainer.updates < updates:
