@@ -153,7 +153,8 @@ def raw_scores(scorer: Any, rows: Sequence[list[int]], size: int, ranks: Ranks =
     batches = [order[first : first + size] for first in range(0, len(rows), size)]
     for picked in counted("score: batch", ranks.share(batches)):
         ids, mask = right_pad([rows[i] for i in picked], scorer.config.pad_token_id)
-        logits = scorer(input_ids=ids.to(scorer.device), attention_mask=mask.long().to(scorer.device)).logits
+        given = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
+        logits = scorer(**given, use_cache=False).logits
         scores |= zip(picked, logits[:, 0].float().tolist(), strict=True)
     found = {i: score for each in ranks.told(scores) for i, score in each.items()}
     return [found[i] for i in range(len(rows))]

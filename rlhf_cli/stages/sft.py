@@ -205,7 +205,8 @@ def _sums(model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad
     """Summed loss, tokens predicted right, and tokens, of one batch."""
     inputs, mask = right_pad(ids, pad)
     targets = right_pad(labels, IGNORED)[0][:, 1:]
-    logits = model(input_ids=inputs.to(model.device), attention_mask=mask.long().to(model.device)).logits[:, :-1]
+    given = {"input_ids": inputs.to(model.device), "attention_mask": mask.long().to(model.device)}
+    logits = model(**given, use_cache=False).logits[:, :-1]
     row, column = (targets != IGNORED).nonzero(as_tuple=True)
     wanted = targets[row, column].to(model.device)
     picked = logits[row, column].float()
