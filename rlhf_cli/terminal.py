@@ -14,6 +14,7 @@ from unicodedata import combining, east_asian_width
 from rlhf_cli import processes
 from rlhf_cli.errors import Problem
 from rlhf_cli.redaction import redacted
+from rlhf_cli.times import duration
 
 # Everything that could move the cursor, recolour or retitle a terminal: C0 but tab and newline, DEL, C1.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -147,7 +148,7 @@ class Progress:
         speed = self.done / seconds
         rate = f"{speed:.3g} {self.unit}/s" if speed >= 1 else f"{1 / speed:.3g} s/{self.unit}"
         left = max(self.total - self.done, 0) / speed
-        return f"{rate}, {_clock(left)} left" if left else f"{rate}, {_clock(seconds)} in all"
+        return f"{rate}, {duration(left)} left" if left else f"{rate}, {duration(seconds)} in all"
 
     def _line(self) -> str:
         parts = [f"{self.label} {self.done}/{self.total} {self.unit}", self._rate(), self.note]
@@ -198,12 +199,6 @@ def _is_terminal(stream: TextIO) -> bool:
 def _width(text: str) -> int:
     """Columns that a text takes in a fixed-width font: East Asian characters are two wide, accents none."""
     return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -93,9 +93,9 @@ def test_progress_off_a_terminal_is_a_line_at_most_every_ten_seconds(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "ppo 10/30 update, 1 update/s, 0:20 left, reward 10",
-        "ppo 20/30 update, 1 update/s, 0:10 left, reward 20",
-        "ppo 30/30 update, 1 update/s, 0:30 in all, reward 30",
+        "ppo 10/30 update, 1 update/s, 20 s left, reward 10",
+        "ppo 20/30 update, 1 update/s, 10 s left, reward 20",
+        "ppo 30/30 update, 1 update/s, 30 s in all, reward 30",
     ]
 
 
@@ -105,7 +105,7 @@ def test_slow_steps_are_counted_in_seconds(monkeypatch: pytest.MonkeyPatch, caps
     with terminal.Progress("ppo", 1000) as bar:
         now[0] += 40
         bar.advance(10)
-    assert capsys.readouterr().err.splitlines()[0] == "ppo 10/1000 step, 4 s/step, 1:06:00 left"
+    assert capsys.readouterr().err.splitlines()[0] == "ppo 10/1000 step, 4 s/step, 1 h 6 min left"
 
 
 def test_progress_that_breaks_still_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
