@@ -38,7 +38,7 @@ FLOORS = [
     {"inputs.*"},
     {"stages", "stages.trl_training", "demo.*", "preferences.*"},
     {"stages.sft", "stages.reward", "stages.ppo.*", "stages.eval.*", "pipeline", "presets"},
-    {"check.*", "plan.*", "export.*", "replay.compare", "replay.float64", "replay.recorded"},
+    {"check.*", "plan.*", "export.*", "status.*", "replay.compare", "replay.float64", "replay.recorded"},
     {"replay.observe"},
     {"replay"},
     {"launch"},
@@ -47,7 +47,7 @@ FLOORS = [
 ]
 TORCH_FREE = (
     "check cli checkpoints config explain pipeline ppo.settings presets processes report reward_card room rows signals "
-    "sources statistics terminal times verdict"
+    "sources statistics status terminal times verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
