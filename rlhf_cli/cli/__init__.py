@@ -30,6 +30,8 @@ for _command in (
     before.init,
     before.check,
     before.plan,
+    after.ls,
+    after.status,
     after.report,
     after.export,
     after.replay,

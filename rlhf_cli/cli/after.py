@@ -6,7 +6,33 @@ from typing import Annotated
 import typer
 
 from rlhf_cli import room
-from rlhf_cli.cli.options import Debug, Step, TrustRemoteCode
+from rlhf_cli.cli.options import Debug, Set, Step, Trailing, TrustRemoteCode
+
+
+def ls(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="DIR...", help="Where to look; `runs` where that is there, or here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """List the runs below a folder, newest first: which stages are done, what came out, when, how large."""
+    from rlhf_cli import status
+
+    status.list_runs(folders or [], as_json=as_json)
+
+
+def status(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    assignments: Trailing = None,
+    set_: Set = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Tell how far each stage of a run is, what came out, and what `rlhf run` would do next. Changes nothing."""
+    from rlhf_cli import status
+
+    status.show(folder, [*(set_ or []), *(assignments or [])], as_json=as_json)
 
 
 def report(
