@@ -172,9 +172,10 @@ def open_parent(
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
     """A stage's manifest.json, and what is wrong with it, or None. Those of schema 1 had no hash of themselves."""
     manifest, problem = read_sealed(folder / "manifest.json")
-    if manifest and not isinstance(manifest.get("files"), dict):
-        return {}, "manifest.json names no files"
-    return manifest, None if manifest.get("schema") == 1 else problem
+    problem = None if manifest.get("schema") == 1 else problem
+    if not isinstance(manifest.get("files"), dict):
+        return {}, problem or "manifest.json names no files"
+    return manifest, problem
 
 
 def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str, *, hashed: bool) -> Parent:

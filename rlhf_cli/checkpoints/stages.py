@@ -9,6 +9,7 @@ from rlhf_cli.checkpoints.files import damage, results
 from rlhf_cli.checkpoints.outputs import read_identity
 from rlhf_cli.checkpoints.parents import FOREIGN, read_manifest
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.run_folders import is_begun
 
 State = Literal["absent", "begun", "finished", "damaged"]
 
@@ -21,11 +22,6 @@ class Left:
     problem: str | None = None
     manifest: Mapping[str, Any] | None = None
     identity: Mapping[str, Any] | None = None
-
-
-def is_begun(folder: Path) -> bool:
-    """Whether a stage wrote this folder."""
-    return (folder / "identity.json").is_file() or (folder / "manifest.json").is_file()
 
 
 def left_in(folder: Path) -> Left:

@@ -16,7 +16,6 @@ app = typer.Typer(
     name="rlhf",
     cls=Commands,
     help="RLHF from the shell: sft, reward, ppo, eval. One YAML each, chained by what they leave on disk.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 
 from rlhf_cli import room
+from rlhf_cli.cli import completion
 from rlhf_cli.cli.options import Debug, Set, Step, Trailing, TrustRemoteCode
 
 
 def ls(
     folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="DIR...", help="Where to look; `runs` where that is there, or here.")
+        list[Path] | None,
+        typer.Argument(metavar="DIR...", help="Where to look; `runs` where that is there, or here."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     debug: Debug = False,
@@ -23,7 +25,7 @@ def ls(
 
 
 def status(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=completion.runs)],
     assignments: Trailing = None,
     set_: Set = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
@@ -36,7 +38,10 @@ def status(
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="A run's folder; several are compared.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="A run's folder; several are compared.", autocompletion=completion.runs),
+    ],
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="Where to write it; RUN/eval/report.html, or ./report.html."),
@@ -55,14 +60,24 @@ def report(
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or that of one of its stages.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run's folder, or that of one of its stages.", autocompletion=completion.runs
+        ),
+    ],
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where to write it: a new folder, or an empty one.")
     ],
     step: Step = "last",
     stage: Annotated[
         str | None,
-        typer.Option("--stage", metavar="STAGE", help="ppo, sft or reward; without it, PPO's policy or else SFT's."),
+        typer.Option(
+            "--stage",
+            metavar="STAGE",
+            help="ppo, sft or reward; without it, PPO's policy or else SFT's.",
+            autocompletion=completion.stages,
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -84,7 +99,10 @@ def export(
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, which holds ppo/.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run's folder, which holds ppo/.", autocompletion=completion.runs),
+    ],
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=1, help="The update; the newest that can be made again.")
     ] = None,

@@ -1,17 +1,17 @@
 """A run: its stages, and what `rlhf run` would do next; and the runs that lie below a folder."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from rlhf_cli import checkpoints, pipeline, room, verdict
 from rlhf_cli.checkpoints import Status
-from rlhf_cli.checkpoints.stages import is_begun
 from rlhf_cli.config import Config, EvalConfig
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.pipeline import STAGES, Step
+from rlhf_cli.run_folders import below, configs_in, is_begun
 from rlhf_cli.status.stages import Stage, read_stage
 
 DEPTH = 4  # folders below the one that is named
@@ -43,7 +43,7 @@ class Run:
     def changed(self) -> float:
         """When a stage last wrote; of a run that has none, its newest config."""
         times = [stage.changed for stage in self.stages if stage.changed is not None]
-        files = [path.stat().st_mtime for path in _configs_in(self.folder) if path.is_file()]
+        files = [path.stat().st_mtime for path in configs_in(self.folder)]
         return max(times or files, default=0.0)
 
 
@@ -129,7 +129,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
     for folder in folders:
         if not os.path.isdir(folder):
             raise RLHFError("C09", f"no such folder: {checkpoints.shown(folder)}")
-    found = dict.fromkeys(Path(os.path.abspath(path)) for folder in folders for path in _run_folders(folder, DEPTH))
+    found = dict.fromkeys(Path(os.path.abspath(path)) for folder in folders for path in below(folder, DEPTH))
     runs = [
         _run(path, [read_stage(stage, path / stage) for stage in STAGES if is_begun(path / stage)]) for path in found
     ]
@@ -138,23 +138,3 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _run(folder: Path, stages: Sequence[Stage], next: Next | None = None) -> Run:
     return Run(folder, tuple(stages), room.used(folder), room.used(folder / ".old"), next)
-
-
-def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    """Folders that hold a stage's config or output, but not those inside of an output; hidden ones are left out."""
-    begun = {stage for stage in STAGES if is_begun(folder / stage)}
-    if begun or any(path.is_file() for path in _configs_in(folder)):
-        yield folder
-    if depth == 0:
-        return
-    try:
-        inner = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    except OSError:  # not ours to read
-        return
-    for name in inner:
-        if name not in begun and not name.startswith("."):
-            yield from _run_folders(folder / name, depth - 1)
-
-
-def _configs_in(folder: Path) -> list[Path]:
-    return [folder / f"{stage}.yaml" for stage in STAGES]
