@@ -77,7 +77,7 @@ def ask(prompt: str) -> str | None:
         sys.stdin.reconfigure(errors="surrogateescape")
     if not is_talk():
         line = sys.stdin.readline() if sys.stdin else ""
-        return line.removesuffix("\n") if line else None
+        return line.removesuffix("\n").removesuffix("\r") if line else None
     import readline  # what `input` edits with
 
     readline.parse_and_bind("set enable-bracketed-paste on")

@@ -81,7 +81,7 @@ def _load(found: Cast, how: Sampling, options: Options) -> Talk:
         stop = inputs.stop_token(found.config, tokenizer, loaded[first.model].get_input_embeddings().weight.shape[0])
         judge = Judge(found, options, tokenizer, stop, loaded[found.sft.model] if found.sft else None)
         bar.advance(len(found.rewards), note="rewards")
-    voices = [Voice(role.name, role.told, role.model.sha256, loaded[role.model.model]) for role in found.roles]
+    voices = [Voice(role, loaded[role.model.model]) for role in found.roles]
     return Talk(voices, judge, Form.of(found.written, tokenizer), stop, how, live=terminal.is_talk())
 
 

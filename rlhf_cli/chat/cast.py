@@ -24,6 +24,7 @@ class Role:
     name: str  # ppo or sft
     model: Parent
     told: str
+    sha256: str | None  # of its files; None for a point on PPO's way
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,13 @@ def cast(folder: Path, stage: str | None, step: str, compare: str | None) -> Cas
         raise RLHFError("C11", text, hint="leave --stage out, or name sft or ppo; its scores stand below each reply")
     config = _config(found.model)
     parents, problems = _parents(config, found.model)
-    own = Role(found.model.stage, found.model, str(found))
+    own = Role(found.model.stage, found.model, str(found), found.model.sha256 if found.last else None)
     roles = [own]
     if names:
         if REFERENCE in problems:
             raise problems[REFERENCE]
-        roles = [
-            own if name == "ppo" else Role("sft", parents[REFERENCE], _named(parents[REFERENCE])) for name in names
-        ]
+        sft = parents[REFERENCE]
+        roles = [own if name == "ppo" else Role("sft", sft, _named(sft), sft.sha256) for name in names]
     rewards, missing = _rewards(config, found.model, problems)
     if own.name == "sft" and stage is None and found.model.path != folder:
         missing.insert(0, "no PPO policy: none was begun, so the SFT model answers")

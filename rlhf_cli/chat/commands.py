@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from rlhf_cli import terminal
 from rlhf_cli.chat import saved
+from rlhf_cli.chat.lines import BLOCK
 from rlhf_cli.chat.talk import Talk
 from rlhf_cli.errors import RLHFError, nearest, shown
 from rlhf_cli.rows import write_jsonl
@@ -60,9 +61,10 @@ def number(kind: type[Number], name: str, text: str, least: int, below: float = 
 
 
 def _help(talk: Talk, text: str) -> None:
-    for name, command in COMMANDS.items():
-        terminal.say(f"{f'/{name} {command.takes}':<14}{command.does}")
-    terminal.say(f'{"""TEXT""":<14}a prompt of several lines, up to the next """')
+    lines = {f"/{name} {command.takes}": command.does for name, command in COMMANDS.items()}
+    lines[f"{BLOCK}TEXT{BLOCK}"] = "a prompt of several lines"
+    for begins, does in lines.items():
+        terminal.say(f"{begins:<14}{does}")
 
 
 def _system(talk: Talk, text: str) -> None:

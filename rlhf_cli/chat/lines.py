@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rlhf_cli import terminal
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.rows import decoded
 
 BLOCK = '"""'
@@ -15,19 +16,20 @@ class Lines:
         self.number = 0
 
     def next(self) -> str | None:
-        """The next prompt or command; None at the end. Raises RLHFError D04 for what is not UTF-8.
+        """The next prompt or command; None at the end.
 
         A line that begins with three quotes begins a prompt, which goes on to the next three at a line's end; that one
         is no command, whatever it begins with.
+        Raises RLHFError D04 for what is not UTF-8, C11 for a prompt without an end.
         """
         line = self._line("> ")
         if line is None or not line.startswith(BLOCK):
             return line
-        lines = [line.removeprefix(BLOCK)]
+        lines, first = [line.removeprefix(BLOCK)], self.number
         while not lines[-1].endswith(BLOCK):
             more = self._line("... ")
             if more is None:
-                return None
+                raise RLHFError("C11", f"the prompt that begins here has no {BLOCK} at its end", where=f"stdin:{first}")
             lines.append(more)
         text = "\n".join(lines).removesuffix(BLOCK).strip("\n")
         return f"/{text}" if text.startswith("/") else text

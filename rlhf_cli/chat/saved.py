@@ -28,7 +28,8 @@ def _alone(voice: Voice, turn: Turn, reply: Reply) -> dict[str, Any]:
 
 
 def _model(voice: Voice) -> dict[str, Any]:
-    return {"model": voice.name, "from": voice.told, "sha256": voice.sha256}
+    role = voice.role
+    return {"model": role.name, "from": role.told} | ({"sha256": role.sha256} if role.sha256 else {})
 
 
 def _reply(reply: Reply) -> dict[str, Any]:

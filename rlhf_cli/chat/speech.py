@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_cli import data
+from rlhf_cli.chat.cast import Role
 from rlhf_cli.chat.turns import Sampling
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
@@ -17,12 +18,14 @@ from rlhf_cli.ppo.seeds import derive
 
 @dataclass(frozen=True)
 class Voice:
-    """A loaded model that answers, and the name and words for it."""
+    """A model that answers, loaded."""
 
-    name: str
-    told: str
-    sha256: str
+    role: Role
     model: Any
+
+    @property
+    def name(self) -> str:
+        return self.role.name
 
 
 class Speech:

@@ -45,18 +45,17 @@ class Talk:
             asked = prompt, self.form.encode(prompt)
             speeches.append(Speech(voice, self.form.tokenizer, self.stop_token_id, asked, self.how))
         self.how, self.stopped = replace(self.how, draws=self.how.draws + 1), False
-        compared = len(speeches) > 1
-        turn = Turn(said, {})
-        if compared and terminal.has_room(len(speeches)):
+        turn, compared = Turn(said, {}), len(speeches) > 1
+        together = compared and terminal.has_room(len(speeches))
+        if together:
             self._hear_together(speeches)
-            for speech in speeches:
-                self._take(speech, turn, compared=True)
-            return turn if turn.replies else None
         for speech in speeches:
-            if not self.stopped:
+            if not together and not self.stopped:
                 terminal.piece(f"{speech.voice.name}: " if compared else "")
                 self._hear(speech)
-                self._take(speech, turn, compared=compared)
+            self._take(speech, turn, compared=compared)
+        if self.live:
+            terminal.out()
         return turn if turn.replies else None
 
     def _hear(self, speech: Speech) -> None:
