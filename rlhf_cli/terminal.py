@@ -171,7 +171,10 @@ class Columns:
         for name in names:
             self._table.add_column(Text(clean(name)), ratio=1)
         self._table.add_row(*self._cells)
-        self._live = Live(self._table, console=Console(file=sys.stdout), auto_refresh=False, redirect_stderr=False)
+        console = Console(file=sys.stdout)
+        self._live = Live(
+            self._table, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
         self._drawn = 0.0
 
     def __enter__(self) -> "Columns":

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli import chat, data, rows, terminal
 from rlhf_cli.chat.cast import cast
-from rlhf_cli.chat.judge import Numbers
+from rlhf_cli.chat.commands import COMMANDS
 from rlhf_cli.chat.talk import Talk
-from rlhf_cli.chat.turns import Form, Sampling
+from rlhf_cli.chat.turns import Form, Numbers, Reply, Sampling, Turn
 from rlhf_cli.checkpoints import locks
 from rlhf_cli.cli import app
 from rlhf_cli.config import Options
@@ -56,6 +56,12 @@ def refused(result: Result, code: str, *says: str, exit_code: int = 2) -> bool:
 def tree(folder: Path) -> dict[str, str]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_the_page_tells_every_command() -> None:
+    page = (Path(__file__).parent.parent / "docs/chat.md").read_text(encoding="utf-8")
+    for name, command in COMMANDS.items():
+        assert f"`/{name} {command.takes}`".replace(" `", "`") in page, name
 
 
 # The numbers
@@ -129,9 +135,9 @@ def form(chat_origin: Path, written: str | None, template: str | None = None) ->
     return Form.of(written, tokenizer)
 
 
-def turns() -> list[chat.talk.Turn]:
+def turns() -> list[Turn]:
     how = Sampling(1.0, 9, 0)
-    return [chat.talk.Turn(said, {"ppo": chat.talk.Reply(reply, 3, True, False, 1.0, how)}) for said, reply in SAID[:1]]
+    return [Turn(said, {"ppo": Reply(reply, 3, True, False, 1.0, how)}) for said, reply in SAID[:1]]
 
 
 def dialogue() -> list[dict[str, str]]:
@@ -194,24 +200,22 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_conversation_goes_on_and_is_saved_as_messages(chats: Path, tmp_path: Path) -> None:
-    said = f"/system Be kind.\nHello.\n/max 4\nAnd now?\n/save {tmp_path / 'said.jsonl'}\n/clear\nAnd now?\n"
+    said = f"/system Be kind.\nHello.\n/max 4\nAnd now?\n/retry\n/save {tmp_path / 'said.jsonl'}\n/clear\nAnd now?\n"
     result = piped(chats, said=said)
     assert result.exit_code == 0, result.output
     assert "no PPO policy: none was begun, so the SFT model answers" in result.stderr
     assert "prompts: the chat template, with what was said before" in result.stderr
-    assert "temperature 0.7, at most 53 tokens as in PPO's settings" in result.stderr  # there is no ppo.yaml
+    assert "temperature 0.7, at most 53 tokens, as PPO has it" in result.stderr  # there is no ppo.yaml
     ((_, row),) = rows.read_jsonl(tmp_path / "said.jsonl")
     contents = [message["content"] for message in row["messages"]]
     assert contents[::2] == ["Be kind.", contents[2], contents[4]] and contents[1:4:2] == ["Hello.", "And now?"]
     first, second = row["chat"]["replies"]
-    assert (first["max_new_tokens"], second["max_new_tokens"], second["draw"]) == (53, 4, 1) and second["length"] <= 4
+    assert (first["max_new_tokens"], second["max_new_tokens"], second["draw"]) == (53, 4, 2) and second["length"] <= 4
     assert row["chat"]["model"] == "sft" and "kl" not in first and set(first["scores"]) == {"reward"}
     tokenizer = tokenizers.load_tokenizer(chats / "sft/model")
     again = data.sft_rows(tmp_path / "said.jsonl", tokenizer, max_length=None)
     (prompt,) = data.prompt_rows(tmp_path / "said.jsonl", tokenizer, max_length=None)
     assert len(again) == 2 and prompt.ids == data.encode(tokenizer, row["messages"][:4], None)[0]
-    shown = result.stdout.splitlines()
-    assert [text.strip() for text in "".join(contents[2] + contents[4]).splitlines()] != shown  # a third reply came
 
 
 def test_without_a_template_what_is_saved_is_prompts_and_completions(run: Path) -> None:
@@ -233,7 +237,7 @@ def test_a_talk(run: Path, tmp_path: Path) -> None:
     before = tree(run)
     with Terminal(run, cwd=tmp_path) as at:
         opening = at.until(PROMPT).replace("\r\n", " ")
-        assert "ppo: run/ppo after update 4" in opening and "temperature 0.7, at most 12 tokens as in" in opening
+        assert "ppo: run/ppo after update 4" in opening and "temperature 0.7, at most 12 tokens, as PPO" in opening
         assert "reward (run/reward), KL from run/sft at temperature 0.7, in nats" in opening
         told = at.type("what is a cat?\r")
         assert "\x1b[2mreward " in told and "  KL " in told and "tokens/s\x1b[0m" in told  # dim
@@ -288,11 +292,12 @@ def test_a_comparison_stands_side_by_side_and_a_second_ctrl_c_ends_it(run: Path,
 
 def test_replies_go_to_stdout_and_all_else_to_stderr(run: Path) -> None:
     before = tree(run)
-    result = piped(run, said='what is a cat?\n\n/max 3\n"""\ntwo\nlines\n"""\n//etc\n/quit\nnever\n')
+    result = piped(run, said='what is a cat?\n\n/max 3\n"""\ntwo\nlines\n"""\n//etc\n/save said.jsonl\n/quit\nnever\n')
     assert result.exit_code == 0 and len(result.stdout.splitlines()) == 3 and "\x1b" not in result.output
     numbers = [line for line in result.stderr.splitlines() if line.startswith("reward ")]
     assert [line.split("  ")[2] for line in numbers[1:]] == ["3 tokens, cut off"] * 2
     assert ">" not in result.output and "Ctrl-C" not in result.output
+    assert [row["prompt"] for row in lines(Path("said.jsonl"))] == ["what is a cat?", "two\nlines", "/etc"]
     assert tree(run) == before
 
 
@@ -323,12 +328,13 @@ def test_the_first_error_ends_it(run: Path) -> None:
         refused(said("a\n/tem 1\nb\n"), "C07", "did you mean /temp?") and said("a\n/tem 1\nb\n").stdout.count("\n") == 1
     )
     assert refused(said("/max 0\n"), "C06", "/max 0: a whole number from 1 up is needed")
-    assert refused(said("/seed 4294967296\n"), "C06", "below 4.29497e+09")
+    assert refused(said("/seed 4294967296\n"), "C06", "from 0 to 4294967295")
     assert refused(said("/temp nan\n"), "C06", "/temp nan: a number from 0 up is needed")
     assert refused(said("/retry\n"), "C11", "/retry: nothing was said yet")
     assert refused(said("/clear all\n"), "C11", "/clear takes nothing behind it")
     assert refused(said("/system Be kind.\n"), "C11", "there is no chat template to take it")
     assert refused(said("a\n/save nowhere/said.jsonl\n"), "E03", "nowhere/said.jsonl cannot be written")
+    assert refused(said("a\n/save ~nobody/\0\n"), "E03", "cannot be written: ")
     assert refused(said(b"a\ncaf\xe9\n"), "D04", "stdin:2: byte 0xE9 at position 4")
     assert refused(said('a\n"""b\n'), "C11", "stdin:2: the prompt that begins here has no")
     assert refused(said("cat " * CONTEXT), "C13", f"and ppo reads {CONTEXT} with its reply", "/clear")
@@ -345,6 +351,52 @@ def test_a_reward_that_fails_is_told_and_ends_nothing_at_a_terminal(
     talk.say("a")
     assert "error[R05]: reward `reward` gave nan" in capsys.readouterr().err and len(talk.turns) == 1
     assert talk.turns[0].replies["ppo"].numbers == Numbers()
+
+
+def interrupted(after: int) -> Any:
+    """A stream of tokens in which somebody presses Ctrl-C."""
+
+    def stream(*_: Any) -> Any:
+        yield from range(30, 30 + after)
+        raise KeyboardInterrupt
+
+    return stream
+
+
+def test_ctrl_c_keeps_what_was_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = opened(run, compare="sft,ppo")
+    monkeypatch.setattr(HFEngine, "stream", interrupted(3))
+    with pytest.raises(KeyboardInterrupt):  # through a pipe it ends the command
+        talk.say("a")
+    talk.live = True
+    talk.say("a")
+    assert talk.stopped and [list(turn.replies) for turn in talk.turns] == [["sft"]]  # the other was not asked any more
+    (reply,) = talk.turns[0].replies.values()
+    assert (reply.length, reply.ended, reply.stopped) == (3, False, True) and "reward" in reply.numbers.scores
+    monkeypatch.setattr(HFEngine, "stream", interrupted(0))
+    talk.say("b")
+    talk.retry()
+    assert [turn.said for turn in talk.turns] == ["a"] and talk.turns[0].replies == {"sft": reply}
+
+    def impatient(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(talk.judge, "numbers", impatient)
+    monkeypatch.setattr(HFEngine, "stream", interrupted(3))
+    with pytest.raises(KeyboardInterrupt):  # the second one
+        talk.say("c")
+    monkeypatch.setattr(HFEngine, "stream", lambda *_: iter([30]))
+    talk.say("c")
+    assert talk.turns[-1].replies["sft"].numbers == Numbers() and talk.turns[-1].said == "c"
+
+
+def test_a_reply_has_the_room_that_the_context_leaves(run: Path) -> None:
+    talk = opened(run, stage="sft", temperature=0.0, max_new_tokens=9)
+    for room in (9, 4):
+        said = "Z" * (CONTEXT - room)  # a token each: the tokenizer has never seen one
+        assert len(talk.form.encode(said)) == CONTEXT - room
+        talk.say(said)
+    assert [turn.replies["sft"].length for turn in talk.turns] == [9, 4]
 
 
 # Which models

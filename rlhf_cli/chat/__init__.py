@@ -92,7 +92,7 @@ def _opening(found: Cast, talk: Talk) -> Iterator[str]:
     how, ppo, seed = talk.how, found.config.ppo, f"seed {talk.how.seed}"
     trained = f"temperature {ppo.temperature:g}, at most {ppo.max_response_length} tokens"
     drawn = f"temperature {how.temperature:g}, at most {how.max_new_tokens} tokens"
-    yield f"{drawn} as in PPO's settings, {seed}" if drawn == trained else f"{drawn}, {seed} (PPO: {trained})"
+    yield f"{drawn}, as PPO has it; {seed}" if drawn == trained else f"{drawn}, {seed} (PPO: {trained})"
     yield _of_prompts(talk.form, found.written)
     told = [f"{name} ({_place(found.config.rewards[name])})" for name in talk.judge.sources]
     if found.sft and any(role.model is not found.sft for role in found.roles):

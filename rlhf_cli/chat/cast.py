@@ -65,8 +65,7 @@ def cast(folder: Path, stage: str | None, step: str, compare: str | None) -> Cas
         missing.insert(0, "no PPO policy: none was begun, so the SFT model answers")
     if REFERENCE in problems:
         missing.append(f"no KL: {problems[REFERENCE].problems[0].text}")
-    written = _written(config if own.name == "ppo" else configs.load("sft", found.model.path / "config.yaml"))
-    return Cast(roles, config, parents.pop(REFERENCE, None), parents, rewards, missing, written)
+    return Cast(roles, config, parents.pop(REFERENCE, None), parents, rewards, missing, _written(found.model, config))
 
 
 def _compared(compare: str | None, stage: str | None) -> list[str]:
@@ -149,11 +148,13 @@ def _named(parent: Parent) -> str:
     return parent.hub or shown(parent.path)
 
 
-def _written(config: Any) -> str | None:
+def _written(model: Parent, of_ppo: PPOConfig) -> str | None:
     """How the data of a model's own stage writes prompts; None where that is not here, or cannot be read."""
-    sources = config.sources()
-    source = sources.get("data.prompts") or sources["data.train"]
     try:
+        if model.stage == "ppo":
+            source = of_ppo.sources()["data.prompts"]
+        else:
+            source = configs.load("sft", model.path / "config.yaml").sources()["data.train"]
         return data.prompt_form(source) if source.is_here() else None
     except RLHFError:
         return None

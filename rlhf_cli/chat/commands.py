@@ -1,6 +1,7 @@
 """What a line that begins with / does. To add a command, write a function and a line of COMMANDS."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,16 +48,16 @@ def obey(talk: Talk, line: str) -> bool:
     return True
 
 
-def number(kind: type[Number], name: str, text: str, least: int, below: float = math.inf) -> Number:
-    """The number in a text. Raises RLHFError C06 for another text, and outside of least <= number < below."""
+def number(kind: type[Number], name: str, text: str, least: Number, most: Number | None = None) -> Number:
+    """The number in a text, `least` to `most`. Raises RLHFError C06 for anything else."""
     try:
         found = kind(text)
     except ValueError:
-        found = kind(-1)
-    if not least <= found < below:
+        found = kind(least - 1)
+    if not least <= found < math.inf or (most is not None and found > most):
         what = "a whole number" if kind is int else "a number"
-        most = f", below {below:g}" if below < math.inf else ""
-        raise RLHFError("C06", f"{name} {text}: {what} from {least} up{most} is needed")
+        bounds = f"from {least:g} up" if most is None else f"from {least} to {most}"
+        raise RLHFError("C06", f"{name} {text}: {what} {bounds} is needed")
     return found
 
 
@@ -77,7 +78,7 @@ def _system(talk: Talk, text: str) -> None:
 
 def _temp(talk: Talk, text: str) -> None:
     if text:
-        talk.how = replace(talk.how, temperature=number(float, "/temp", text, 0))
+        talk.how = replace(talk.how, temperature=number(float, "/temp", text, 0.0))
     terminal.say(f"temperature {talk.how.temperature:g}" + ("" if talk.how.temperature else ": the most likely tokens"))
 
 
@@ -89,7 +90,7 @@ def _max(talk: Talk, text: str) -> None:
 
 def _seed(talk: Talk, text: str) -> None:
     if text:
-        talk.how = replace(talk.how, seed=number(int, "/seed", text, 0, SEEDS), draws=0)
+        talk.how = replace(talk.how, seed=number(int, "/seed", text, 0, SEEDS - 1), draws=0)
     terminal.say(f"seed {talk.how.seed}, {talk.how.draws} replies drawn")
 
 
@@ -112,13 +113,14 @@ def _save(talk: Talk, text: str) -> None:
     _need_turn(talk, "/save")
     if not text:
         raise RLHFError("C11", "/save needs the name of a file, e.g. /save chat.jsonl")
-    path, rows = Path(text).expanduser(), list(saved.rows(talk))
+    path, rows = Path(os.path.expanduser(text)), list(saved.rows(talk))
     try:
         path.touch(exist_ok=False)
     except FileExistsError:
         raise RLHFError("C15", f"{shown(path)} is there already; nothing is overwritten") from None
-    except OSError as error:
-        raise RLHFError("E03", f"{shown(path)} cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # the latter for what cannot be a name
+        reason = getattr(error, "strerror", error)
+        raise RLHFError("E03", f"{shown(path)} cannot be written: {reason}") from error
     try:
         write_jsonl(path, rows)
     except OSError as error:
@@ -133,14 +135,14 @@ def _need_turn(talk: Talk, name: str) -> None:
 
 
 COMMANDS: dict[str, Command] = {
-    "help": Command("", "these lines", _help),
+    "help": Command("", "this list", _help),
     "system": Command("TEXT", "the system prompt, in force from the conversation's start; none without TEXT", _system),
     "temp": Command("X", "the sampling temperature; 0: always the most likely token", _temp),
     "max": Command("N", "the most tokens of a reply", _max),
     "seed": Command("N", "the seed of the draws", _seed),
     "retry": Command("", "another reply to the last prompt, in place of the one there", _retry),
     "undo": Command("", "take the last prompt and its reply back", _undo),
-    "clear": Command("", "begin a new conversation", _clear),
+    "clear": Command("", "begin a new conversation; the system prompt stays", _clear),
     "save": Command("FILE", "write what was said since the last /clear, with its numbers, as JSON Lines", _save),
     "quit": Command("", "end the chat", None),
 }

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rlhf_cli.chat.cast import Cast
+from rlhf_cli.chat.turns import Numbers
 from rlhf_cli.config import Options
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
@@ -18,15 +18,6 @@ from rlhf_cli.ppo.records import Opinions, Rollout
 from rlhf_cli.ppo.rewards import EnsembleReward, RetoldReward, RewardSource, TextReward
 from rlhf_cli.stages.eval.answers import sequence_kl
 from rlhf_cli.stages.ppo import parts
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """What is known of a reply. Empty where nothing is."""
-
-    scores: Mapping[str, float] = field(default_factory=dict)  # raw, by source
-    total: float | None = None  # the sources by weight, where that is not one of them alone
-    kl: float | None = None  # sum over the tokens of log pi - log pi_sft, nats
 
 
 class Judge:

@@ -28,13 +28,13 @@ class Talk:
 
     def say(self, said: str) -> None:
         """The next turn. Raises RLHFError C13, D06, D08 for what cannot be answered, R05 as `Judge.numbers` does."""
-        if turn := self._answered(said, self.turns if self.form.has_turns else []):
+        if turn := self._answered(said, self.turns):
             self.turns.append(turn)
 
     def retry(self) -> None:
         """Another reply in place of the last one. Raises RLHFError as `say` does."""
         *before, last = self.turns
-        if turn := self._answered(last.said, before if self.form.has_turns else []):
+        if turn := self._answered(last.said, before):
             self.turns[-1] = turn
 
     def _answered(self, said: str, before: Sequence[Turn]) -> Turn | None:
@@ -42,8 +42,7 @@ class Talk:
         speeches = []
         for voice in self.voices:
             prompt = self.form.prompt(self.system, before, voice.name, said)
-            asked = prompt, self.form.encode(prompt)
-            speeches.append(Speech(voice, self.form.tokenizer, self.stop_token_id, asked, self.how))
+            speeches.append(Speech(voice, self.form, prompt, self.stop_token_id, self.how))
         self.how, self.stopped = replace(self.how, draws=self.how.draws + 1), False
         turn, compared = Turn(said, {}), len(speeches) > 1
         together = compared and terminal.has_room(len(speeches))

@@ -1,11 +1,10 @@
 """What was said so far, and how it becomes the prompt of the next reply: as the training's data would have it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlhf_cli import data
-from rlhf_cli.chat.judge import Numbers
 from rlhf_cli.data import transcripts
 from rlhf_cli.data.tokens import Conversation, render
 from rlhf_cli.errors import RLHFError
@@ -21,6 +20,15 @@ class Sampling:
     max_new_tokens: int
     seed: int
     draws: int = 0
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What is known of a reply. Empty where nothing is."""
+
+    scores: Mapping[str, float] = field(default_factory=dict)  # raw, by source
+    total: float | None = None  # the sources by weight, where that is not one of them alone
+    kl: float | None = None  # sum over the tokens of log pi - log pi_sft, nats
 
 
 @dataclass(frozen=True)
