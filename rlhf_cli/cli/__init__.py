@@ -32,6 +32,7 @@ for _command in (
     after.ls,
     after.status,
     after.report,
+    after.chat,
     after.export,
     after.replay,
     before.explain,

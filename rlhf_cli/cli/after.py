@@ -98,6 +98,39 @@ def export(
         export.run(folder, out, options, stage=stage, step=step, dtype=dtype)
 
 
+def chat(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or that of its SFT or PPO stage.")],
+    stage: Annotated[
+        str | None, typer.Option("--stage", metavar="STAGE", help="ppo or sft; without it, PPO's policy or else SFT's.")
+    ] = None,
+    step: Step = "last",
+    compare: Annotated[
+        str | None, typer.Option("--compare", metavar="sft,ppo", help="Both answer each prompt, with the same draws.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", metavar="X", min=0.0, help="0: the most likely tokens; without it, PPO's."),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", metavar="N", min=1, help="Of a reply; without it, as many as PPO's."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**32 - 1, help="Of the draws.")] = 0,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Talk to what a run made; below each reply stand its reward, and its KL from the SFT model.
+
+    /help lists the commands. From a pipe each line is a prompt: replies go to stdout, numbers to stderr.
+    """
+    from rlhf_cli import chat
+    from rlhf_cli.config import Options
+
+    wishes = chat.Wishes(stage, step, compare, temperature, max_new_tokens, seed)
+    with room.explained(folder):
+        chat.run(folder, wishes, Options(trust_remote_code=trust_remote_code, debug=debug))
+
+
 def replay(
     folder: Annotated[
         Path,

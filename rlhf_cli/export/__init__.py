@@ -58,19 +58,11 @@ def run(
             bar.advance(note="written")
             difference = sameness.require(scratch, rows, own, written, tokenizer, options.trust_remote_code)
             bar.advance(note="loaded again")
-    terminal.out(f"export   {name_of(found)}, {numbers:,} parameters in {_named(written)}: {shown(target)}")
+    merged = " with its adapters merged" if found.model.base else ""
+    terminal.out(f"export   {found}{merged}, {numbers:,} parameters in {_named(written)}: {shown(target)}")
     alike = f"to {difference:.1e} of the largest" if difference else "to the last bit"
     terminal.out(f"export   loaded again with transformers, its logits are the run's own {alike}, on {rows}")
     return target
-
-
-def name_of(chosen: Chosen) -> str:
-    """What is exported, in words."""
-    what = shown(chosen.model.path)
-    if chosen.step is not None:
-        stopped = chosen.last and chosen.model.manifest.get("model_is") == "the best step"
-        what += f" after update {chosen.step}" + (", the best where the run was stopped" if stopped else "")
-    return what + (" with its adapters merged" if chosen.model.base else "")
 
 
 def _named(number_format: torch.dtype) -> str:
