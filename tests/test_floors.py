@@ -18,6 +18,7 @@ FLOORS = [
     {"sources.*", "reward_card.*"},
     {"config.*"},
     {"checkpoints.*"},
+    {"trackers.*"},
     {
         "models.*",
         "data.*",
@@ -47,7 +48,7 @@ FLOORS = [
 ]
 TORCH_FREE = (
     "check cli checkpoints config explain pipeline ppo.settings presets processes report reward_card room rows signals "
-    "sources statistics terminal verdict"
+    "sources statistics terminal trackers verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
