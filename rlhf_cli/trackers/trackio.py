@@ -3,7 +3,7 @@
 import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,15 @@ class Trackio:
         warnings.showwarning = self._note
         known = run.folder / "trackio" / "rlhf-run-name"
         begun, project = known.is_file(), run.project or PROJECT
-        with self._quietly():
-            name = known.read_text(encoding="utf-8").strip() if begun else self._free(project, run.name)
-            resume = "allow" if begun else "never"
-            self.run = trackio.init(project, name, group=run.group, config=run.config, resume=resume, embed=False)
-        known.parent.mkdir(exist_ok=True)
+        known.parent.mkdir(parents=True, exist_ok=True)
+        name = known.read_text(encoding="utf-8").strip() if begun else self._free(project, run.name)
+        try:
+            with self._quietly():
+                resume = "allow" if begun else "never"
+                self.run = trackio.init(project, name, group=run.group, config=run.config, resume=resume, embed=False)
+        except Exception:
+            self._finish()
+            raise
         known.write_text(f"{name}\n", encoding="utf-8")
         self.last = getattr(self.run, "_next_step", run.told + 1) - 1 if begun else NOTHING
         self.place = f"run {name} of project {project} (trackio show --project {project})"
@@ -50,6 +54,11 @@ class Trackio:
     def close(self, exit_code: int) -> None:
         """A trackio run does not say how it ended."""
         with self._quietly():
+            self._finish()
+
+    def _finish(self) -> None:
+        """What is not finished would say so at the end of the process, on stdout."""
+        with redirect_stdout(io.StringIO()), suppress(RuntimeError):  # there is none, or no more
             self.trackio.finish()
         if warnings.showwarning == self._note:
             warnings.showwarning = self._show

@@ -31,7 +31,7 @@ class WandB:
             raise RuntimeError("there is no API key: set WANDB_API_KEY, call `wandb login`, or set WANDB_MODE=offline")
         known = run.folder / "wandb" / "rlhf-run-id"
         begun = known.is_file()
-        known.parent.mkdir(exist_ok=True)
+        known.parent.mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(
             dir=str(run.folder),
             id=known.read_text(encoding="utf-8").strip() if begun else None,
