@@ -176,10 +176,10 @@ def test_an_evaluation_is_told_in_the_reports_numbers(chain: Path) -> None:
     in_tensorboard = {step: some for step, (some,) in tensorboard_steps(chain / "eval").items()}
     assert wanted.items() <= history[0].items() and wanted.items() <= numbers[0][1].items()
     assert {name: in_tensorboard[0][name] for name in wanted} == pytest.approx(wanted, rel=1e-6)
-    assert {2, 4} <= curve.keys() and 0 not in curve
-    assert {step: row["frontier/kl"] for step, row in history.items() if step} == curve
-    assert {step: values["frontier/kl"] for step, values in numbers[1:]} == curve
-    assert {step: row["frontier/kl"] for step, row in in_tensorboard.items() if step} == pytest.approx(curve, rel=1e-6)
+    assert {2, 4} <= curve.keys()
+    for name, found in (("wandb", history), ("trackio", dict(numbers[1:])), ("tensorboard", in_tensorboard)):
+        along = {step: row["frontier/kl"] for step, row in found.items() if "frontier/kl" in row}
+        assert along == pytest.approx(curve, rel=1e-6 if name == "tensorboard" else 0), name
     table = wandb_table(chain / "eval", history[0], "samples")
     of = {name: [row[place] for row in table["data"]] for place, name in enumerate(table["columns"])}
     kept = [row for row in lines(chain / "eval/samples.jsonl") if row["model"] in ("sft", "ppo")]

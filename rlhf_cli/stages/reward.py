@@ -64,12 +64,11 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     stop = data.stop_token_id(tokenizer)
     with ranks.after_the_first():
         rows, eval_rows = read(config, tokenizer, model.config)
-    trainer = make_trainer(config, model, tokenizer, rows, eval_rows, ranks)
-    steps = trl_training.train(trainer, config, "reward", rows)
+    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward", rows)
     loading.set_special_ids(model, tokenizer, stop)
     text = readme(config, parent, len(rows), steps)
     ranks.each(partial(loading.save_model, model, tokenizer, config.folder / "model", text))
-    del model, trainer
+    del model
     gc.collect()  # it is read again
     scorer = saved_scorer(config, options)
     card = report_card(config, scorer, tokenizer, eval_rows, ranks)

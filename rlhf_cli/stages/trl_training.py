@@ -136,8 +136,7 @@ def train(
 ) -> int:
     """Train to the end, from the newest whole checkpoint in state/ where there is one; returns the steps.
 
-    `rows` are what the trainer was given: they are counted in a line before the first step.
-
+    `rows`, what the trainer was given, are counted in a line before the first step.
     SIGTERM or SIGINT: saves after the step and raises SystemExit(143 or 130).
     Raises RLHFError R01 for a loss that is not finite.
     """

@@ -59,10 +59,8 @@ class Trackers:
 
     def metrics(self, line: Line) -> None:
         """A line of a log: `step`, and numbers."""
-        values = {name: value for name, value in line.items() if name != "step"}
-        self._tell(
-            line["step"], lambda tracker: tracker.metrics(line["step"], values), again=_mark(line) in self._before
-        )
+        step, values = line["step"], {name: value for name, value in line.items() if name != "step"}
+        self._tell(step, lambda tracker: tracker.metrics(step, values), again=_mark(line) in self._before)
 
     def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows of a table, the same keys in each; what is neither text nor number is left out."""
@@ -106,7 +104,7 @@ class Trackers:
             call(*arguments)
         except Exception as error:
             said = " ".join(str(error).split()) or "it says nothing more"
-            hint = "the run goes on without it; metrics.jsonl has every number"
+            hint = "the run goes on without it, and its own files hold every number; see docs/trackers.md"
             terminal.warn("R16", f"{name}: {type(error).__name__}: {said[:300]}", hint=hint)
             if tracker := self._open.pop(name, None):
                 with suppress(Exception):

@@ -26,9 +26,9 @@ class Trackio:
         warnings.showwarning = self._note
         known = run.folder / "trackio" / "rlhf-run-name"
         begun, project = known.is_file(), run.project or PROJECT
-        known.parent.mkdir(parents=True, exist_ok=True)
-        name = known.read_text(encoding="utf-8").strip() if begun else self._free(project, run.name)
         try:
+            known.parent.mkdir(parents=True, exist_ok=True)
+            name = known.read_text(encoding="utf-8").strip() if begun else self._free(project, run.name)
             with self._quietly():
                 resume = "allow" if begun else "never"
                 self.run = trackio.init(project, name, group=run.group, config=run.config, resume=resume, embed=False)
