@@ -71,22 +71,22 @@ class Output(Section):
     run_name: Name | None = Field(
         None,
         description=(
-            "Name of the run in its trackers and its manifest; none: the run folder's name and the stage, demo-ppo "
-            "say, and nothing in the manifest. [transformers 5.23, src/transformers/training_args.py]"
+            "Name of the run in its trackers and its manifest; none: the run folder's name and the stage, such as "
+            "demo-ppo, and nothing in the manifest. [transformers 5.23, src/transformers/training_args.py]"
         ),
     )
     report_to: list[Tracker] = Field(
         default=[],
         description=(
             "Experiment trackers that are told each line of metrics.jsonl, the samples and the config: tensorboard, "
-            "wandb, trackio. docs/trackers.md tells more. [`pytest tests/test_trackers.py -k unless_they_are_named`]"
+            "wandb, trackio. docs/trackers.md tells more. [`pytest tests/test_trackers_rules.py -k they_are_named`]"
         ),
     )
     project: Name | None = Field(
         None,
         description=(
             "Project of wandb and trackio that the run is a part of; none: WANDB_PROJECT for wandb where that is set, "
-            "else rlhf. [`pytest tests/test_trackers.py -k names_and_projects`]"
+            "else rlhf. [`pytest tests/test_trackers_rules.py -k the_project_unless`]"
         ),
     )
 

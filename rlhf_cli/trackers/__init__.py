@@ -1,6 +1,7 @@
 """What `output.report_to` names: each tracker is told what is logged, and none can do harm to a training.
 
-A tracker's library is imported when its run is opened, never before, and by the first of several processes alone.
+A tracker's library is imported when its run is opened, never before, and by the first of several processes alone. (TRL
+imports wandb by itself where it is installed.)
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,9 +50,8 @@ class Trackers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         code = error.code if isinstance(error, SystemExit) else 0 if error is None else 1
-        for name, tracker in list(self._open.items()):
-            self._guarded(name, tracker.close, int(code or 0))
-        self._open = {}
+        for name in list(self._open):
+            self._guarded(name, self._open.pop(name).close, int(code or 0))
 
     def __bool__(self) -> bool:
         """Whether anybody listens."""
