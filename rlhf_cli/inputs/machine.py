@@ -1,4 +1,5 @@
-"""What a config asks of this machine, before anything is trained: number formats, a writable disk, room, memory."""
+"""What a config asks of this machine, before anything is trained: number formats, a writable disk, room, memory,
+trackers."""
 
 import json
 import math
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints, processes, room, terminal
+from rlhf_cli import checkpoints, processes, room, terminal, trackers
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.config.adapters import LoRA
@@ -32,10 +33,12 @@ def is_scorer(key: str) -> bool:
 def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = True) -> None:
     """Warns E01, E02. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run.
 
+    E06 where a tracker is not installed.
     A lower bound: what does not fit cannot work. Parents that are not there yet, and model.new, are not counted.
     Without `runs_here` too little memory is a warning: the stage may be meant for a larger machine, on the same disk.
     """
     _warn_of_formats(config)
+    trackers.require(config)
     room.require_writable(config.folder, where=config.where("run"), hint="set `run:` to another folder")
     trained, frozen = _counts(config, parents)
     if "optim" not in getattr(config, "trainer", {}):  # TRL's other optimizers may take less
