@@ -46,6 +46,16 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
         _check_memory(config, trained, frozen, runs_here=runs_here)
 
 
+def say_memory(config: Config, parents: Mapping[str, Parent]) -> None:
+    """What a training takes at least, and what there is; nothing where that is not known."""
+    trained, frozen = _counts(config, parents)
+    if (trained or frozen) and "optim" not in getattr(config, "trainer", {}):
+        needed, there = _scaled(config, MEMORY * trained + WEIGHT * frozen), loading.memory()
+        what = "weights, gradients and the optimizer" if trained else "the weights that adapters stand beside"
+        text = f"memory: {room.size(needed)} of {room.size(there)} for {what}"
+        terminal.say(f"{config.stage:<8} {text}; `rlhf plan` counts the rest, and time")
+
+
 def usable_here(settings: PPOSettings) -> PPOSettings:
     """`usable` in this process; what is not is said by `check`."""
     return usable(settings, bf16=loading.can_use("bfloat16"), gpu=not _on_cpu(), group=processes.count() > 1)

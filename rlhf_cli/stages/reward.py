@@ -65,6 +65,7 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     stop = data.stop_token_id(tokenizer)
     with ranks.after_the_first():
         rows, eval_rows = read(config, tokenizer, model.config)
+    machine.say_memory(config, parents)
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward", rows)
     loading.set_special_ids(model, tokenizer, stop)
     text = readme(config, parent, len(rows), steps)

@@ -95,6 +95,7 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
     strategy = inputs.packing_strategy(config)
     with ranks.after_the_first():
         rows, eval_rows = read(config, tokenizer, model.config, strategy)
+    machine.say_memory(config, parents)
     steps = trl_training.train(
         make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft", rows
     )
