@@ -75,7 +75,20 @@ def test_help_is_light() -> None:
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert result.returncode == 0
     assert min(seconds) <= 0.2
-    for command in "sft reward ppo eval run init schema explain replay chat export env".split():
+    for command in [
+        "sft",
+        "reward",
+        "ppo",
+        "eval",
+        "run",
+        "init",
+        "schema",
+        "explain",
+        "replay",
+        "chat",
+        "export",
+        "env",
+    ]:
         assert f"\n  {command} " in result.stdout
     assert result.stdout.count("completion") == 4  # two options, a line or two each
 
