@@ -16,6 +16,9 @@ class StandIn(ThreadingHTTPServer):
         self.history: list[dict[str, Any]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is done goes without a word."""
+
     def answer(self, query: str, asked: dict[str, Any]) -> dict[str, Any]:
         entity = {"id": "e", "name": "me"}
         bucket = {"id": "b", "name": asked.get("name"), "displayName": "n", "config": "{}", "summaryMetrics": "{}"}

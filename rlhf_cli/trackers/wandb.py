@@ -18,7 +18,6 @@ class WandB:
 
         self.wandb = wandb
         settings = {
-            "silent": True,  # the terminal is ours
             "console": "off",
             "symlink": False,  # a run's folder can be moved
             "save_code": False,
@@ -26,7 +25,7 @@ class WandB:
             "finish_timeout_raises": True,
             **({FLUSH: 1.0} if FLUSH in wandb.Settings.model_fields else {}),
         }
-        library = wandb.setup(settings=wandb.Settings(silent=True))
+        library = wandb.setup(settings=wandb.Settings(silent=True))  # the terminal is ours
         if library.settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("there is no API key: set WANDB_API_KEY, call `wandb login`, or set WANDB_MODE=offline")
         known = run.folder / "wandb" / "rlhf-run-id"
