@@ -76,13 +76,13 @@ def read_run(folder: Path) -> Run:
     root = folder.resolve()
     if root.name in STAGES and (root / "identity.json").is_file():
         root = root.parent
-    stages = {name: _stage(name, root / name) for name in STAGES}
+    stages = {name: read_stage(name, root / name) for name in STAGES}
     if not any(stage.there for stage in stages.values()):
         text = f"{shown(folder)} holds none of the stages {', '.join(STAGES)}"
         raise RLHFError("M01", text, hint="name the folder of a run, e.g. runs/demo")
     for name in ("eval", "ppo", "reward"):
         for other, path, told in _named(stages[name]):
-            if not stages[other].there and (found := _stage(other, path)).there:
+            if not stages[other].there and (found := read_stage(other, path)).there:
                 stages[other] = replace(found, elsewhere=told)
     notes = [f"{stage.name}: {stage.problem}" for stage in stages.values() if stage.problem]
     report = _read_report(stages["eval"], notes)
@@ -110,7 +110,8 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _stage(name: str, folder: Path) -> Stage:
+def read_stage(name: str, folder: Path) -> Stage:
+    """What a stage left in its folder, as far as it is there. Changes nothing."""
     identity = read_object(folder / "identity.json")
     if not (folder / "identity.json").is_file() and not (folder / "manifest.json").is_file():
         return Stage(name, folder)
