@@ -38,7 +38,7 @@ FLOORS = [
     {"inputs.*"},
     {"stages", "stages.trl_training", "demo.*", "preferences.*"},
     {"stages.sft", "stages.reward", "stages.ppo.*", "stages.eval.*", "pipeline", "presets"},
-    {"check.*", "plan.*", "export.*", "replay.compare", "replay.float64", "replay.recorded"},
+    {"check.*", "plan.*", "export.*", "export.card.*", "replay.compare", "replay.float64", "replay.recorded"},
     {"replay.observe"},
     {"replay"},
     {"launch"},

@@ -33,7 +33,7 @@ from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, placed, sh
 FOREIGN = "foreign"
 SNAPSHOTS = "snapshots"  # the folder of a PPO run that holds its policies along the way
 # What of a plain folder makes the model: the rest (pickles that we never load, cards, pictures) does not count.
-_MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
+MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
     names = sorted(
         path.name
         for path in folder.iterdir()
-        if path.is_file() and path.suffix in _MODEL_SUFFIXES and not path.name.startswith(".")
+        if path.is_file() and path.suffix in MODEL_SUFFIXES and not path.name.startswith(".")
     )
     # A base stands under several models of one command: it is read once.
     files = {name: {"sha256": files_sha256([folder / name])} for name in names} if hashed else {}
