@@ -47,7 +47,7 @@ def _which(about: Subject) -> str:
     if step is None:
         return ""
     which = f"This is the policy after update {step} of {about.updates}"
-    if not about.chosen.last or "stopped" not in manifest:
+    if not about.chosen.last or not manifest.get("stopped"):
         return f"{which}, the last one." if step == about.updates else f"{which}."
     best = f" by {code(manifest['best']['metric'])}" if "best" in manifest else ""
     return f"{which}, the best one{best}: the training was stopped ({text(manifest['stopped'])})."
@@ -68,7 +68,9 @@ def _picked(about: Subject) -> str:
 def _as_in_training(about: Subject) -> Iterator[str]:
     found = usage.sampling(about)
     if about.model.can_generate() and found:
-        yield f"Answers were sampled like this: at temperature {found[0]:g}, from the whole distribution."
+        when = "evaluation" if about.is_evaluated else "training"
+        how = f"from the whole distribution at temperature {found[0]:g}, with at most {found[1]} tokens"
+        yield f"So its answers were sampled in its {when}: {how}."
     if hasattr(about.model.config, "reward_mean"):
         yield (
             "`reward_mean` and `reward_std` in config.json are those of the SFT model's own answers: 0 is an answer as "

@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from rlhf_cli import sources, verdict
-from rlhf_cli.export.card.subject import Subject, data_name, is_of_the_hub
+from rlhf_cli.export.card.subject import Subject, data_name, is_of_the_hub, report_card
 from rlhf_cli.report.facts import data_rows
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import visible
@@ -45,11 +45,11 @@ def _policy(about: Subject) -> Iterator[EvalResult]:
 
 
 def _reward_model(about: Subject) -> Iterator[EvalResult]:
-    metrics = about.stage.told("metrics")
-    if "accuracy_ci95" in metrics:
-        told = {"ci95": metrics["accuracy_ci95"], "n": metrics["n"]}
-        name = f"Share of held-out pairs that it tells right, {_interval(told)}"
-        yield _result(about, about.stage, "data.eval", "accuracy", metrics["accuracy"], name)
+    told = report_card(about.stage)
+    if "accuracy" in told:
+        interval = _interval({"ci95": told["accuracy_ci95"], "n": told["n"]})
+        name = f"Share of held-out pairs that it tells right, {interval}"
+        yield _result(about, about.stage, "data.eval", "accuracy", told["accuracy"], name)
 
 
 def _interval(told: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from rlhf_cli.export.card.subject import Subject, data_name, sha256_of
 from rlhf_cli.report import facts
 from rlhf_cli.report.differences import flat, from_defaults, said
 from rlhf_cli.report.health import readings
-from rlhf_cli.report.runs import Stage
+from rlhf_cli.report.runs import Stage, is_number
 
 SHORT = 12  # hex digits of a hash
 LIBRARIES = ("rlhf", "torch", "transformers", "trl", "peft", "bitsandbytes", "tokenizers", "safetensors")
@@ -108,8 +108,9 @@ def _rewards(stage: Stage) -> Iterator[str]:
         weight = source.get("weight", 1.0)
         held_out = "not optimised: a judge that was only watched" if weight == 0 else f"weight {weight:g}"
         yield f"{code(name)}: {kind_of(source)}, {held_out}"
-    start = " at the start" if stage.setting("ppo.adap_kl_ctrl") else ""
-    yield f"less {stage.setting('ppo.kl_coef'):g}{start} times the KL divergence from the SFT model, in nats"
+    kl_coef, start = stage.setting("ppo.kl_coef"), " at the start" if stage.setting("ppo.adap_kl_ctrl") else ""
+    if is_number(kl_coef):
+        yield f"less {kl_coef:g}{start} times the KL divergence from the SFT model, in nats"
 
 
 def _data(about: Subject) -> Iterator[list[str]]:

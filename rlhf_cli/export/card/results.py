@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rlhf_cli import reward_card, verdict
 from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.export.card.markdown import bullets, code, table, text
-from rlhf_cli.export.card.subject import Subject, data_name
+from rlhf_cli.export.card.subject import Subject, data_name, report_card
 from rlhf_cli.report import glance, tables
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import bounds, percent
@@ -64,8 +64,7 @@ def _told(about: Subject) -> Iterator[str]:
     report, who = about.report, verdict.label(about.stage.name)
     data = code(data_name(about.run.stages["eval"], "data.prompts"))
     yield (
-        f"{report['n']:,} held-out prompts of {data}, an answer each, sampled at temperature "
-        f"{report['temperature']:g} with at most {report['response_length']} tokens; near-greedy where it says so. "
+        f"{report['n']:,} held-out prompts of {data}, an answer each, sampled as above; near-greedy where it says so. "
         "A tie counts half. In brackets: 95 % intervals."
     )
     if about.stage.name == "ppo":
@@ -80,7 +79,7 @@ def _told(about: Subject) -> Iterator[str]:
 
 
 def _report_card(stage: Stage) -> Iterator[str]:
-    card = {**stage.told("metrics"), **stage.told("card")}
+    card = report_card(stage)
     if "accuracy" not in card:
         yield "It was measured on no held-out pairs: how often it is right is not known."
         return

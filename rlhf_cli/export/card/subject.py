@@ -83,6 +83,11 @@ def sha256_of(stage: Stage) -> Any:
     return (stage.manifest or {}).get("model_sha256")
 
 
+def report_card(reward: Stage) -> dict[str, Any]:
+    """What a reward stage has measured of its model on held-out pairs; without "accuracy" where there were none."""
+    return {**reward.told("metrics"), **reward.told("card")}
+
+
 def is_of_the_hub(told: Mapping[str, Any]) -> bool:
     """Whether a parent, as a manifest tells it, is a model of the hub."""
     return bool(told) and told["stage"] == FOREIGN and is_hub_id(told["path"])
@@ -90,8 +95,8 @@ def is_of_the_hub(told: Mapping[str, Any]) -> bool:
 
 def data_name(stage: Stage, key: str) -> str:
     """A stage's data as a card names it: a dataset of the hub, or a file's own name, never its place."""
-    path = stage.setting(key) or stage.setting("data.train") or stage.setting("data.prompts")
-    name, split = sources.named(str(path))
+    path = stage.setting(key) or stage.setting("data.train") or stage.setting("data.prompts")  # a part held out of it
+    name, split = sources.named(path) if isinstance(path, str) else ("", None)
     plain = name if sources.dataset_of(name) else PurePosixPath(name).name
     return plain + (f"[{split}]" if split else "")
 

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from rlhf_cli import data
 from rlhf_cli.data import transcripts
 from rlhf_cli.export import sameness
 from rlhf_cli.export.card.subject import Subject
+from rlhf_cli.report.runs import is_number
 
 QUESTION, ANSWER = "What should I cook for four friends tonight?", "A lentil soup: it is quick, and it keeps."
 TRANSCRIPT = transcripts.render([{"role": "user", "content": QUESTION}])
@@ -34,13 +34,10 @@ def snippet(about: Subject) -> str:
 
 def sampling(about: Subject) -> tuple[float, int] | None:
     """(temperature, most tokens of an answer) with which it was evaluated, or else trained; None for neither."""
-    told: Mapping[str, Any] = about.report
-    if not told and about.stage.name == "ppo":
-        told = {key: about.stage.setting(f"ppo.{key}") for key in ("temperature", "response_length")}
-    if not told:
-        return None
-    length = told["response_length"]
-    return told["temperature"], length["max"] if isinstance(length, Mapping) else length
+    found = [about.report.get(key, about.stage.setting(f"ppo.{key}")) for key in ("temperature", "response_length")]
+    temperature, length = found
+    length = length.get("max") if isinstance(length, Mapping) else length
+    return (temperature, length) if is_number(temperature) and isinstance(length, int) else None
 
 
 def reads_conversations(about: Subject) -> bool:
