@@ -65,6 +65,7 @@ class Hub:
         }
     )
     lose: str | None = None  # a file of which a commit keeps other bytes than were sent
+    beside: str | None = None  # a file that another push puts there in the same moment
 
     def writes(self) -> list[str]:
         """The requests that changed something."""
@@ -162,6 +163,7 @@ class _Answers(BaseHTTPRequestHandler):
                 del files[value["path"]]
         if self.hub.lose in files:
             files[self.hub.lose] += b" "
+        files |= {self.hub.beside: b""} if self.hub.beside else {}
         repo.commits.append(Commit(title, files, tuple(deleted)))
         self._json({"commitUrl": f"{self.hub.address}/{name}/commit/{repo.head.oid}", "commitOid": repo.head.oid})
 

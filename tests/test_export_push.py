@@ -264,7 +264,7 @@ def test_r17_the_folder_is_whole_and_the_hint_goes_on(
     run: Path, hub: Hub, fault: str, status: int, tmp_path: Path
 ) -> None:
     hub.faults[fault] = status
-    hint = failed(push(run, "--out", "out"), "R17", "out is whole, and was not pushed to me/policy: ", exit_code=1)
+    hint = failed(push(run, "--out", "out"), "R17", "the push to me/policy failed, out is whole: ", exit_code=1)
     repo = hub.repos.get("me/policy", Repo())
     assert len(repo.commits) == 1, "there is all of it, or nothing"
     assert hint == "go on with: hf upload me/policy out --private"
@@ -275,7 +275,7 @@ def test_the_command_of_the_hint_does_it(run: Path, hub: Hub, tmp_path: Path) ->
     hub.repos["me/policy"] = Repo()
     hub.repos["me/policy"].commits.append(Commit("old", {"model-00001-of-00002.safetensors": b"old"}))
     hub.faults["/commit/"] = 403
-    hint = failed(push(run), "R17", "first/.export is whole", exit_code=1)
+    hint = failed(push(run), "R17", "the push to me/policy failed, first/.export is whole", exit_code=1)
     assert hint == "go on with: hf upload me/policy first/.export --private --delete model-00001-of-00002.safetensors"
     hub.faults.clear()
     command = [sys.executable, "-m", "huggingface_hub.cli.hf", *shlex.split(hint.partition("hf ")[2])]
@@ -293,6 +293,8 @@ def test_what_arrives_otherwise_than_it_was_sent_is_told(run: Path, hub: Hub) ->
         hub.lose = name
         failed(push(run), "R17", f"{name} has another content there than here", exit_code=1)
         hub.repos.clear()
+    hub.beside = "model-00001-of-00002.safetensors"
+    failed(push(run), "R17", "model-00001-of-00002.safetensors of another upload is there too", exit_code=1)
 
 
 def test_a_push_that_is_stopped_leaves_nothing_in_the_run(run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,5 +315,5 @@ def test_what_is_no_part_of_a_model_is_not_sent(run: Path, hub: Hub, monkeypatch
         torch.save({"lr": 1.0}, Path(folder) / "training_args.bin")
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", with_more)
-    failed(push(run), "R17", "training_args.bin is no file of a model, and is not sent", exit_code=1)
+    failed(push(run), "R17", "training_args.bin is no file of a model: nothing was sent", exit_code=1)
     assert hub.writes() == []

@@ -43,7 +43,7 @@ def test_r09_a_hub_that_is_down_ends_no_training(run_folder: Path, hub: Hub) -> 
     done = ppo(run_folder, *PUSHING)
     assert done.exit_code == 0 and (run_folder / "ppo/manifest.json").is_file(), done.stderr
     (said,) = {line for line in done.stderr.splitlines() if line.startswith("warning[R09]")}
-    assert "/ppo/snapshots/step_000000 is whole, and was not pushed to lab/policy: " in said
+    assert "the push to lab/policy failed, " in said and "/ppo/snapshots/step_000000 is whole: " in said
     hints = [line for line in done.stderr.splitlines() if line.startswith("hint: go on with: ")]
     assert hints and all("hf upload lab/policy " in line for line in hints)
     assert all(line.endswith(" --private --exclude state.json") for line in hints)

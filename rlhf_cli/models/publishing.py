@@ -89,9 +89,9 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False) -> Push
     that older commits hold. Then each file there is held against the one here, by its hash. Raises RLHFError R17.
     """
     names = [name for name in names_in(folder) if name not in OURS]
+    _require_plain(folder, names)
     hub, removed = HfApi(), list[str]()
     try:
-        _require_plain(names)
         with _quiet():
             hub.create_repo(repo, private=not public, exist_ok=True)
             before = hub.model_info(repo)
@@ -106,7 +106,7 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False) -> Push
             ).oid
             _require_same(hub.model_info(repo, revision=commit, files_metadata=True).siblings or [], folder, names)
     except Exception as error:  # a network has many ways to fail
-        text = f"{shown(folder)} is whole, and was not pushed to {repo}: {_said(error)}"
+        text = f"the push to {repo} failed, {shown(folder)} is whole: {_said(error)}"
         raise RLHFError("R17", text, hint=f"go on with: {_by_hand(folder, repo, public, removed)}") from error
     private = bool(before.private)
     return Pushed(f"{hub.endpoint}/{repo}", private, commit, commit != before.sha, tuple(removed))
@@ -180,11 +180,12 @@ def _refused(repo: str, error: Exception) -> RLHFError:
     return RLHFError("E07", text, hint="leave --push out; `hf upload` does it later")
 
 
-def _require_plain(names: Collection[str]) -> None:
-    """Raises ValueError for a file that is no part of a model as we write it: no pickle ever leaves."""
+def _require_plain(folder: Path, names: Collection[str]) -> None:
+    """Raises RLHFError R17 for a file that is no part of a model as we write it: no pickle ever leaves."""
     odd = [name for name in names if name != CARD and Path(name).suffix not in MODEL_SUFFIXES]
     if odd:
-        raise ValueError(f"{odd[0]} is no file of a model, and is not sent")
+        text = f"{shown(folder / odd[0])} is no file of a model: nothing was sent"
+        raise RLHFError("R17", text, hint="look where it comes from; what is sent is safetensors, JSON and text alone")
 
 
 def _is_read(name: str) -> bool:
@@ -192,8 +193,10 @@ def _is_read(name: str) -> bool:
 
 
 def _require_same(there: Collection[Any], folder: Path, names: Collection[str]) -> None:
-    """Raises ValueError where a file of the hub is not that of the folder."""
+    """Raises ValueError where a file of the hub is not that of the folder, or is read with those that are."""
     found = {file.rfilename: file for file in there}
+    if other := [name for name in found if name not in names and _is_read(name)]:
+        raise ValueError(f"{other[0]} of another upload is there too")
     for name in names:
         content, told = folder / name, found.get(name)
         if told is None:

@@ -55,13 +55,13 @@ def _answering(about: Subject) -> list[str]:
     how = f"do_sample=True, temperature={found[0]:g}, top_k=0, max_new_tokens={found[1]}" if found else ""
     how = how or f"max_new_tokens={TOKENS}"
     if reads_conversations(about):
-        made = "messages, add_generation_prompt=True, return_dict=True, return_tensors="
+        how_asked = "add_generation_prompt=True, return_dict=True, return_tensors"
         asked = [
             f'messages = [{{"role": "user", "content": "{QUESTION}"}}]',
-            f'inputs = tokenizer.apply_chat_template({made}"pt")',
+            f'inputs = tokenizer.apply_chat_template(messages, {how_asked}="pt")',
         ]
     else:
-        asked = [f'inputs = tokenizer({_prompt(about)}, return_tensors="pt", return_token_type_ids=False)']
+        asked = [f'inputs = tokenizer({_prompt(about)}, return_tensors="pt")']
     return [
         *asked,
         f"output = model.generate(**inputs, {how})",
@@ -75,7 +75,7 @@ def _scoring(about: Subject) -> list[str]:
     chat, stop = reads_conversations(about), data.stop_token_id(tokenizer)
     end = "tokenizer.eos_token_id"
     if stop != tokenizer.eos_token_id:
-        end = f'tokenizer.convert_tokens_to_ids("{tokenizer.convert_ids_to_tokens(stop)}")'
+        end = f"tokenizer.convert_tokens_to_ids({json.dumps(tokenizer.convert_ids_to_tokens(stop))})"
     if chat:
         first = [
             '    messages = [{"role": "user", "content": prompt}]',
