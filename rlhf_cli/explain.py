@@ -120,8 +120,7 @@ def explain(name: str) -> None:
 
 def explain_all() -> None:
     """Print every key of every file, what several files share once, and every code."""
-    for files, entries in _by_files(_entries(each for each in _keys() if not _is_section(each[2]))).items():
-        title = f"Every file: {files}" if len(config.CONFIGS) == files.count(",") + 1 else files
+    for title, entries in every_key().items():
         terminal.out(f"{title}\n{'-' * len(title)}\n")
         for entry in entries:
             _paragraph(f"{entry.name}: {entry.facts.default}   ({entry.facts.value})", "", "    ")
@@ -132,6 +131,13 @@ def explain_all() -> None:
     terminal.out("Codes, with the exit code of an error; 0 only warns\n" + "-" * 52 + "\n")
     for code, told in CODES.items():
         terminal.out(f"{code}  {told.exit}  {told.title}")
+
+
+def every_key() -> dict[str, list[Entry]]:
+    """Every key of every file, by the files that have it; those of most files come first."""
+    found = _by_files(_entries(each for each in _keys() if not _is_section(each[2])))
+    everywhere = ", ".join(f"{stage}.yaml" for stage in config.CONFIGS)
+    return {f"Every file: {files}" if files == everywhere else files: entries for files, entries in found.items()}
 
 
 # What is found under a name

@@ -14,6 +14,8 @@ from rlhf_cli.checkpoints.files import sync
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rows import append_jsonl, to_json, write_jsonl
 
+NEWEST = 65_536  # bytes: some 45 updates of PPO
+
 
 class Mark(TypedDict):
     """How far a log had come when a state was saved."""
@@ -74,12 +76,25 @@ class MetricsLog(Log):
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The whole rows of a log, none where there is no file. A process may be in the middle of the last one."""
+    return _rows(path.read_bytes()) if path.exists() else []
+
+
+def newest_rows(path: Path) -> list[dict[str, Any]]:
+    """Those of `read_log` in the last 64 kB: where the log stands now, however long it is."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - NEWEST))
+        return _rows(file.read())
+
+
+def _rows(content: bytes) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:  # texts hold other separators
+    for line in content.split(b"\n"):  # texts hold other separators
         try:
             row = json.loads(line)
             to_json(row, allow_nan=False).encode()  # what no log of ours can hold
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)

@@ -12,7 +12,6 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from ppo_folder import lines
 from report_run import CARD, begin, change, configs, metrics, report, win, write_run
 
 from rlhf_cli import data
@@ -294,8 +293,7 @@ def test_the_code_runs_and_reads_the_tokens_of_the_training(
     if kind.template:
         prompt = [{"role": "user", "content": usage.QUESTION}]
     ids = data.encode(spells, prompt, None)[0]
-    left = spells.decode(ids, skip_special_tokens=True)
-    write_jsonl(run / "eval/samples.jsonl", [{"index": 0, "prompt": left, "response": "r"}] * 2)
+    asks(run, stage, prompt)
     about = card.subject(chosen(run, stage), model, spells, "float32", "policy", ".")
     torch.manual_seed(0)
     space = asked(usage.snippet(about), folder, monkeypatch)
@@ -310,13 +308,32 @@ def test_the_code_runs_and_reads_the_tokens_of_the_training(
     assert float(said) == pytest.approx((raw - 0.25) / 2.0, abs=1e-5)
 
 
-def test_a_template_that_the_data_had_no_use_for_is_not_used(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def asks(run: Path, stage: str, prompt: Any) -> None:
+    """Data of a stage whose rows write their prompts so, and a config that names it."""
+    key, row = (
+        ("prompts", {"prompt": prompt})
+        if stage == "ppo"
+        else ("train", {"prompt": prompt, "chosen": "a", "rejected": "b"})
+    )
+    if isinstance(prompt, list) and stage == "reward":
+        row |= {name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")}
+    write_jsonl(run / f"{stage}_rows.jsonl", [row])
+    settings = {"ppo": {"total_episodes": 8, "response_length": 53}} if stage == "ppo" else {}
+    begin(run / stage, {"stage": stage, "run": "..", "seed": 0, "data": {key: f"../{stage}_rows.jsonl"}, **settings})
+
+
+def test_a_template_that_the_data_had_no_use_for_is_not_used(run: Path) -> None:
     spells = families.tokenizer(families.FAMILIES["qwen2"], TEXTS)
-    about = card.subject(chosen(run), tiny.causal(), spells, "float32", "policy", ".")
-    assert lines(run / "eval/samples.jsonl")[0]["prompt"] == "prompt 0" and "apply_chat" not in usage.snippet(about)
-    (run / "eval/samples.jsonl").unlink()
-    (run / "ppo/samples.jsonl").unlink()
-    assert "apply_chat_template" in usage.snippet(about), "nothing says otherwise"
+
+    def snippet() -> str:
+        return usage.snippet(card.subject(chosen(run), tiny.causal(), spells, "float32", "policy", "."))
+
+    asks(run, "ppo", "Tell me.")
+    assert "apply_chat" not in snippet()
+    asks(run, "ppo", [{"role": "user", "content": "Tell me."}])
+    assert "apply_chat_template" in snippet()
+    (run / "ppo_rows.jsonl").unlink()
+    assert "apply_chat_template" in snippet(), "nothing says otherwise"
 
 
 def test_answers_are_asked_for_as_they_were_sampled(run: Path, tokenizer: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "rlhf_cli"
 # From the ground up. `name.*` is a folder: one room, whose modules may import one another.
 FLOORS = [
-    {"__init__", "codes", "redaction"},
+    {"__init__", "codes", "redaction", "run_folders", "times"},
     {"errors"},
     {"processes"},
     {"rows", "terminal", "statistics", "signals", "room"}
@@ -38,7 +38,16 @@ FLOORS = [
     {"inputs.*"},
     {"stages", "stages.trl_training", "demo.*", "preferences.*"},
     {"stages.sft", "stages.reward", "stages.ppo.*", "stages.eval.*", "pipeline", "presets"},
-    {"check.*", "plan.*", "export.sameness", "replay.compare", "replay.float64", "replay.recorded"},
+    {
+        "check.*",
+        "plan.*",
+        "export.sameness",
+        "chat.*",
+        "status.*",
+        "replay.compare",
+        "replay.float64",
+        "replay.recorded",
+    },
     {"replay.observe", "export.card.*"},
     {"replay", "export"},
     {"launch"},
@@ -47,7 +56,7 @@ FLOORS = [
 ]
 TORCH_FREE = (
     "check cli checkpoints config explain pipeline ppo.settings presets processes progress report reward_card room "
-    "rows signals sources statistics terminal verdict"
+    "rows run_folders signals sources statistics status terminal times verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

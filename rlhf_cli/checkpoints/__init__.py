@@ -30,6 +30,7 @@ from rlhf_cli.checkpoints.parents import (
     references,
     stands_on,
 )
+from rlhf_cli.checkpoints.quick import glance
 from rlhf_cli.checkpoints.runs import LAST, SELECTED, Chosen, choose
 from rlhf_cli.checkpoints.states import (
     commit_state,
@@ -67,6 +68,7 @@ __all__ = [
     "examine",
     "file_sha256",
     "finish",
+    "glance",
     "identity",
     "is_here",
     "latest_state",

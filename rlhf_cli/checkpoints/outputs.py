@@ -53,13 +53,15 @@ _OUTSIDE_THE_MANIFEST = ("manifest.json", REPORT)
 class Status:
     """How a stage's folder stands to what is asked of it; `reasons` say why it is stale or damaged.
 
-    `sha256` is what a finished stage amounts to: the hash of its model, or of all its files where it has none.
+    `sha256` is what a finished stage amounts to: the hash of its model, or of all its files where it has none. `unread`
+    are keys of what a `glance` took for unchanged without knowing.
     """
 
     state: Literal["new", "resume", "finished", "stale", "damaged"]
     reasons: tuple[str, ...] = ()
     step: int | None = None  # of the newest state to resume from
     sha256: str | None = None
+    unread: tuple[str, ...] = ()
 
 
 def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Source]) -> dict[str, Any]:
@@ -68,15 +70,30 @@ def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Sour
     Raises D01 for all data that is not there.
     """
     files = sources.locate(data)
+    return identity_of(
+        config,
+        {key: parent.sha256 for key, parent in parents.items()},
+        {key: files_sha256(paths) for key, paths in files.items()},
+    )
+
+
+def identity_of(config: Any, parents: Mapping[str, str], data: Mapping[str, str]) -> dict[str, Any]:
+    """`identity` of hashes that are known."""
     settings = json.loads(json.dumps(config.identity()))  # as it will be read back: tuples become lists
     return {
         "stage": config.stage,
         "config": settings,
         "config_sha256": json_sha256(settings),
-        "parents": {key: parent.sha256 for key, parent in parents.items()},
-        "data": {key: files_sha256(paths) for key, paths in files.items()}
-        | {key: files_sha256([path]) for key, path in config.code().items()},
+        "parents": dict(parents),
+        "data": {**data, **{key: files_sha256([path]) for key, path in config.code().items()}},
     }
+
+
+def read_identity(folder: Path) -> dict[str, Any] | None:
+    """What made a stage's folder, as its identity.json tells; None where that is missing or damaged."""
+    made = read_object(folder / "identity.json")
+    tables = [made.get(name, {}) for name in ("config", "parents", "data", "environment")] if made else []
+    return made if tables and all(isinstance(table, dict) for table in tables) else None
 
 
 def difference(
@@ -137,17 +154,17 @@ def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) ->
     names = {path.name for path in folder.glob("*") if not path.name.startswith(".tmp-") and path.name != REPORT}
     if not names:
         return Status("new")
-    made = read_object(folder / "identity.json")
+    made = read_identity(folder)
     if made is None:
-        return Status("stale", ("it holds files of no run that is known (identity.json is missing)",))
+        return Status("stale", ("it holds files of no run that is known (identity.json is missing or damaged)",))
     if reasons := difference(made, wanted, lambda key: _default(config, key)):
         # What a start left that came to nothing, by bad data say, is no run: mending the data must be enough.
         return Status("stale", tuple(reasons)) if names - _OF_A_START else Status("new")
     if not (folder / "manifest.json").exists():
         return Status("resume", step=newest_step(folder / "state"))
     manifest, problem = read_manifest(folder)
-    if problem or not isinstance(manifest.get("files"), dict):
-        return Status("damaged", (problem or "manifest.json names no files",))
+    if problem:
+        return Status("damaged", (problem,))
     problem = damage(
         folder, results(manifest["files"], _RESULT), where=shown(folder / "manifest.json"), content=content
     )
@@ -198,7 +215,8 @@ def begin(
 
 def processes_of(folder: Path) -> int:
     """How many processes a stage was run in."""
-    return int((read_object(folder / "identity.json") or {}).get("environment", {}).get("processes", 1))
+    told = (read_identity(folder) or {}).get("environment", {}).get("processes")
+    return told if isinstance(told, int) and told > 0 else 1
 
 
 def _refuse_another_group(config: Any) -> None:
@@ -210,7 +228,7 @@ def _refuse_another_group(config: Any) -> None:
 
 
 def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
-    before = _flat((read_object(folder / "identity.json") or {}).get("environment", {}))
+    before = _flat((read_identity(folder) or {}).get("environment", {}))
     after = _flat(now)
     changed = [
         f"{key.removeprefix('versions.')} {was} -> {after.get(key)}"

@@ -23,6 +23,14 @@ class Chosen:
     last: bool  # what the stage left as its result
     report: dict[str, Any] | None  # of the evaluation beside the stage, where that is of this stage's very model
 
+    def __str__(self) -> str:
+        """What it is, in words."""
+        if self.step is None:
+            return shown(self.model.path)
+        stopped = self.last and self.model.manifest.get("model_is") == "the best step"
+        best = ", the best where the run was stopped" if stopped else ""
+        return f"{shown(self.model.path)} after update {self.step}{best}"
+
 
 def choose(run: Path, stage: str | None, step: str) -> Chosen:
     """The model that a run's folder, or a stage's, stands for, its files verified hash by hash.

@@ -6,6 +6,7 @@ from rlhf_cli.config.load import keys, load, schema, takes
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.which import stage_of
+from rlhf_cli.config.words import listed
 
 __all__ = [
     "CONFIGS",
@@ -17,6 +18,7 @@ __all__ = [
     "SFTConfig",
     "Select",
     "keys",
+    "listed",
     "load",
     "schema",
     "stage_of",

@@ -58,12 +58,30 @@ def _file() -> Any:
     return json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
 
 
+def handed_on(model: type[Config]) -> dict[str, dict[str, Any]]:
+    """`fields_of` those that `trainer:` takes: neither the pipeline nor a key of ours sets them."""
+    stage = model.model_fields["stage"].default
+    if stage not in TRAINERS:
+        return {}
+    own = _own(model)
+    return {
+        name: field
+        for name, field in fields_of(stage).items()
+        if name not in own and name not in OWNED and not name.startswith(OWNED_FAMILIES)
+    }
+
+
+def _own(model: type[Config]) -> list[str]:
+    """The keys of the section with the stage's own numbers."""
+    settings = field_shape(model.model_fields[model.model_fields["stage"].default]).model
+    assert settings is not None
+    return list(settings.model_fields)
+
+
 def check(trainer: dict[str, Any], model: type[Config], where: Callable[[str], str]) -> list[Problem]:
     """What is wrong with a `trainer:` section, key by key."""
     stage = model.model_fields["stage"].default
-    settings = field_shape(model.model_fields[stage]).model
-    assert settings is not None
-    found = (_wrong(name, value, stage, list(settings.model_fields)) for name, value in trainer.items())
+    found = (_wrong(name, value, stage, _own(model)) for name, value in trainer.items())
     return [
         Problem(each.code, each.text, where(f"trainer.{name}"), each.hint)
         for name, each in zip(trainer, found, strict=True)

@@ -93,9 +93,10 @@ def _write(found: Chosen, target: Path, options: Options, dtype: str | None, to:
             bar.advance(note="written")
             difference = sameness.require(scratch, rows, own, written, tokenizer, options.trust_remote_code)
             bar.advance(note="loaded again")
+    merged = " with its adapters merged" if found.model.base else ""
     alike = f"to {difference:.1e} of the largest" if difference else "to the last bit"
     return (
-        f"{name_of(found)}, {numbers:,} parameters in {_named(written)}",
+        f"{found}{merged}, {numbers:,} parameters in {_named(written)}",
         f"loaded again with transformers, its logits are the run's own {alike}, on {rows}",
     )
 
@@ -112,15 +113,6 @@ def _push(found: Chosen, target: Path, to: Repository) -> None:
     terminal.out(f"push     {done.address} ({seen}), {what}, each file's hash the same there as here")
     if done.removed:
         terminal.out(f"push     removed there, of an older upload: {', '.join(done.removed)}")
-
-
-def name_of(chosen: Chosen) -> str:
-    """What is exported, in words."""
-    what = shown(chosen.model.path)
-    if chosen.step is not None:
-        stopped = chosen.last and chosen.model.manifest.get("model_is") == "the best step"
-        what += f" after update {chosen.step}" + (", the best where the run was stopped" if stopped else "")
-    return what + (" with its adapters merged" if chosen.model.base else "")
 
 
 def _named(number_format: torch.dtype) -> str:

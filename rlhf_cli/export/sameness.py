@@ -49,18 +49,14 @@ def _probes(model: Parent) -> list[list[int]]:
 
 
 def _answers(model: Parent, tokenizer: Any) -> list[list[int]]:
-    texts = [prompt + response for prompt, response in stored(model)]
-    return [ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] if ids] if texts else []
-
-
-def stored(model: Parent) -> list[tuple[str, str]]:
-    """Some prompts and answers of the evaluation, held-out ones, else of PPO's training."""
+    """Prompts and answers of the evaluation, held-out ones, else of PPO's training."""
     run = model.path.resolve().parent
     for path in (run / "eval/samples.jsonl", run / "ppo/samples.jsonl"):
         with suppress(RLHFError):  # not there, or half written
             found = [row for _, row in islice(read_jsonl(path), STORED)]
-            if texts := [(row["prompt"], row["response"]) for row in found if {"prompt", "response"} <= row.keys()]:
-                return texts
+            texts = [row["prompt"] + row["response"] for row in found if {"prompt", "response"} <= row.keys()]
+            if ids := [ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] if ids]:
+                return ids
     return []
 
 

@@ -1,11 +1,14 @@
 """What `rlhf ppo` starts from."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_cli import config as configs
 from rlhf_cli import data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
@@ -13,6 +16,17 @@ from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.inputs import limits
 from rlhf_cli.models import loading, publishing
 from rlhf_cli.ppo import rewards
+
+
+def made_with(folder: Path) -> PPOConfig:
+    """The config that a PPO run's folder was made with. Raises RLHFError as `config.load` does.
+
+    Reward functions lie beside the config that the run was started with, which is the run's folder unless `run:` says
+    otherwise: there they are looked for.
+    """
+    config = configs.load("ppo", folder / "config.yaml")
+    config._origin = replace(config._origin, file=folder.resolve().parent / "ppo.yaml")
+    return config
 
 
 def stop_token(config: PPOConfig, tokenizer: Any, vocab_size: int) -> int | None:

@@ -6,6 +6,7 @@ Needs torch, transformers and pydantic alone.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf_cli.models.reading import ValueHead
     from rlhf_cli.ppo import formulas
     from rlhf_cli.ppo.records import Experience, Prompts, Rollout
     from rlhf_cli.ppo.rewards import FunctionReward, ModelReward
@@ -15,15 +16,16 @@ if TYPE_CHECKING:
     from rlhf_cli.ppo.watchdog import Watchdog
 
 _HOMES = {
-    "Experience": "records",
-    "Prompts": "records",
-    "Rollout": "records",
-    "FunctionReward": "rewards",
-    "ModelReward": "rewards",
-    "HFEngine": "rollout",
-    "PPOSettings": "settings",
-    "PPOTrainer": "trainer",
-    "Watchdog": "watchdog",
+    "Experience": "ppo.records",
+    "Prompts": "ppo.records",
+    "Rollout": "ppo.records",
+    "FunctionReward": "ppo.rewards",
+    "ModelReward": "ppo.rewards",
+    "HFEngine": "ppo.rollout",
+    "PPOSettings": "ppo.settings",
+    "PPOTrainer": "ppo.trainer",
+    "ValueHead": "models.reading",
+    "Watchdog": "ppo.watchdog",
 }
 __all__ = [
     "Experience",
@@ -34,6 +36,7 @@ __all__ = [
     "PPOTrainer",
     "Prompts",
     "Rollout",
+    "ValueHead",
     "Watchdog",
     "formulas",
 ]
@@ -46,5 +49,5 @@ def __getattr__(name: str) -> Any:
     if name == "formulas":
         return import_module("rlhf_cli.ppo.formulas")
     if name in _HOMES:
-        return getattr(import_module(f"rlhf_cli.ppo.{_HOMES[name]}"), name)
+        return getattr(import_module(f"rlhf_cli.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,8 @@ from typing import Any
 from rlhf_cli.checkpoints import FOREIGN
 from rlhf_cli.checkpoints.files import files_sha256
 from rlhf_cli.report.runs import Run, Stage, is_number
-from rlhf_cli.report.texts import count, duration, percent
+from rlhf_cli.report.texts import count, percent
+from rlhf_cli.times import duration
 
 # PPO's phases: the metrics of their seconds, and what they are.
 PHASES = {

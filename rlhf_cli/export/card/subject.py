@@ -9,6 +9,8 @@ from rlhf_cli import sources
 from rlhf_cli.checkpoints import FOREIGN, Chosen
 from rlhf_cli.checkpoints.adapters import is_hub_id
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.inputs import forms
+from rlhf_cli.inputs.forms import Kind
 from rlhf_cli.report.runs import STAGES, Run, Stage, read_stage
 from rlhf_cli.report.steps import at_step
 from rlhf_cli.tracking import read_log
@@ -27,6 +29,7 @@ class Subject:
     tokenizer: Any
     dtype: str
     updates: int  # that PPO has made, before and after the policy
+    prompts: Kind  # how they go to the model
 
     @property
     def stage(self) -> Stage:
@@ -69,7 +72,8 @@ def subject(chosen: Chosen, model: Any, tokenizer: Any, dtype: str, name: str, a
     firings = read_log(chosen.model.path / "watchdog.jsonl") if chosen.step is not None else []
     firings = [row for row in firings if row["step"] <= (chosen.step or 0)]
     run = Run(root.name, root, kinds, chosen.report, (), (), tuple(firings), ())
-    return Subject(name, address, chosen, stages, _at(run, chosen), model, tokenizer, dtype, updates)
+    prompts = forms.kind(forms.written(chosen.model), tokenizer)
+    return Subject(name, address, chosen, stages, _at(run, chosen), model, tokenizer, dtype, updates, prompts)
 
 
 def started_from(stage: Stage) -> Mapping[str, Any]:

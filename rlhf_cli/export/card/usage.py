@@ -5,13 +5,11 @@ from collections.abc import Mapping
 
 from rlhf_cli import data
 from rlhf_cli.data import transcripts
-from rlhf_cli.export import sameness
 from rlhf_cli.export.card.subject import Subject
 from rlhf_cli.report.runs import is_number
 
 QUESTION, ANSWER = "What should I cook for four friends tonight?", "A lentil soup: it is quick, and it keeps."
 TRANSCRIPT = transcripts.render([{"role": "user", "content": QUESTION}])
-MARK = "a-prompt-of-the-user"
 TOKENS = 128  # of an answer, where the run tells no length
 
 
@@ -40,21 +38,11 @@ def sampling(about: Subject) -> tuple[float, int] | None:
     return (temperature, length) if is_number(temperature) and isinstance(length, int) else None
 
 
-def reads_conversations(about: Subject) -> bool:
-    """Whether prompts go through the chat template: a tokenizer may bring one that its data had no use for."""
-    if not about.tokenizer.chat_template:
-        return False
-    ids = data.encode(about.tokenizer, [{"role": "user", "content": MARK}], None)[0]
-    ending = about.tokenizer.decode(ids, skip_special_tokens=True).rpartition(MARK)[2]
-    left = sameness.stored(about.chosen.model)
-    return not left or any(prompt.endswith(ending) for prompt, _ in left)
-
-
 def _answering(about: Subject) -> list[str]:
     found = sampling(about)
     how = f"do_sample=True, temperature={found[0]:g}, top_k=0, max_new_tokens={found[1]}" if found else ""
     how = how or f"max_new_tokens={TOKENS}"
-    if reads_conversations(about):
+    if about.prompts == "template":
         how_asked = "add_generation_prompt=True, return_dict=True, return_tensors"
         asked = [
             f'messages = [{{"role": "user", "content": "{QUESTION}"}}]',
@@ -72,7 +60,7 @@ def _answering(about: Subject) -> list[str]:
 def _scoring(about: Subject) -> list[str]:
     """Prompt and answer are tokenised each by itself, as in the training: joined they may give other tokens."""
     tokenizer, config = about.tokenizer, about.model.config
-    chat, stop = reads_conversations(about), data.stop_token_id(tokenizer)
+    chat, stop = about.prompts == "template", data.stop_token_id(tokenizer)
     end = "tokenizer.eos_token_id"
     if stop != tokenizer.eos_token_id:
         end = f"tokenizer.convert_tokens_to_ids({json.dumps(tokenizer.convert_ids_to_tokens(stop))})"
@@ -101,7 +89,4 @@ def _scoring(about: Subject) -> list[str]:
 
 def _prompt(about: Subject) -> str:
     """As Python has it: a question, or a dialogue written as text where the prompts were such."""
-    left = [prompt for prompt, _ in sameness.stored(about.chosen.model)]
-    ending = TRANSCRIPT.partition(QUESTION)[2]
-    written = bool(left) and not reads_conversations(about) and all(prompt.endswith(ending) for prompt in left)
-    return json.dumps(TRANSCRIPT if written else QUESTION)
+    return json.dumps(TRANSCRIPT if about.prompts == "transcript" else QUESTION)

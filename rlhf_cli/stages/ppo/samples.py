@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import terminal
+from rlhf_cli import data, terminal
 from rlhf_cli.ppo.records import Experience, Prompts, Rollout
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.stages.ppo.parts import Parts
@@ -90,13 +90,8 @@ def of_tokens(tokenizer: Any, experience: Experience, row: int) -> dict[str, lis
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """Each token's part of the text, special ones by name; a letter of several tokens stands with the last of them."""
-    pieces, done = [], ""
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end], skip_special_tokens=False)
-        whole = end == len(ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
-        pieces.append(text[len(done) :] if whole else "")
-        done = text if whole else done
-    return pieces
+    *found, rest = data.pieces(tokenizer, ids, special=True)
+    return [*found[:-1], found[-1] + rest]
 
 
 def judged(parts: Parts) -> Experience:

@@ -1,0 +1,46 @@
+"""docs/library.md: its program runs as it stands and learns; its three calls are there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+from rlhf_cli import ppo
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT.parent / "shared/models/stories260K"
+PAGE = (ROOT / "docs/library.md").read_text(encoding="utf-8")
+PROGRAM, CALLS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.training
+@pytest.mark.skipif(not MODEL.exists(), reason="../shared is not there")
+def test_the_program_learns(tmp_path: Path) -> None:
+    """Its first ten updates: the schedule is of 30, so that they are those of the page."""
+    (tmp_path / "cheerful.py").write_text(PROGRAM.replace("range(settings.num_updates())", "range(10)"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "cheerful.py", str(MODEL)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    *updates, story = done.stdout.splitlines()
+    number, _, scores, _, kl = zip(*(line.split() for line in updates), strict=True)
+    assert number == tuple(map(str, range(1, 11))) and kl[0] == "0.000"
+    assert float(scores[0]) < 0.2 and float(scores[-1]) > 1.2
+    assert len(PROGRAM.splitlines()) <= 40 and len(story) > 40
+
+
+def test_the_three_calls_are_a_step() -> None:
+    names = {"trainer": tiny.trainer(), "prompts": tiny.prompts()}
+    exec(CALLS, names)
+    straight = tiny.trainer()
+    stats = straight.step(tiny.prompts())
+    assert {name: stats[name] for name in names["stats"]} == names["stats"]
+
+
+def test_every_part_is_exported() -> None:
+    told = set(re.findall(r"^\| `(\w+)", PAGE, re.MULTILINE)) | {"formulas", "PPOSettings", "Experience", "Rollout"}
+    told |= {"FunctionReward"}
+    assert told == set(ppo.__all__)
