@@ -344,3 +344,15 @@ def test_answers_are_asked_for_as_they_were_sampled(run: Path, tokenizer: Any) -
     begin(run / "ppo", {**configs()["ppo"], "ppo": {"temperature": 0.9, "response_length": {"min": 4, "max": 16}}})
     assert "temperature=0.9, top_k=0, max_new_tokens=16" in written(run, tokenizer)
     assert "max_new_tokens=128" in written(run, tokenizer, "sft")
+
+
+def test_the_card_in_the_documents_has_what_cards_have(run: Path, tokenizer: Any) -> None:
+    page = (Path(__file__).parents[1] / "docs/export.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"````markdown\n(.*?)````", page, re.DOTALL)
+
+    def skeleton(text: str) -> list[str]:
+        return re.findall(r"^(?:#+ .*|\| .*\n(?=\| ---)|[a-z_-]+:)", text, re.MULTILINE)
+
+    change(run / "ppo/manifest.json", metrics={"objective/scores": 0.5})
+    made = written(run, tokenizer).replace("| 200 pairs, 128 probed |", "| 60 pairs, 60 probed |")
+    assert skeleton(shown) == skeleton(made) and ModelCard(shown).data.tags == ModelCard(made).data.tags
