@@ -354,6 +354,12 @@ MACHINE_AND_RUN = {
         "output.report_to names an experiment tracker whose library is not there.",
         "pip install 'rlhf-cli[trackers]' brings all of them; or take the name out.",
     ),
+    "E07": Code(
+        "no access to the hub",
+        2,
+        "The hub cannot be reached, does not know the token, or does not let it write the repository that is named.",
+        "`hf auth login` with a token that may write, and a repository of your own or of a group that you write for.",
+    ),
     "R00": Code(
         "failed at run time",
         1,
@@ -456,6 +462,12 @@ MACHINE_AND_RUN = {
         0,
         "An experiment tracker could not be opened, written or reached. It is left alone; the run is what it would be.",
         "Look at the message; docs/trackers.md tells what each one needs. metrics.jsonl and samples.jsonl hold it all.",
+    ),
+    "R17": Code(
+        "the push to the hub failed",
+        1,
+        "The upload broke off, or what the hub holds is not what was sent; the folder is whole on this machine.",
+        "The message ends in the command that goes on; what was uploaded before is not sent again.",
     ),
     "S01": Code(
         "control characters",

@@ -273,6 +273,18 @@ def test_a_policy_on_the_way_is_told_of_as_the_last_one_is(snapshot: Path, step:
         assert (snapshot / f"{last}.html").read_text() == page.of_run(read_run(snapshot))
 
 
+def test_a_policy_that_is_later_than_that_of_a_stopped_run_is_not_taken_for_it(snapshot: Path) -> None:
+    """RUN/ppo/model is the best one, of update 10; the snapshot of update 20 has numbers of its own."""
+    change(snapshot / "ppo/manifest.json", step=10, model_is="the best step", stopped="step 20: KL")
+    told = json.loads((snapshot / "eval/report.json").read_text())
+    told["frontier"][2]["win_rate"] = {"reward": win(0.9), "gold": win(0.31)}
+    (snapshot / "eval/report.json").write_text(json.dumps(told))
+    finish(snapshot / "eval", parents=("sft", "reward", "ppo"))
+    for step, share in (("10", "63 % [57, 69]"), ("last", "63 % [57, 69]"), ("20", "31 % [25, 37]")):
+        rlhf("report", snapshot, "--step", step, "--out", snapshot / f"{step}.html")
+        assert f"{share} of 256 held-out prompts by gold" in (snapshot / f"{step}.html").read_text(), step
+
+
 def test_a_policy_that_no_evaluation_tells_of_is_refused(snapshot: Path) -> None:
     for step, code, told in (
         ("7", "M10", "tells nothing of the policy after update 7; it knows 5, 10, 20"),

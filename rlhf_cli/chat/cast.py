@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints, data
+from rlhf_cli import checkpoints
 from rlhf_cli import config as configs
 from rlhf_cli.checkpoints import Parent, choose, file_sha256, shown
 from rlhf_cli.checkpoints.parents import verify
 from rlhf_cli.config import PPOConfig
 from rlhf_cli.config.base import Origin
 from rlhf_cli.errors import RLHFError, nearest
+from rlhf_cli.inputs import forms
+from rlhf_cli.inputs.forms import Written
 from rlhf_cli.inputs.ppo import made_with
 
 TALKING = ("ppo", "sft")
@@ -37,7 +39,7 @@ class Cast:
     parents: dict[str, Parent]  # of the rewards, by config key
     rewards: list[str]  # those of the config's that can be asked
     missing: list[str]  # what of all this is not there, and why: a line each
-    written: str | None  # how the prompts in training were written (`data.prompt_form`); None: that cannot be seen
+    written: Written | None  # how the prompts in training were written; None: that cannot be seen
 
 
 def cast(folder: Path, stage: str | None, step: str, compare: str | None) -> Cast:
@@ -65,7 +67,7 @@ def cast(folder: Path, stage: str | None, step: str, compare: str | None) -> Cas
         missing.insert(0, "no PPO policy: none was begun, so the SFT model answers")
     if REFERENCE in problems:
         missing.append(f"no KL: {problems[REFERENCE].problems[0].text}")
-    return Cast(roles, config, parents.pop(REFERENCE, None), parents, rewards, missing, _written(found.model, config))
+    return Cast(roles, config, parents.pop(REFERENCE, None), parents, rewards, missing, forms.written(found.model))
 
 
 def _compared(compare: str | None, stage: str | None) -> list[str]:
@@ -146,15 +148,3 @@ def _rewards(config: PPOConfig, model: Parent, problems: dict[str, RLHFError]) -
 
 def _named(parent: Parent) -> str:
     return parent.hub or shown(parent.path)
-
-
-def _written(model: Parent, of_ppo: PPOConfig) -> str | None:
-    """How the data of a model's own stage writes prompts; None where that is not here, or cannot be read."""
-    try:
-        if model.stage == "ppo":
-            source = of_ppo.sources()["data.prompts"]
-        else:
-            source = configs.load("sft", model.path / "config.yaml").sources()["data.train"]
-        return data.prompt_form(source) if source.is_here() else None
-    except RLHFError:
-        return None

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rlhf_cli import data
 from rlhf_cli.data import transcripts
 from rlhf_cli.data.tokens import Conversation, render
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.inputs.forms import Kind, Written, kind
 
 _MARK = "a-system-prompt-stands-here"
 
@@ -59,15 +60,13 @@ class Form:
     Plain text has no turns: each prompt stands by itself, as PPO saw them.
     """
 
-    kind: Literal["template", "transcript", "text"]
+    kind: Kind
     tokenizer: Any
 
     @classmethod
-    def of(cls, written: str | None, tokenizer: Any) -> "Form":
-        """The form in which prompts `written` in a way (`data.prompt_form`; None: unknown) go to a model."""
-        if tokenizer.chat_template and written != "text":
-            return cls("template", tokenizer)
-        return cls("transcript" if written == "transcript" else "text", tokenizer)
+    def of(cls, written: Written | None, tokenizer: Any) -> "Form":
+        """The form in which prompts `written` in a way (None: unknown) go to a model."""
+        return cls(kind(written, tokenizer), tokenizer)
 
     @property
     def has_turns(self) -> bool:

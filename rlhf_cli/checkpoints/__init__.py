@@ -2,7 +2,7 @@
 
 from rlhf_cli.checkpoints.adapters import MERGED, SETTINGS, WEIGHTS, base_of
 from rlhf_cli.checkpoints.cost import Cost
-from rlhf_cli.checkpoints.exports import new_folder, require_free
+from rlhf_cli.checkpoints.exports import new_folder, passing_folder, require_free
 from rlhf_cli.checkpoints.files import file_sha256, write_json
 from rlhf_cli.checkpoints.locks import release
 from rlhf_cli.checkpoints.outputs import (
@@ -78,6 +78,7 @@ __all__ = [
     "open_parent",
     "open_parents",
     "open_reference",
+    "passing_folder",
     "processes_of",
     "read_manifest",
     "references",

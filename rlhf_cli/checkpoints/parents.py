@@ -33,7 +33,7 @@ from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, placed, sh
 FOREIGN = "foreign"
 SNAPSHOTS = "snapshots"  # the folder of a PPO run that holds its policies along the way
 # What of a plain folder makes the model: the rest (pickles that we never load, cards, pictures) does not count.
-_MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
+MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def foreign_files(folder: Path) -> list[Path]:
     return sorted(
         path
         for path in folder.iterdir()
-        if path.is_file() and path.suffix in _MODEL_SUFFIXES and not path.name.startswith(".")
+        if path.is_file() and path.suffix in MODEL_SUFFIXES and not path.name.startswith(".")
     )
 
 

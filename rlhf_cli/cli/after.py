@@ -8,6 +8,7 @@ import typer
 from rlhf_cli import room
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.options import Debug, Set, Step, Trailing, TrustRemoteCode
+from rlhf_cli.errors import RLHFError
 
 
 def ls(
@@ -67,8 +68,14 @@ def export(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where to write it: a new folder, or an empty one.")
-    ],
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where to write it: a new folder, or an empty one."),
+    ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option("--push", metavar="OWNER/NAME", help="A repository of the hub to upload it to, private if new."),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: to a repository that all can see.")] = False,
     step: Step = "last",
     stage: Annotated[
         str | None,
@@ -88,14 +95,22 @@ def export(
 ) -> None:
     """Write a run's model as a plain Hugging Face folder: adapters merged, safetensors, tokenizer, a model card.
 
-    What was written is loaded with transformers alone and must give the run's own logits; else nothing is left.
+    What was written is loaded with transformers alone and must give the run's own logits; else nothing is left. With
+    --push it is uploaded, as one commit; without --out nothing of it stays on this machine then.
     """
+    if out is None and push is None:
+        raise RLHFError(
+            "C11", "a folder or a repository is needed", hint="rlhf export RUN --out DIR, --push OWNER/NAME"
+        )
+    if public and push is None:
+        raise RLHFError("C11", "--public belongs to --push", hint="leave it out, or add --push OWNER/NAME")
     from rlhf_cli import export
     from rlhf_cli.config import Options
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
-    with room.explained(out):
-        export.run(folder, out, options, stage=stage, step=step, dtype=dtype)
+    to = export.Repository(push, public) if push is not None else None
+    with room.explained(out or folder):
+        export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=to)
 
 
 def chat(

@@ -1,7 +1,7 @@
 """What ran, in tables: stages, data, models, versions, and where PPO's time went."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,10 @@ def total_seconds(stage: Stage) -> float:
     return max((float(row["time_s"]) for row in stage.metrics if is_number(row.get("time_s"))), default=0.0)
 
 
-def data_rows(run: Run) -> list[DataRow]:
+def data_rows(stages: Iterable[Stage]) -> list[DataRow]:
     """The data of each stage by key. Rows are counted where the file is there and still what was read."""
     found = []
-    for stage in run.stages.values():
+    for stage in stages:
         told = (stage.manifest or stage.identity or {}).get("data")
         for key, sha256 in (told if isinstance(told, Mapping) else {}).items():
             path = stage.setting(key)
@@ -134,10 +134,10 @@ def _made(stage: Stage) -> str:
     return f"made by it{told}" + (f", after step {manifest['step']}" if "step" in manifest else "")
 
 
-def versions(run: Run) -> dict[str, str]:
+def versions(stages: Iterable[Stage]) -> dict[str, str]:
     """{package: version}; where stages had different ones, all of them."""
     found: dict[str, dict[str, None]] = {}
-    for stage in run.stages.values():
+    for stage in stages:
         for name, version in stage.told("versions").items():
             found.setdefault(str(name), {})[str(version)] = None
     return {name: " and ".join(each) for name, each in found.items()}

@@ -75,13 +75,13 @@ def read_run(folder: Path) -> Run:
     root = folder.resolve()
     if root.name in STAGES and (root / "identity.json").is_file():
         root = root.parent
-    stages = {name: _stage(name, root / name) for name in STAGES}
+    stages = {name: read_stage(name, root / name) for name in STAGES}
     if not any(stage.there for stage in stages.values()):
         text = f"{shown(folder)} holds none of the stages {', '.join(STAGES)}"
         raise RLHFError("M01", text, hint="name the folder of a run, e.g. runs/demo")
     for name in ("eval", "ppo", "reward"):
         for other, path, told in _named(stages[name]):
-            if not stages[other].there and (found := _stage(other, path)).there:
+            if not stages[other].there and (found := read_stage(other, path)).there:
                 stages[other] = replace(found, elsewhere=told)
     notes = [f"{stage.name}: {stage.problem}" for stage in stages.values() if stage.problem]
     for stage in stages.values():
@@ -111,7 +111,8 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _stage(name: str, folder: Path) -> Stage:
+def read_stage(name: str, folder: Path) -> Stage:
+    """What a stage left in its folder, as far as it is there. Changes nothing."""
     left = left_in(folder)
     if left.state == "absent":
         return Stage(name, folder)

@@ -19,7 +19,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import batches, limits
-from rlhf_cli.models import cards, loading, zero3
+from rlhf_cli.models import loading, zero3
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
@@ -305,9 +305,9 @@ def card(config: SFTConfig | RewardConfig, tag: str, text: str) -> str:
     if ours:
         library = "peft"
         text += (
-            f"\n\n{cards.ALONE} ({'LoRA' if ours.kind == 'lora' else 'QLoRA'}, rank {ours.r}, alpha "
+            f"\n\nThese are adapters alone ({'LoRA' if ours.kind == 'lora' else 'QLoRA'}, rank {ours.r}, alpha "
             f"{ours.lora_alpha}): they belong beside the weights that they were trained on, which "
             "`adapter_config.json` names."
         )
-    made = f"{cards.MADE} {__version__} with TRL {trl.__version__} and transformers {transformers.__version__}."
+    made = f"Made by rlhf-cli {__version__} with TRL {trl.__version__} and transformers {transformers.__version__}."
     return f"---\nlibrary_name: {library}\ntags: [rlhf-cli, {tag}]\n---\n\n{text}\n\n{made}\n"
