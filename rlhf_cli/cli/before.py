@@ -127,15 +127,13 @@ def schema(
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of a stage's config, or of all of them."""
-    import json
-
-    from rlhf_cli import config
+    from rlhf_cli.config import json_schema
 
     if stage is not None and stage not in STAGES:
         near = nearest(stage, STAGES)
         hint = f"did you mean {near}?" if near else None
         raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=hint)
-    terminal.out(json.dumps(config.schema(stage), indent=2))
+    terminal.out(json_schema.as_text(stage).rstrip())
 
 
 def explain(

@@ -2,7 +2,8 @@
 
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig, Select
-from rlhf_cli.config.load import keys, load, schema, takes
+from rlhf_cli.config.json_schema import schema
+from rlhf_cli.config.load import keys, load, takes
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.which import stage_of
