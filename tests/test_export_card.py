@@ -203,7 +203,7 @@ def test_what_its_rewards_and_judges_are(run: Path, tokenizer: Any) -> None:
     for each in (*only["models"].values(), *only["win_rate"].values()):
         each.pop("gold", None)
         each.get("judges", {}).pop("gold", None)
-    change(run / "eval/report.json", **only, greedy={}, best_of=[], frontier=[])
+    change(run / "eval/report.json", **only | {"greedy": {}, "best_of": [], "frontier": []})
     assert "No other judge than its own reward model has seen its answers" in written(run, tokenizer)
 
 
