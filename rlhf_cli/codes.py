@@ -348,6 +348,12 @@ MACHINE_AND_RUN = {
         "good run, but not byte for byte the one that it would have been.",
         "Nothing, if you can live with that; else go on where it was started, or start over with --fresh.",
     ),
+    "E06": Code(
+        "a tracker is not installed",
+        2,
+        "output.report_to names an experiment tracker whose library is not there.",
+        "pip install 'rlhf-cli[trackers]' brings all of them; or take the name out.",
+    ),
     "E07": Code(
         "no access to the hub",
         2,
@@ -450,6 +456,12 @@ MACHINE_AND_RUN = {
         0,
         "The evaluation is done, and its report.html could not be drawn or written; report.json has all its numbers.",
         "Look at the message; `rlhf report RUN` makes the page at any time.",
+    ),
+    "R16": Code(
+        "a tracker failed",
+        0,
+        "An experiment tracker could not be opened, written or reached. It is left alone; the run is what it would be.",
+        "Look at the message; docs/trackers.md tells what each one needs. metrics.jsonl and samples.jsonl hold it all.",
     ),
     "R17": Code(
         "the push to the hub failed",

@@ -13,6 +13,7 @@ from rlhf_cli import processes, terminal
 from rlhf_cli.checkpoints.files import sync
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rows import append_jsonl, to_json, write_jsonl
+from rlhf_cli.trackers import Trackers
 
 NEWEST = 65_536  # bytes: some 45 updates of PPO
 
@@ -59,11 +60,18 @@ class Log:
 
 
 class MetricsLog(Log):
-    """metrics.jsonl: `step`, the metrics, and `time_s`, seconds since the run began, interruptions left out."""
+    """metrics.jsonl: `step`, the metrics, and `time_s`, seconds since the run began, interruptions left out.
 
-    def __init__(self, path: Path, mark: Mark | None = None) -> None:
+    Each line is told to the trackers, too.
+    """
+
+    def __init__(self, path: Path, mark: Mark | None = None, trackers: Trackers | None = None) -> None:
+        before = read_log(path)
         super().__init__(path, mark)
         kept = read_log(path)
+        self._trackers = trackers
+        if trackers is not None:
+            trackers.resume(before, kept)
         self._began = time.monotonic() - (_number(kept[-1].get("time_s")) if kept else 0.0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -71,7 +79,10 @@ class MetricsLog(Log):
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise RLHFError("R01", f"step {step}: {bad[0]} is {metrics[bad[0]]}")
-        self.append({"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)})
+        line = {"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)}
+        self.append(line)
+        if self._trackers is not None:
+            self._trackers.metrics(line)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -82,6 +82,7 @@ def _caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """No test reads or writes the user's cache, nor does a child process that it starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLHF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
         yield
 
 

@@ -66,6 +66,7 @@ def tab(line: str, shell: str = "bash") -> list[str]:
         ("rlhf eval -c runs/deep/er/", ["runs/deep/er/eval.yaml"]),
         ("rlhf check runs/demo/", [f"runs/demo/{stage}.yaml" for stage in CONFIGS]),
         ("rlhf export runs/demo --step ", ["last", "selected", "2", "30"]),
+        ("rlhf chat runs/demo --step ", ["last", "selected", "2", "30"]),
         ("rlhf export --step 3 runs/demo --step ", ["last", "selected", "2", "30"]),
         ("rlhf report runs/demo/ppo --step 3", ["30"]),
         ("rlhf export runs/deep/er --step ", ["last", "selected"]),

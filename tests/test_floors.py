@@ -18,6 +18,7 @@ FLOORS = [
     {"sources.*", "reward_card.*"},
     {"config.*"},
     {"checkpoints.*"},
+    {"trackers.*"},
     {
         "models.*",
         "data.*",
@@ -56,7 +57,7 @@ FLOORS = [
 ]
 TORCH_FREE = (
     "check cli checkpoints config explain pipeline ppo.settings presets processes progress report reward_card room "
-    "rows run_folders signals sources statistics status terminal times verdict"
+    "rows run_folders signals sources statistics status terminal times trackers verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

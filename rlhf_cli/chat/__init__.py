@@ -72,7 +72,7 @@ def _load(found: Cast, how: Sampling, options: Options) -> Talk:
     parents = {role.model.model: role.model for role in found.roles}
     parents |= {found.sft.model: found.sft} if found.sft else {}
     loaded: dict[Path, Any] = {}
-    with Progress("chat", len(parents) + len(found.rewards), "model") as bar:
+    with Progress("chat", len(parents) + len(found.rewards), "model", brief=True) as bar:
         for folder, parent in parents.items():
             model = loading.load_causal(folder, **loading.how(found.config.models, trust))
             loading.check_vocabulary(model, tokenizer, shown(parent.path))

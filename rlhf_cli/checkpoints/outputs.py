@@ -33,6 +33,7 @@ from rlhf_cli.checkpoints.files import (
 from rlhf_cli.checkpoints.locks import hold, release
 from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, read_manifest, told, verify
 from rlhf_cli.checkpoints.states import clear_leftovers, keep_newest, newest_step
+from rlhf_cli.config.base import TRACKERS
 from rlhf_cli.config.keys import default_of, field_at
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.sources import Source
@@ -47,6 +48,7 @@ _RESULT = ("model/", "value/", "report.json")
 _OF_A_START = {"identity.json", "config.yaml"}
 REPORT = "report.html"  # made from what is there, at any time: no part of any stage
 _OUTSIDE_THE_MANIFEST = ("manifest.json", REPORT)
+_APART = ("state/", *(f"{tracker}/" for tracker in TRACKERS))  # to go on from, and what trackers keep as they like
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
     """
     folder = config.folder
     keep_newest(folder / "state", config.output.keep)
-    names = [name for name in names_in(folder) if not name.startswith("state/") and name not in _OUTSIDE_THE_MANIFEST]
+    names = [name for name in names_in(folder) if not name.startswith(_APART) and name not in _OUTSIDE_THE_MANIFEST]
     files = describe(folder, names)
     started = {key: told(parent, folder) for key, parent in parents.items()}
     manifest = {

@@ -114,7 +114,12 @@ def export(
 
 
 def chat(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or that of its SFT or PPO stage.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run's folder, or that of its SFT or PPO stage.", autocompletion=completion.runs
+        ),
+    ],
     stage: Annotated[
         str | None, typer.Option("--stage", metavar="STAGE", help="ppo or sft; without it, PPO's policy or else SFT's.")
     ] = None,

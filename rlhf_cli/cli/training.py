@@ -1,7 +1,9 @@
 """The commands that train and evaluate: one for each stage, and `run` for all of them."""
 
+import io
 import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,7 +64,8 @@ def _runner(stage: str) -> Callable[[Any, Any], None]:
     """The stage's `run(config, options)`: importing it is what brings in torch."""
     import importlib
 
-    return importlib.import_module(f"rlhf_cli.stages.{stage}").run
+    with redirect_stdout(io.StringIO()):  # transformers prints there that WANDB_MODE is offline
+        return importlib.import_module(f"rlhf_cli.stages.{stage}").run
 
 
 def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:

@@ -16,8 +16,9 @@ TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
 # Fields that the pipeline sets itself -> where to say it instead (None: nowhere).
 OWNED: dict[str, str | None] = {
-    "output_dir": "run", "seed": "seed", "data_seed": "seed", "run_name": "output.run_name", "report_to": None,
-    "project": None, "save_steps": "output.save_steps", "save_total_limit": "output.keep", "logging_dir": "run",
+    "output_dir": "run", "seed": "seed", "data_seed": "seed", "run_name": "output.run_name",
+    "report_to": "output.report_to", "project": "output.project", "save_steps": "output.save_steps",
+    "save_total_limit": "output.keep", "logging_dir": "run",
     "overwrite_output_dir": "--fresh", "do_train": None, "do_eval": "data.eval", "do_predict": None,
     "eval_strategy": "{stage}.eval_steps", "train_sampling_strategy": "{stage}.group_by_length",
     "length_column_name": None, "chat_template_path": "model.chat_template", "model_init_kwargs": "model",
@@ -26,7 +27,7 @@ OWNED: dict[str, str | None] = {
     "truncation_mode": None, "assistant_only_loss": None, "disable_tqdm": None, "use_cpu": None,
     "prediction_loss_only": None,
 }  # fmt: skip
-OWNED_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_")
+OWNED_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_", "trackio_")
 WORDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
          "array": "a list", "object": "keys and values", "null": "null"}  # fmt: skip
 TYPES: dict[str, Callable[[Any], bool]] = {

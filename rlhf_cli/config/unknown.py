@@ -39,6 +39,12 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "max_norm": ("max_grad_norm", {}),
     "exp_name": ("output.run_name", {}),
     "task_name": ("output.run_name", {}),
+    "experiment_name": ("output.run_name", {}),
+    "wandb_run_name": ("output.run_name", {}),
+    "log_with": ("output.report_to", {"wandb": "[wandb]", "tensorboard": "[tensorboard]"}),
+    "tracker_project_name": ("output.project", {}),
+    "project_name": ("output.project", {}),
+    "wandb_project": ("output.project", {}),
     "penalty_reward_value": ("missing_eos_penalty", {}),
     "non_eos_penalty": ("missing_eos_penalty", {}),
     "lambd": ("lam", {}),
@@ -66,7 +72,6 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "lora_target_modules": ("target_modules", {}),
 }
 _FULL_SOFTMAX = "log-probs are those of the full softmax, and responses must be drawn from the same: take the line out"
-_NO_TRACKER = "metrics.jsonl holds every number of the run; take the line out"
 # Options of theirs that there is nothing like, and why.
 REFUSED = {
     "top_k": _FULL_SOFTMAX,
@@ -77,10 +82,7 @@ REFUSED = {
     "is_peft_model": "whole models are trained; take the line out",
     "model_adapter_name": "whole models are trained, and the reference is a copy of its own; take the line out",
     "ref_adapter_name": "whole models are trained, and the reference is a copy of its own; take the line out",
-    "log_with": _NO_TRACKER,
-    "report_to": _NO_TRACKER,
-    "tracker_project_name": _NO_TRACKER,
-    "tracker_kwargs": _NO_TRACKER,
+    "tracker_kwargs": "trackers read the environment, WANDB_ENTITY or TRACKIO_SPACE_ID say; take the line out",
     "dataset_num_proc": "rows are read once and their tokens kept; take the line out",
     "optimize_device_cache": "memory is given back as soon as it is free; take the line out",
     "optimize_cuda_cache": "memory is given back as soon as it is free; take the line out",

@@ -13,7 +13,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError, all_of
-from rlhf_cli.inputs import limits
+from rlhf_cli.inputs import batches, limits
 from rlhf_cli.models import loading, publishing
 from rlhf_cli.ppo import rewards
 
@@ -144,10 +144,10 @@ def arithmetic(config: PPOConfig, prompts: int, processes: int = 1) -> str:
     """What the batch sizes come to, in one line; the config is that of all processes."""
     ours, updates = config.ppo, config.ppo.num_updates(prompts)
     rows, episodes = ours.per_device_train_batch_size, ours.episodes_per_update
-    parts = f"{ours.gradient_accumulation_steps // processes}" + (f" x {processes} processes" if processes > 1 else "")
+    update = batches.product(rows, ours.gradient_accumulation_steps // processes, processes, "episodes")
     epochs, minibatches = ours.num_ppo_epochs, ours.num_mini_batches
     return (
-        f"{prompts} prompts; an update: {rows} x {parts} = {episodes} episodes, "
-        f"{ours.num_samples_per_prompt} to a prompt; {epochs} epochs x {minibatches} minibatches = "
-        f"{epochs * minibatches} optimizer steps; in all {updates} updates, {updates * episodes} episodes"
+        f"{prompts} prompts; an update: {update}, {ours.num_samples_per_prompt} to a prompt; "
+        f"{epochs} epochs x {minibatches} minibatches = {epochs * minibatches} optimizer steps; "
+        f"in all {updates} updates, {updates * episodes} episodes"
     )
