@@ -12,7 +12,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from report_run import CARD, begin, change, configs, metrics, report, win, write_run
+from report_run import CARD, begin, change, configs, metrics, report, sha_of, win, write_run
 
 from rlhf_cli import data
 from rlhf_cli.checkpoints import Chosen, Parent
@@ -29,7 +29,15 @@ def run(tmp_path: Path) -> Path:
     """A finished run of all four stages, of files alone."""
     folder = write_run(tmp_path / "demo")
     (folder / "sft/model").mkdir()
+    begin(folder / "ppo", configs()["ppo"] | {"rewards": {"reward": {"model": "../reward", "weight": 1.0}}})
+    change(folder / "ppo/manifest.json", parents=parents(folder))
     return folder
+
+
+def parents(run: Path) -> dict[str, Any]:
+    """What PPO was made from: the SFT model, and the reward model as its reward."""
+    told = {name: {"path": f"../{name}", "stage": name, "sha256": sha_of(run / name)} for name in ("sft", "reward")}
+    return {"models.sft": told["sft"], "models.reward": told["reward"], "rewards.reward.model": told["reward"]}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +76,7 @@ def test_each_number_of_the_card_follows_its_file(run: Path, tokenizer: Any) -> 
     change(run / "eval/report.json", **told)
     right = {"accuracy": 0.5, "accuracy_ci95": [0.44, 0.56]}
     change(run / "reward/manifest.json", metrics=right, card=CARD | right)
-    config = configs()["ppo"]
+    config = configs()["ppo"] | {"rewards": {"reward": {"model": "../reward", "weight": 0.25}}}
     config["ppo"] |= {"kl_coef": 0.375, "gamma": 0.5}
     begin(run / "ppo", config)
     write_jsonl(run / "ppo/metrics.jsonl", metrics(objective__scores=[5.5 - 0.25 * step for step in range(20)]))
@@ -82,6 +90,7 @@ def test_each_number_of_the_card_follows_its_file(run: Path, tokenizer: Any) -> 
         ("| PPO | 12.300 [12.300, 12.300] | 21.5 | 97 % |", "| PPO | 33.250 [12.300"),
         ("Right on 75 % [69, 80] of 200 held-out pairs", "Right on 50 % [44, 56] of 200 held-out pairs"),
         ("| ppo | `ppo.kl_coef` | `0.2` | `0.05` |", "| ppo | `ppo.kl_coef` | `0.375` | `0.05` |"),
+        ("- `reward`: a reward model (reward `reward-model`), weight 1", "weight 0.25"),
         ("less 0.2 times the KL divergence", "less 0.375 times the KL divergence"),
         ("| sft | `sft.learning_rate` | `0.001` | `2e-05` |", "| ppo | `ppo.gamma` | `0.5` | `1` |"),
         ("Begins at 0, ends at 1.7", "Begins at 5.5, ends at 1.25"),
@@ -92,7 +101,9 @@ def test_each_number_of_the_card_follows_its_file(run: Path, tokenizer: Any) -> 
 
 def test_the_head_is_what_the_hub_reads(run: Path, tokenizer: Any) -> None:
     begin(run / "eval", {**configs()["eval"], "data": {"prompts": "Anthropic/hh-rlhf[test]"}})
-    begin(run / "sft", {**configs()["sft"], "data": {"train": "HuggingFaceH4/ultrachat_200k", "eval": "../rows.jsonl"}})
+    begin(
+        run / "sft", {**configs()["sft"], "data": {"train": "HuggingFaceH4/ultrachat_200k", "eval": "other/held_out"}}
+    )
     begin(run / "reward", {**configs()["reward"], "data": {"train": "Anthropic/hh-rlhf/harmless-base", "eval": None}})
     begin(run / "ppo", {**configs()["ppo"], "data": {"prompts": "./people/prompts"}})
     for stage, keys in (
@@ -107,7 +118,7 @@ def test_the_head_is_what_the_hub_reads(run: Path, tokenizer: Any) -> None:
     judge = {"path": "other/reward", "stage": "foreign", "sha256": "judge"}
     reward = json.loads((run / "reward/manifest.json").read_text())["parents"]
     change(run / "reward/manifest.json", parents={**reward, "model.path": judge})
-    change(run / "ppo/manifest.json", parents=_parents(run))
+    change(run / "ppo/manifest.json", parents=parents(run))
     text = written(run, tokenizer)
     head = ModelCard(text).data
     assert (head.library_name, head.pipeline_tag) == ("transformers", "text-generation")
@@ -119,20 +130,9 @@ def test_the_head_is_what_the_hub_reads(run: Path, tokenizer: Any) -> None:
     assert gold.metric_name == "Win rate, PPO over SFT by gold, 95 % interval 0.570 to 0.690, n 256"
     assert "`Qwen/Qwen3-0.6B at main`" in text and "`prompts`" in text and "people" not in text and "../" not in text
     change(run / "sft/manifest.json", parents={"model.path": {**base, "path": "../../secret/model"}})
-    change(run / "ppo/manifest.json", parents=_parents(run))
+    change(run / "ppo/manifest.json", parents=parents(run))
     text = written(run, tokenizer)
     assert ModelCard(text).data.base_model is None and "secret" not in text and "`model at main` `base`" in text
-
-
-def _parents(run: Path) -> dict[str, Any]:
-    return {
-        f"models.{name}": {"path": f"../{name}", "stage": name, "sha256": _sha(run / name)}
-        for name in ("sft", "reward")
-    }
-
-
-def _sha(folder: Path) -> str:
-    return str(json.loads((folder / "manifest.json").read_text())["model_sha256"])
 
 
 def test_nothing_is_told_of_stages_that_have_changed_since(run: Path, tokenizer: Any) -> None:
@@ -196,31 +196,31 @@ def test_sft_and_reward_models_tell_of_themselves_alone(run: Path, tokenizer: An
 
 
 def test_what_its_rewards_and_judges_are(run: Path, tokenizer: Any) -> None:
+    text = written(run, tokenizer)
+    assert "- `gold`: a Python function" in text and "- `reward`: the reward model that PPO was trained on" in text
+    assert "## The reward model" in text and "No other judge" not in text
+    only = report()
+    for each in (*only["models"].values(), *only["win_rate"].values()):
+        each.pop("gold", None)
+        each.get("judges", {}).pop("gold", None)
+    change(run / "eval/report.json", **only | {"greedy": {}, "best_of": [], "frontier": []})
+    assert "No other judge than its own reward model has seen its answers" in written(run, tokenizer)
+
+
+def test_a_reward_model_that_only_began_the_value_model_is_no_reward(run: Path, tokenizer: Any) -> None:
     rewards = {
         "short": {"builtin": "length", "weight": 0.5},
         "house": {"url": "http://10.0.0.7:8000/score", "headers": {"Authorization": "HOUSE_KEY"}, "weight": 1.0},
         "rater": {"function": "raters:score", "weight": 0},
     }
     begin(run / "ppo", {**configs()["ppo"], "rewards": rewards})
+    change(run / "ppo/manifest.json", parents={key: told for key, told in parents(run).items() if "." not in key[7:]})
+    change(run / "reward/manifest.json", card=CARD | {"flags": [{"code": "R12", "text": "badly calibrated"}]})
     text = written(run, tokenizer)
-    assert (
-        "- `short`: a rule, weight 0.5" in text
-        and "- `house`: a service that is asked over the network, weight 1" in text
-    )
+    assert "- `short`: a rule, weight 0.5" in text and "- `house`: a service that is asked over the network, w" in text
     assert "- `rater`: a Python function, not optimised" in text and "10.0.0.7" not in text and "HOUSE_KEY" not in text
-    assert "- `gold`: a Python function" in text and "- `reward`: a reward model\n" in text
-    told = json.loads((run / "ppo/manifest.json").read_text())["parents"]
-    change(run / "ppo/manifest.json", parents={**told, "rewards.reward.model": told["models.reward"]})
-    change(run / "eval/manifest.json", parents={"models.reward": {**told["models.reward"]}})
-    assert "- `reward`: the reward model that PPO was trained on" in (now := written(run, tokenizer))
-    assert "No other judge" not in now
-    only = report()
-    for each in (*only["models"].values(), *only["win_rate"].values()):
-        each.pop("gold", None)
-        each.get("judges", {}).pop("gold", None)
-    only |= {"greedy": {}, "best_of": [], "frontier": []}
-    change(run / "eval/report.json", **only)
-    assert "No other judge than its own reward model has seen its answers" in written(run, tokenizer)
+    assert "- `reward`: a reward model\n" in text and "\n| reward | " in text
+    assert "## The reward model" not in text and "badly calibrated" not in text
 
 
 def test_what_was_warned_of_is_told_without_places(run: Path, tokenizer: Any) -> None:

@@ -7,13 +7,13 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from rlhf_cli import sources, verdict
 from rlhf_cli.export.card.subject import Subject, data_name, is_of_the_hub, report_card
-from rlhf_cli.report.facts import data_rows
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import visible
 
 TASKS = {"ppo": "text-generation", "sft": "text-generation", "reward": "text-classification"}
 TAGS = {"ppo": "ppo", "sft": "sft", "reward": "reward-model"}
 DIGITS = 4
+HELD_OUT = ("data.eval", "data.eval_prompts")
 LOCAL = "local-file"  # the hub wants a kind of every dataset: that of one that it does not have
 
 
@@ -21,19 +21,25 @@ def matter(about: Subject) -> str:
     """The block between the two rulers. What is not known, such as a licence, is not in it."""
     kind = about.stage.name
     base = about.base["path"] if is_of_the_hub(about.base) else None
-    trained = {sources.dataset_of(row.path) for row in data_rows(about.stages)} - {None}
+    results = list(_reward_model(about) if kind == "reward" else _policy(about))
     told = ModelCardData(
         library_name="transformers",
         pipeline_tag=TASKS[kind],
         base_model=base,
         base_model_relation="finetune" if base else None,
-        datasets=sorted(map(str, trained)) or None,
+        datasets=sorted(_learnt(about)) or None,
         tags=["rlhf", TAGS[kind], "rlhf-cli"],
-        model_name=None,
+        model_name=visible(about.name) if results else None,
+        eval_results=results or None,
     )
-    if results := list(_reward_model(about) if kind == "reward" else _policy(about)):
-        told.model_name, told.eval_results = visible(about.name), results
     return f"---\n{told.to_yaml()}\n---"
+
+
+def _learnt(about: Subject) -> set[str]:
+    """The hub's datasets that it was trained on."""
+    named = [(stage, key) for stage in about.stages for key in stage.told("data") if key not in HELD_OUT]
+    paths = [stage.setting(key) for stage, key in named]
+    return {dataset for path in paths if isinstance(path, str) and (dataset := sources.dataset_of(path))}
 
 
 def _policy(about: Subject) -> Iterator[EvalResult]:

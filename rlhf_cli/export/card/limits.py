@@ -47,8 +47,9 @@ def _unknown(about: Subject) -> Iterator[str]:
 
 def _noted(about: Subject) -> Iterator[str]:
     """What the run itself has found, the gravest of each stage first."""
-    stages = [stage.name for stage in about.stages] + (["eval"] if about.stage.name == "ppo" else [])
-    for name in dict.fromkeys(stages):
+    of_the_reward = [stage.name for stage in about.reward_models]
+    told = [stage.name for stage in about.stages if stage.name != "reward"] + of_the_reward
+    for name in dict.fromkeys([*told, *(["eval"] if about.stage.name == "ppo" else [])]):
         for finding in glance.findings(about.run, name):
             if finding.grade in ("look", "bad"):
                 yield f"Noted by the run, {name}: {text(finding.text)}."

@@ -53,12 +53,12 @@ def blocks(about: Subject) -> Iterator[str]:
         ("stage", "starts from", "trained for", "time", "device", "seed", "model, sha256"),
         (_stage(about, each) for each in about.stages),
     )
-    if about.stage.name == "ppo":
+    if rewards := list(_rewards(about.stage)):
         yield "What PPO was trained to raise:"
-        yield bullets(_rewards(about.stage))
+        yield bullets(rewards)
     yield "### Data"
     yield table(("stage", "key", "data", "rows", "sha256"), _data(about))
-    yield "Rows are those of the file as it was read, before any were left out for their length."
+    yield "Rows are all that a file holds: fewer were used where some are too long, or `data.max_rows` is set."
     yield "### Settings"
     yield "Those that differ from the defaults, and the main ones."
     yield table(("stage", "key", "value", "default"), (row for stage in about.stages for row in _settings(stage)))
@@ -69,17 +69,6 @@ def blocks(about: Subject) -> Iterator[str]:
     if course := list(_course(about.stage)):
         yield "### Course of PPO"
         yield bullets(course)
-
-
-def reward_sources(stage: Stage) -> dict[str, Mapping[str, Any]]:
-    """The sources of a PPO stage's reward by name."""
-    found = stage.setting("rewards")
-    return found if isinstance(found, dict) and found else {"reward": {"model": "models.reward", "weight": 1.0}}
-
-
-def kind_of(source: Mapping[str, Any]) -> str:
-    """What a source of reward is, in words."""
-    return next((SOURCES[kind] for kind in KINDS if source.get(kind)), "unknown")
 
 
 def _stage(about: Subject, stage: Stage) -> list[str]:
@@ -104,10 +93,13 @@ def _short(sha256: Any) -> str:
 
 
 def _rewards(stage: Stage) -> Iterator[str]:
-    for name, source in reward_sources(stage).items():
-        weight = source.get("weight", 1.0)
-        held_out = "not optimised: a judge that was only watched" if weight == 0 else f"weight {weight:g}"
-        yield f"{code(name)}: {kind_of(source)}, {held_out}"
+    """The terms of PPO's reward; none of another stage."""
+    for name, source in (stage.setting("rewards") or {}).items():
+        kind = next(kind for kind in KINDS if source.get(kind))
+        models = [told for key, told in stage.told("parents").items() if key.startswith(f"rewards.{name}.")]
+        named = f" ({', '.join(map(_parent, models))})" if models else ""
+        weight = f"weight {source['weight']:g}" if source["weight"] else "not optimised: a judge that was only watched"
+        yield f"{code(name)}: {SOURCES[kind]}{named}, {weight}"
     kl_coef, start = stage.setting("ppo.kl_coef"), " at the start" if stage.setting("ppo.adap_kl_ctrl") else ""
     if is_number(kl_coef):
         yield f"less {kl_coef:g}{start} times the KL divergence from the SFT model, in nats"

@@ -12,11 +12,8 @@ from rlhf_cli.report.texts import bounds, percent
 from rlhf_cli.statistics import with_interval
 
 # What a judge may be.
-FUNCTION_OF_THE_USER, MODEL, OWN = (
-    "a Python function",
-    "a reward model",
-    "the reward model that PPO was trained on: a win by it alone proves nothing",
-)
+PYTHON, MODEL = "a Python function", "a reward model"
+OWN = "the reward model that PPO was trained on: a win by it alone proves nothing"
 
 
 def blocks(about: Subject) -> Iterator[str]:
@@ -24,22 +21,20 @@ def blocks(about: Subject) -> Iterator[str]:
     if about.stage.name != "reward":
         yield "## Evaluation"
         yield from _evaluation(about)
-    for stage in about.stages:
-        if stage.name == "reward":
-            yield "## Evaluation" if stage is about.stage else "## The reward model"
-            yield from _report_card(stage)
+    for stage in about.reward_models:
+        yield "## Evaluation" if stage is about.stage else "## The reward model"
+        yield from _report_card(stage)
 
 
 def judges(about: Subject) -> dict[str, str]:
     """What each judge of the evaluation is, in words."""
     evaluation, found = about.run.stages["eval"], {}
-    trained_on = {told["sha256"] for key, told in about.stage.told("parents").items() if key.startswith("rewards.")}
     for name in tables.judges(about.report):
         if FUNCTION.fullmatch(str(evaluation.setting(f"judges.{name}"))):
-            found[name] = FUNCTION_OF_THE_USER
+            found[name] = PYTHON
             continue
         key = "models.reward" if name == "reward" else f"judges.{name}"
-        own = evaluation.told("parents").get(key, {}).get("sha256") in trained_on
+        own = evaluation.told("parents").get(key, {}).get("sha256") in about.rewarded_by
         found[name] = OWN if own else MODEL
     return found
 

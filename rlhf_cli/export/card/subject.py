@@ -47,6 +47,18 @@ class Subject:
         return self.stage.name in self.report.get("models", {})
 
     @property
+    def rewarded_by(self) -> set[str]:
+        """The hashes of the models that PPO was trained on; none of another stage. It may read others for a start."""
+        parents = self.stage.told("parents").items()
+        return {told["sha256"] for key, told in parents if key.startswith("rewards.")}
+
+    @property
+    def reward_models(self) -> list[Stage]:
+        """The reward stages that the card is about: the model's own, or those that PPO was trained on."""
+        reward = [stage for stage in self.stages if stage.name == "reward"]
+        return [stage for stage in reward if stage is self.stage or sha256_of(stage) in self.rewarded_by]
+
+    @property
     def base(self) -> Mapping[str, Any]:
         """What its weights once were, as the first stage tells it: not ours, or empty for fresh weights."""
         stage, below = self.stage, started_from(self.stage)
