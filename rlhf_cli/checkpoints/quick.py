@@ -46,8 +46,8 @@ def _read(config: Any, reference: Any) -> str:
 
 
 def _weights(parent: Parent) -> list[Path]:
-    """The files that make a model which no stage of ours wrote."""
-    own = foreign_files(parent.model)
+    """The files that make a model which no stage of ours wrote, and their folder: its date tells that one is gone."""
+    own = [parent.model, *foreign_files(parent.model)]
     return own + (_weights(parent.base) if parent.base and not parent.base.sha256 else [])
 
 
