@@ -24,6 +24,7 @@ FLOORS = [
         "tracking",
         "verdict.*",
         "explain",
+        "from_trl.*",
         "ppo.advantages",
         "ppo.finite",
         "ppo.losses",
@@ -46,7 +47,7 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config explain pipeline ppo.settings presets processes progress report reward_card room "
+    "check cli checkpoints config explain from_trl pipeline ppo.settings presets processes progress report reward_card room "
     "rows signals sources statistics terminal verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}

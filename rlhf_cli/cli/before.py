@@ -33,9 +33,24 @@ def init(
         float | None,
         typer.Option("--minutes", metavar="N", min=1, help="preferences: time for the run; 30 on a CPU, else 480."),
     ] = None,
+    from_trl: Annotated[
+        Path | None,
+        typer.Option("--from-trl", metavar="FILE", help="Write DIR/ppo.yaml from what TRL's PPO was told in FILE."),
+    ] = None,
+    trl: Annotated[
+        str | None, typer.Option("--trl", metavar="0.11|1.12", help="--from-trl: which TRL; seen by its names.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a ready folder of configs, with what they need."""
+    if from_trl is not None:
+        if preset is None or folder is not None:
+            text = "--from-trl takes the folder to write, and no preset"
+            raise RLHFError("C11", text, hint=f"rlhf init --from-trl {from_trl} runs/mine")
+        from rlhf_cli import from_trl as moving
+
+        moving.init(from_trl, Path(preset), trl)
+        return
     from rlhf_cli import presets
 
     if list_:

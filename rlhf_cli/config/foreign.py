@@ -107,7 +107,7 @@ FOREIGN: dict[str, Foreign] = {
     "lora_target_modules": Foreign("target_modules"),
     "use_peft": Foreign("models.adapters", "{kind: lora, r: 16, lora_alpha: 32}"),
     "is_peft_model": Foreign("models.adapters", "{kind: lora}"),
-    **_none("models.adapters makes one of each model by itself", "model_adapter_name", "reward_adapter"),
+    **_none("each model has adapters of its own, which need no names", "model_adapter_name", "reward_adapter"),
     **_none("PPO turns dropout off", "lora_dropout"),
     **_none(
         "the weights below PPO's adapters are whole; models.dtype: bfloat16 halves them",
@@ -157,7 +157,7 @@ FOREIGN: dict[str, Foreign] = {
     **_none("ppo.bf16 and `--nproc` say what accelerate was told", "accelerator_kwargs", "accelerator_config"),
     **_none(
         "ppo.fsdp cuts the models up over several processes (docs/scale.md); ZeRO is for SFT and the reward model",
-        "deepspeed", "config_file", "use_deepspeed", "zero_stage",
+        "deepspeed",
     ),
     **_none("ppo.fsdp: true is all that there is to say (docs/scale.md)", "fsdp_config"),
     **_none("the policy is gathered for a rollout by itself", "ds3_gather_for_generation"),
