@@ -47,8 +47,8 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config explain from_trl pipeline ppo.settings presets processes progress report reward_card room "
-    "rows signals sources statistics terminal verdict"
+    "check cli checkpoints config explain from_trl pipeline ppo.settings presets processes progress report reward_card "
+    "room rows signals sources statistics terminal verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

@@ -43,10 +43,16 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Write a ready folder of configs, with what they need."""
-    if from_trl is not None:
-        if preset is None or folder is not None:
-            text = "--from-trl takes the folder to write, and no preset"
-            raise RLHFError("C11", text, hint=f"rlhf init --from-trl {from_trl} runs/mine")
+    wishes = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
+    if from_trl is not None or trl is not None:
+        others = [name for name, value in {**wishes, "seed": seed}.items() if value]
+        if from_trl is None or preset is None or folder is not None or others:
+            text = (
+                f"--from-trl does not go with --{others[0]}"
+                if others
+                else "--from-trl takes a file, and a folder alone"
+            )
+            raise RLHFError("C11", text, hint="rlhf init --from-trl train.py runs/mine")
         from rlhf_cli import from_trl as moving
 
         moving.init(from_trl, Path(preset), trl)
@@ -63,7 +69,6 @@ def init(
             folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes, seed=seed
         )
         return
-    wishes = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
     if preset in presets.PRESETS and (given := [name for name, value in wishes.items() if value]):
         raise RLHFError("C11", f"--{given[0]} belongs to `rlhf init preferences`", hint="leave it out")
     presets.init(preset, folder, seed=seed)

@@ -125,6 +125,7 @@ FOREIGN: dict[str, Foreign] = {
     "dataset_config": Foreign("data.subset"),
     "dataset_train_split": Foreign("data.prompts", "OWNER/NAME[SPLIT]"),
     "dataset_test_split": Foreign("data.eval_prompts", "OWNER/NAME[SPLIT]"),
+    **_none("a folder of a data set stands behind its name, OWNER/NAME/FOLDER", "data_dir"),
     **_none("rows are read once and their tokens kept", "dataset_num_proc"),
     **_none("data.max_rows streams the first rows of a dataset that is not in the hub's cache", "dataset_streaming"),
     **_none("no columns are read but those that are needed", "remove_unused_columns"),

@@ -47,7 +47,11 @@ def init(file: Path, folder: Path, version: str | None = None) -> None:
             stream.write(page.text(placing, str(file)))
     except FileExistsError as error:
         raise taken from error
-    config.load("ppo", target)
+    try:
+        config.load("ppo", target)
+    except RLHFError:
+        target.unlink()
+        raise
     terminal.out(f"{shown(file)} is of TRL {placing.version}: {'--trl says so' if version else why}")
     report.show(placing, file.name, target)
 

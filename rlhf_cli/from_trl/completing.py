@@ -26,11 +26,14 @@ def complete(placing: Placing) -> None:
     """
     own = _own(placing.version) | {key: placed for key, placed in placing.placed.items() if not placed.given}
     placing.placed = {key: placed for key, placed in placing.placed.items() if placed.given}
-    ours = _accepted(placing, own).model_dump()
     for key, placed in own.items():
-        if key not in placing.unfilled and _is_free(key, placing) and placed.value != _at(ours, key):
+        if key not in placing.unfilled and _is_free(key, placing):
             placing.placed[key] = placed
-    _accepted(placing, own)
+    config = _accepted(placing, own)
+    for key, placed in list(placing.placed.items()):
+        del placing.placed[key]
+        if placed.given or not _is(config, tree_of(placing)):
+            placing.placed[key] = placed
 
 
 def tree_of(placing: Placing) -> dict[str, Any]:
@@ -52,11 +55,11 @@ def _own(version: str) -> dict[str, Placed]:
         key, value = home(name), option.default
         if not key or not key.startswith("ppo.") or option.ignored or option.computed or is_off(name, value):
             continue
-        if value is None and not takes_none(key):
+        if value is None and (key in LENGTHS or not takes_none(key)):
             continue
         words = FOREIGN[name].words if name in FOREIGN else {}
         told = parse_value(words[str(value)]) if str(value) in words else value
-        found[key] = Placed(key, fitting(key, told), name, value, given=False)
+        found[key] = Placed(key, fitting(key, told), name, value, option.remark, given=False)
     return found | {key: Placed(key, value, "", None, note, False) for key, (value, note) in HABITS[version].items()}
 
 
@@ -92,7 +95,8 @@ def _blame(placing: Placing, own: dict[str, Placed], problem: Problem) -> None:
         raise RLHFError.of([problem])
     placed = placing.placed.pop((about or named or below)[0])
     own.pop(placed.key, None)
-    why = f"{problem.text}; {problem.hint}" if problem.hint else problem.text
+    text = problem.text.removeprefix(f"{where}: ").removeprefix(f"{where.partition('.')[0]}: ")
+    why = f"{text}; {problem.hint}" if problem.hint else text
     placing.unplaced.append(Unplaced(placed.name or placed.key, placed.was, placed.where, why))
 
 
@@ -101,7 +105,9 @@ def _is_free(key: str, placing: Placing) -> bool:
     return not others & placing.placed.keys()
 
 
-def _at(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
+def _is(config: PPOConfig, tree: dict[str, Any]) -> bool:
+    """Whether a tree without a key is the same config still."""
+    try:
+        return PPOConfig.model_validate(tree) == config
+    except ValidationError:
+        return False

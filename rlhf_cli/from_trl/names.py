@@ -26,6 +26,7 @@ class Names:
         stored = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
         given = list(_given(nodes))
         fields = [each for node in nodes if isinstance(node, ast.ClassDef) for each in _given(node.body)]
+        stored.subtract(field for field, _ in fields)
         twice = Counter(field for field, _ in fields)
         self.targets = {value: target for target, value in given}
         self.constants = {target: value for target, value in _given(tree.body) if stored[target] == 1}

@@ -1,6 +1,6 @@
 """Options of TRL's on their way into a ppo.yaml: what has a place under one name or another, and what has none."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -67,19 +67,22 @@ class Placing:
     processes: Any = None
 
     def __post_init__(self) -> None:
-        for setting in self._without_secrets():
+        for setting in self._settings():
             before = self.given.get(setting.name)
             if before and before.value != setting.value:
                 self.refuse(before, f"{setting.where} says it again")  # the last one counts, as on a command line
             self.given[setting.name] = setting
         self.left = dict(self.given)
 
-    def _without_secrets(self) -> list[Setting]:
+    def _settings(self) -> list[Setting]:
+        """What was read, without secrets; an empty text is nothing."""
         kept = []
         for setting in self.read.settings:
+            if setting.value == "":
+                setting = replace(setting, value=None)
             if secrets.take_out({setting.name: setting.value}, str):
                 why = "a secret has no place in a file; the environment has, such as HF_TOKEN"
-                self.unplaced.append(Unplaced(setting.name, None, setting.where, why))
+                self.unplaced.append(Unplaced(setting.name, "[secret]", setting.where, why))
             else:
                 kept.append(setting)
         return kept
@@ -128,7 +131,9 @@ class Placing:
         key = home(name)
         if option and option.computed:
             self.refuse(setting, f"TRL {self.version} computed it by itself")
-        elif is_off(name, value) or (value is None and not (key and takes_none(key))):
+        elif value is None and not (key and takes_none(key)):
+            self.done(setting, "nothing is set there")
+        elif is_off(name, value):
             self.done(setting, "it is always so here")
         elif key:
             words = FOREIGN[name].words if name in FOREIGN else {}

@@ -54,7 +54,7 @@ def read(text: str, name: str) -> Read:
             tree = ast.parse(text)
         return _Script(tree, name).settings()
     except SyntaxError as error:
-        raise RLHFError("C08", f"not valid Python: {error.msg}", where=f"{name}:{error.lineno}") from error
+        raise RLHFError("C08", f"not valid Python: {error.msg}", where=f"{name}:{error.lineno or 1}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise RLHFError("C08", "no Python that a person would write", where=name) from error
 
@@ -111,7 +111,7 @@ class _Script:
                 self._lost(f"{name}(...)", node, "options stand there without their names")
         elif name == "LoraConfig":
             self.read.add("use_peft", True, self._where(node), name)
-            self._some(keywords, OF_LORA)
+            self._some(keywords, OF_LORA, name)
         elif name in ("PPOTrainer", "PPOv2Trainer"):
             self._some(keywords, OF_TRAINER)
         elif name == "create_reference_model":
@@ -130,7 +130,7 @@ class _Script:
     def _some(self, keywords: dict[str, ast.expr], names: dict[str, str], call: str = "") -> None:
         for option, value in keywords.items():
             if option in names and not (isinstance(value, ast.Constant) and value.value is None):
-                self._add(names[option], value, call if names[option] != option else "")
+                self._add(names[option], value, f"{call}.{option}" if names[option] != option else "")
 
     def _dataset(self, node: ast.Call, keywords: dict[str, ast.expr]) -> None:
         if any(setting.name == "dataset_name" for setting in self.read.settings):

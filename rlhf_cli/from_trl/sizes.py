@@ -49,10 +49,10 @@ def of_new(rows: int, parts: int, minibatches: int, *, grown: bool) -> tuple[Siz
     made = steps_made(parts, minibatches)
     if made == minibatches:
         return sizes, f"{sizes.episodes} episodes an update, {_steps(minibatches)}, as there"
-    told = f"{_steps(minibatches)} here, {float(made):.3g} in TRL since 0.17"
+    told = f"{_steps(minibatches)} here; TRL since 0.17 made {float(made):.3g}"
     if made.denominator == 1 and sizes.episodes % made == 0:
-        told += f" (num_mini_batches: {made})"
-    return sizes, f"{told}; before, an update had {minibatches} times the episodes"
+        told += f" (for that: num_mini_batches: {made})"
+    return sizes, f"{told}, and before, an update had {minibatches} times the episodes"
 
 
 def steps_made(parts: int, minibatches: int) -> Fraction:

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from rlhf_cli.config.foreign import FOREIGN
 from rlhf_cli.from_trl import sizes
-from rlhf_cli.from_trl.placing import Placed, Placing
-from rlhf_cli.from_trl.versions import OLD
+from rlhf_cli.from_trl.placing import Placed, Placing, fitting
+from rlhf_cli.from_trl.versions import OLD, UNCLIPPED
 
-UNCLIPPED = 1e9  # a limit of the gradient's norm that is never reached
 OF_ADAPTERS = {name for name in FOREIGN if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
 OF_PEFT = {"lora_r": ("models.adapters.r", 8), "lora_alpha": ("models.adapters.lora_alpha", 8)}
 SPLIT = re.compile(r"[\w.-]+")
@@ -64,7 +64,8 @@ def responses(placing: Placing) -> None:
         if setting and isinstance(setting.value, int) and setting.value < 0:
             placing.put("ppo.stop_token", "none", setting, "no token has this id: a response never ends early")
         elif setting and setting.value is not None:
-            placing.put("ppo.stop_token_id", setting.value, setting)
+            note = "where the model has no such token, as some made sure of: stop_token: none"
+            placing.put("ppo.stop_token_id", setting.value, setting, note if name == "eos_token_id" else "")
     stop, by_id = placing.take("stop_token"), "ppo.stop_token_id" in placing.placed
     if stop and by_id:
         placing.refuse(stop, "stop_token_id says it")
@@ -82,13 +83,14 @@ def responses(placing: Placing) -> None:
 
 def models(placing: Placing) -> None:
     """Policy, reward and value model; a classifier's pipeline is a reward of its own kind."""
-    policy = [setting for name in ("sft_model_path", "model_name") if (setting := placing.take(name))]
+    policy = [each for name in ("sft_model_path", "model_name") if (each := placing.given.get(name)) and each.value]
     for setting in policy:
+        placing.take(setting.name)
         placing.put("models.sft", setting.value, setting)
     if policy:
         placing.leave("model_name_or_path", "TRL took the tokenizer from it; here it is the one of models.sft")
-    elif setting := placing.take("model_name_or_path"):
-        placing.put("models.sft", setting.value, setting)
+    elif start := placing.take("model_name_or_path"):
+        placing.put("models.sft", start.value, start)
     else:
         placing.to_say["models.sft"] = "the policy's start and its reference; RUN/sft, which `rlhf sft` makes, is taken"
     ref = placing.given.get("ref_model_path")
@@ -107,14 +109,20 @@ def models(placing: Placing) -> None:
             placed = Placed(f"rewards.classifier.{key}", value, "", None, note, where=reward.where)
             placing.placed[placed.key] = placed
     elif not placing.has("reward_model", "reward_model_path"):
-        taken = "RUN/reward, which `rlhf reward` makes, is taken"
-        placing.to_say["rewards"] = OWN_REWARD if placing.version == OLD else f"models.reward: {taken}"
+        if placing.version == OLD:
+            placing.to_say["rewards"] = OWN_REWARD
+        else:
+            placing.to_say["models.reward"] = "RUN/reward, which `rlhf reward` makes, is taken"
 
 
 def prompts(placing: Placing) -> None:
     """A data set and its splits."""
     data = placing.take("dataset_name") or placing.take("query_dataset")
     train, test = placing.take("dataset_train_split"), placing.take("dataset_test_split")
+    folder = placing.given.get("data_dir")
+    if data and folder and isinstance(folder.value, str) and placing.take("data_dir"):
+        data = replace(data, value=f"{data.value}/{folder.value}")
+        placing.done(folder, f"data.prompts: {data.value}")
     if data is None:
         for split in filter(None, (train, test)):
             placing.refuse(split, "of a data set that the file does not name")
@@ -161,7 +169,8 @@ def training(placing: Placing) -> None:
         placing.put("ppo.warmup_ratio", steps.value, steps)
     if steps and steps.value and ratio and ratio.value:
         placing.leave("warmup_ratio", "warmup_steps overrules it, there too")
-    if placing.has("fp16") and placing.given["fp16"].value is True and not placing.has("bf16"):
+    half = placing.given.get("fp16")
+    if half and fitting("ppo.fp16", half.value) is True:
         placing.unfilled.add("ppo.bf16")
     cut = placing.given.get("fsdp")
     if cut and cut.value and placing.take("fsdp"):

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_cli.from_trl.settings import Read
 
 OLD, NEW = "0.11", "1.12"
+UNCLIPPED = 1e9  # a limit of the gradient's norm that is never reached
 SOURCES = {
     OLD: "TRL 0.11, trl/trainer/ppo_config.py; where a remark stands, ppo_trainer.py",
     NEW: "TRL 1.12, trl/experimental/ppo/ppo_config.py; where a remark stands, ppo_trainer.py",
@@ -54,7 +55,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "project_kwargs": Option({}),
         "tracker_project_name": Option("trl"),
         "push_to_hub_if_best_kwargs": Option({}),
-        "steps": Option(20000, "counted episodes, and nothing stopped at it but a loop over total_ppo_epochs"),
+        "steps": Option(20000, "no loop ended at it but yours, over total_ppo_epochs", ignored=True),
         "learning_rate": Option(1.41e-5),
         "adap_kl_ctrl": Option(True),
         "init_kl_coef": Option(0.2),
@@ -131,7 +132,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "learning_rate": Option(3e-6),
         "per_device_train_batch_size": Option(8),
         "gradient_accumulation_steps": Option(1),
-        "num_train_epochs": Option(3.0, "total_episodes overruled it"),
+        "num_train_epochs": Option(3.0),
         "lr_scheduler_type": Option("linear"),
         "warmup_ratio": Option(None),
         "warmup_steps": Option(0, "a number below 1 was a ratio"),
@@ -160,10 +161,12 @@ HABITS: dict[str, dict[str, tuple[Any, str]]] = {
         "ppo.lr_scheduler_type": ("constant", "no schedule, unless one was handed to PPOTrainer"),
         "ppo.temperature": (1.0, "log-probs were those of temperature 1"),
         "ppo.missing_eos_penalty": (None, "there was none"),
+        "ppo.max_grad_norm": (UNCLIPPED, "nothing was clipped: a limit that is never reached"),
     },
     NEW: {
         "ppo.stop_token": ("none", "null: a response never ended early; eos: at the SFT checkpoint's stop token"),
-        "ppo.max_grad_norm": (1e9, "nothing was ever clipped: a limit that is never reached; 1.0 is a good one"),
+        "ppo.max_grad_norm": (UNCLIPPED, "nothing was ever clipped: a limit that is never reached; 1.0 is a good one"),
+        "ppo.ratio_threshold": (None, "no minibatch was ever skipped"),
     },
 }
 
