@@ -23,8 +23,8 @@ from pydantic.fields import FieldInfo
 from rlhf_cli import config, terminal
 from rlhf_cli.codes import CODES
 from rlhf_cli.config import trl
+from rlhf_cli.config.foreign import FOREIGN
 from rlhf_cli.config.keys import PathKey, field_at, field_shape, shape
-from rlhf_cli.config.unknown import COUNTED_OTHERWISE, REFUSED, RENAMED
 from rlhf_cli.errors import RLHFError, nearest
 from rlhf_cli.ppo.settings.recipes import RECIPES
 
@@ -175,11 +175,14 @@ def _at(stage: str, name: str) -> Found | None:
 def _renamed(name: str) -> tuple[list[Found], str] | None:
     """The keys that an old or foreign name means, and how to say so."""
     section, _, last = name.rpartition(".")
-    if last not in RENAMED:
+    foreign = FOREIGN.get(last)
+    if foreign is None or foreign.key is None:
         return None
-    new, values = RENAMED[last]
-    words = ", ".join(f"{theirs} is {ours}" for theirs, ours in values.items() if theirs != ours)
-    text = "; ".join(filter(None, (f"{name} is called {new} here", COUNTED_OTHERWISE.get(last), words)))
+    new, words = (
+        foreign.key,
+        ", ".join(f"{theirs} is {ours}" for theirs, ours in foreign.words.items() if theirs != ours),
+    )
+    text = "; ".join(filter(None, (f"{name} is called {new} here", foreign.why, words)))
     return (_find(f"{section}.{new}") if section else []) or _find(new), text
 
 
@@ -188,10 +191,10 @@ def _unknown(name: str) -> RLHFError:
         family = [code for code in CODES if code[0] == name[0].upper()]
         hint = f"there are {family[0]} to {family[-1]}" if family else "rlhf explain --all lists all codes"
         return RLHFError("C01", f"unknown code {name.upper()}", hint=hint)
-    if why := REFUSED.get(name.rpartition(".")[2]):
-        return RLHFError("C01", f"there is no key {name}", hint=why)
-    paths = [key for _, key, _ in _keys()]
-    known = paths if "." in name else [*(path.rpartition(".")[2] for path in paths), *RENAMED]
+    if foreign := FOREIGN.get(name.rpartition(".")[2]):
+        return RLHFError("C01", f"there is no key {name}", hint=foreign.why)
+    paths, renamed = [key for _, key, _ in _keys()], [old for old, foreign in FOREIGN.items() if foreign.key]
+    known = paths if "." in name else [*(path.rpartition(".")[2] for path in paths), *renamed]
     near = nearest(name, known) or nearest(name.rpartition(".")[2], [path.rpartition(".")[2] for path in paths])
     hint = f"did you mean {near}?" if near else "rlhf explain --all lists all keys and codes"
     return RLHFError("C01", f"unknown key {name}", hint=hint)

@@ -9,7 +9,7 @@ import pytest
 from bad_configs import HEAD, only
 
 from rlhf_cli.config import CONFIGS, keys, load
-from rlhf_cli.config.unknown import REFUSED, RENAMED
+from rlhf_cli.config.foreign import FOREIGN
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ overlong_buffer_len: 16
     hint: use overlong_penalty; {tokens: n, factor: f}
 top_k: 50
     C01 unknown key ppo.top_k
-    hint: log-probs are those of the full softmax, and responses must be drawn from the same: take the line out
+    hint: log-probs are those of the full softmax, and responses must be drawn from the same; take the line out
 is_encoder_decoder: true
     C01 unknown key ppo.is_encoder_decoder
     hint: encoder-decoder models cannot be trained; take the line out
@@ -390,8 +390,10 @@ def test_good_fields_of_the_trainer_pass() -> None:
 
 def test_old_names_point_at_keys_that_exist() -> None:
     paths = {key for stage in CONFIGS for key in keys(stage)}
-    assert {new for new, _ in RENAMED.values()} <= paths | {key.rpartition(".")[2] for key in paths}
-    assert not (RENAMED.keys() | REFUSED.keys()) & {key.partition(".")[2] for key in keys("ppo")}
+    renamed = {foreign.key for foreign in FOREIGN.values() if foreign.key}
+    assert renamed <= paths | {key.rpartition(".")[2] for key in paths}
+    assert not FOREIGN.keys() & {key.partition(".")[2] for key in keys("ppo")}
+    assert all(foreign.key or foreign.why for foreign in FOREIGN.values())
 
 
 def test_the_list_of_trl_fields_is_current() -> None:

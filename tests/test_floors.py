@@ -25,6 +25,7 @@ FLOORS = [
         "tracking",
         "verdict.*",
         "explain",
+        "from_trl.*",
         "ppo.advantages",
         "ppo.finite",
         "ppo.losses",
@@ -56,8 +57,8 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config explain pipeline ppo.settings presets processes progress report reward_card room "
-    "rows run_folders signals sources statistics status terminal times trackers verdict"
+    "check cli checkpoints config explain from_trl pipeline ppo.settings presets processes progress report reward_card "
+    "room rows run_folders signals sources statistics status terminal times trackers verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

@@ -12,10 +12,11 @@ from typer.testing import CliRunner, Result
 
 from rlhf_cli import config, rows
 from rlhf_cli.cli import app
+from rlhf_cli.config.written import aligned
 from rlhf_cli.data import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.preferences import aligned, split
+from rlhf_cli.preferences import split
 from rlhf_cli.preferences.facts import Facts, count_parameters, quantile
 from rlhf_cli.preferences.sizes import EPISODES, choose, rate
 from rlhf_cli.sources import Place

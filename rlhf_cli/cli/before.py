@@ -37,9 +37,30 @@ def init(
         float | None,
         typer.Option("--minutes", metavar="N", min=1, help="preferences: time for the run; 30 on a CPU, else 480."),
     ] = None,
+    from_trl: Annotated[
+        Path | None,
+        typer.Option("--from-trl", metavar="FILE", help="Write DIR/ppo.yaml from what TRL's PPO was told in FILE."),
+    ] = None,
+    trl: Annotated[
+        str | None, typer.Option("--trl", metavar="0.11|1.12", help="--from-trl: which TRL; seen by its names.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a ready folder of configs, with what they need."""
+    wishes = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
+    if from_trl is not None or trl is not None:
+        others = [name for name, value in {**wishes, "seed": seed}.items() if value]
+        if from_trl is None or preset is None or folder is not None or others:
+            text = (
+                f"--from-trl does not go with --{others[0]}"
+                if others
+                else "--from-trl takes a file, and a folder alone"
+            )
+            raise RLHFError("C11", text, hint="rlhf init --from-trl train.py runs/mine")
+        from rlhf_cli import from_trl as moving
+
+        moving.init(from_trl, Path(preset), trl)
+        return
     from rlhf_cli import presets
 
     if list_:
@@ -52,7 +73,6 @@ def init(
             folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes, seed=seed
         )
         return
-    wishes = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
     if preset in presets.PRESETS and (given := [name for name, value in wishes.items() if value]):
         raise RLHFError("C11", f"--{given[0]} belongs to `rlhf init preferences`", hint="leave it out")
     presets.init(preset, folder, seed=seed)

@@ -71,7 +71,7 @@ class Source:
 def read(path: str | Path) -> Source:
     """Reads a config file. Raises RLHFError C08 (syntax), C09 (no such file, not a mapping...) or S02 (unsafe)."""
     name = str(path)
-    text = _text(Path(path), name)
+    text = text_of(path)
     node = _compose(text, name)
     if node is None:
         raise RLHFError("C09", "the config is empty", where=name, hint="rlhf init writes ready ones")
@@ -188,14 +188,16 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> RLHFErro
     return RLHFError("C08", f"not valid YAML: {problem}", where=where, hint=hint)
 
 
-def _text(path: Path, name: str) -> str:
+def text_of(file: str | Path) -> str:
+    """A file's text. Raises RLHFError C09 where it cannot be read, S02 where it is larger than any honest config."""
+    path, name = Path(file), str(file)
     if os.path.isdir(path):
         raise RLHFError("C09", "this is a folder, a config file is needed", where=name, hint=_configs_in(path))
     if not os.path.isfile(path):
         raise RLHFError("C09", "there is no such config", where=name, hint=_configs_near(path))
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise RLHFError("C09", f"the config cannot be read: {error.strerror}", where=name) from error
     if len(raw) > MAX_BYTES:

@@ -1,7 +1,5 @@
 """`rlhf init preferences`: one file of preference pairs and a base model in, a folder ready for `rlhf run` out."""
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rlhf_cli import checkpoints, config, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import json_schema
+from rlhf_cli.config.written import aligned, written
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import tokenizers
 from rlhf_cli.preferences import facts, split
@@ -20,7 +19,6 @@ from rlhf_cli.rows import write_jsonl
 from rlhf_cli.sources import Source
 
 STAGES = ("sft", "reward", "ppo", "eval")
-COLUMN = 34  # where comments stand
 FILES = ("sft", "sft_eval", "pairs", "pairs_eval", "prompts", "heldout")
 
 
@@ -85,7 +83,7 @@ def write_configs(folder: Path, templates: Path, wish: Wish, base: Parent, style
     """The YAMLs, out of the templates of configs/preferences; each must load."""
     pages = Environment(loader=FileSystemLoader(templates), undefined=StrictUndefined, trim_blocks=True)
     values: dict[str, Any] = {
-        "base": quoted(base.hub or str(base.path.resolve())),
+        "base": written(base.hub or str(base.path.resolve())),
         "data": Source.of(wish.data).shown(),
         "seed": wish.seed,
         "style": style,
@@ -98,18 +96,6 @@ def write_configs(folder: Path, templates: Path, wish: Wish, base: Parent, style
         )
         config.load(stage, file)
     json_schema.write_beside(folder, STAGES)
-
-
-def quoted(text: str) -> str:
-    """A text as a YAML value: in quotes where it holds more than letters, digits and the usual signs of a path."""
-    return text if re.fullmatch(r"[A-Za-z./~][\w./~-]*", text) else json.dumps(text, ensure_ascii=False)
-
-
-def aligned(text: str) -> str:
-    """The YAML with its comments in one column, whatever the length of the values."""
-    lines = [re.fullmatch(r"( *[^# ].*?) {2,}(# .*)", line) or line for line in text.rstrip().splitlines()]
-    told = [line if isinstance(line, str) else f"{line[1]:<{COLUMN - 2}}  {line[2]}" for line in lines]
-    return "\n".join(told) + "\n"
 
 
 def report(folder: Path, style: split.Style, parts: split.Parts, known: facts.Facts, sizes: Sizes) -> None:

@@ -1,0 +1,203 @@
+"""Options of TRL's on their way into a ppo.yaml: what has a place under one name or another, and what has none."""
+
+from dataclasses import dataclass, field, replace
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from rlhf_cli.config import PPOConfig, secrets, trl
+from rlhf_cli.config.foreign import FOREIGN
+from rlhf_cli.config.keys import field_at, field_shape, keys_of, parts_of
+from rlhf_cli.config.yaml_source import parse_value
+from rlhf_cli.errors import nearest
+from rlhf_cli.from_trl.settings import Read, Setting
+from rlhf_cli.from_trl.versions import OPTIONS
+
+# Our keys that an option may mean; those of the first section that has one.
+SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
+KEYS = {key for key, known in keys_of(PPOConfig).items() if field_shape(known).model is not known.annotation}
+KEYS -= {"stage", "run", "rewards"}
+# Values at which an option asks for what is always so here.
+OFF: dict[str, tuple[Any, ...]] = {
+    "top_k": (0,), "top_p": (1,), "min_p": (0,), "typical_p": (1,), "repetition_penalty": (1,), "num_beams": (1,),
+    "min_length": (-1, 0), "min_new_tokens": (-1, 0), "do_sample": (True,), "use_peft": (False,), "fp16": (False,),
+    "is_peft_model": (False,), "load_in_8bit": (False,), "load_in_4bit": (False,), "is_encoder_decoder": (False,),
+    "trust_remote_code": (False,), "push_to_hub": (False,), "report_to": ("none", []), "model_revision": ("main",),
+    "warmup_ratio": (0,), "warmup_steps": (0,), "fsdp": ("", [], False), "push_to_hub_if_best_kwargs": ({},),
+    "tracker_kwargs": ({},), "project_kwargs": ({},), "accelerator_kwargs": ({},),
+}  # fmt: skip
+YES, NO = ("yes", "y", "t", "1"), ("no", "n", "f", "0")  # what transformers' parser takes for true and false, too
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A key of ppo.yaml, its value, and what both were there; "" as the key: there is nothing to write."""
+
+    key: str
+    value: Any
+    name: str
+    was: Any
+    note: str = ""
+    given: bool = True  # by the file; else it is TRL's own value
+    where: str = ""  # FILE:LINE; "" where the file left it out
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """An option without a place, and why it has none."""
+
+    name: str
+    value: Any
+    where: str
+    why: str
+
+
+@dataclass
+class Placing:
+    """The options of one file: those that are still to be placed, and what has become of the others."""
+
+    version: str
+    read: Read
+    given: dict[str, Setting] = field(default_factory=dict)
+    left: dict[str, Setting] = field(default_factory=dict)
+    placed: dict[str, Placed] = field(default_factory=dict)  # by key
+    nothing: list[Placed] = field(default_factory=list)
+    unplaced: list[Unplaced] = field(default_factory=list)
+    to_say: dict[str, str] = field(default_factory=dict)  # keys that the file leaves to the user, and what they are
+    unfilled: set[str] = field(default_factory=set)  # keys that are not to have TRL's own value either
+    processes: Any = None
+
+    def __post_init__(self) -> None:
+        for setting in self._settings():
+            before = self.given.get(setting.name)
+            if before and before.value != setting.value:
+                self.refuse(before, f"{setting.where} says it again")  # the last one counts, as on a command line
+            self.given[setting.name] = setting
+        self.left = dict(self.given)
+
+    def _settings(self) -> list[Setting]:
+        """What was read, without secrets; an empty text is nothing."""
+        kept = []
+        for setting in self.read.settings:
+            if setting.value == "":
+                setting = replace(setting, value=None)
+            if secrets.take_out({setting.name: setting.value}, str):
+                why = "a secret has no place in a file; the environment has, such as HF_TOKEN"
+                self.unplaced.append(Unplaced(setting.name, "[secret]", setting.where, why))
+            else:
+                kept.append(setting)
+        return kept
+
+    def has(self, *names: str) -> bool:
+        """Whether the file has one of these options."""
+        return any(name in self.given for name in names)
+
+    def value(self, name: str) -> Any:
+        """What an option of this TRL is: the file's value, else its default."""
+        return self.given[name].value if name in self.given else OPTIONS[self.version][name].default
+
+    def take(self, name: str) -> Setting | None:
+        """An option that is still to be placed, which then is not any more."""
+        return self.left.pop(name, None)
+
+    def put(self, key: str, value: Any, setting: Setting, note: str = "") -> None:
+        """A key for an option that the file has. A key that has its value already keeps it."""
+        value = fitting(key, value)
+        if (before := self.placed.get(key)) is None:
+            self.placed[key] = Placed(key, value, setting.shown, setting.value, note, where=setting.where)
+        elif before.value != value:
+            self.refuse(setting, f"{before.name} says it")
+
+    def refuse(self, setting: Setting, why: str) -> None:
+        """An option that has no place."""
+        self.unplaced.append(Unplaced(setting.shown, setting.value, setting.where, why))
+
+    def leave(self, name: str, why: str) -> None:
+        """An option that has no place, where the file has it."""
+        if setting := self.take(name):
+            self.refuse(setting, why)
+
+    def done(self, setting: Setting, note: str) -> None:
+        """An option for which nothing needs to be written."""
+        self.nothing.append(Placed("", None, setting.shown, setting.value, note, where=setting.where))
+
+    def rest(self) -> None:
+        """All that is still to be placed, each option by its name alone."""
+        for setting in list(self.left.values()):
+            self._by_name(setting)
+        self.left.clear()
+
+    def _by_name(self, setting: Setting) -> None:
+        name, value, option = setting.name, setting.value, OPTIONS[self.version].get(setting.name)
+        key = home(name)
+        if option and option.computed:
+            self.refuse(setting, f"TRL {self.version} computed it by itself")
+        elif value is None and not (key and takes_none(key)):
+            self.done(setting, "nothing is set there")
+        elif is_off(name, value):
+            self.done(setting, "it is always so here")
+        elif key:
+            words = FOREIGN[name].words if name in FOREIGN else {}
+            ignored = f"takes effect here; TRL {self.version} accepted it, without effect"
+            told = parse_value(words[str(value)]) if str(value) in words else value
+            self.put(key, told, setting, ignored if option and option.ignored else "")
+        else:
+            self.refuse(setting, why_not(name))
+
+
+def home(name: str) -> str | None:
+    """Our key for an option of theirs that means the same, as a path from the top of the file."""
+    last = FOREIGN[name].key if name in FOREIGN else name
+    return next((section + last for section in SECTIONS if section + last in KEYS), None) if last else None
+
+
+def why_not(name: str) -> str:
+    """Why an option has no key here."""
+    if name in FOREIGN and FOREIGN[name].key is None:
+        return FOREIGN[name].why
+    if name in trl.OWNED or name.startswith(trl.OWNED_FAMILIES):
+        return "it is done by itself"
+    if name in trl.fields_of("sft"):
+        return "PPO does not use transformers' Trainer, whose setting it is"
+    if name in FOREIGN:
+        return f"ppo.yaml has no {FOREIGN[name].key}"
+    near = nearest(name, known(), cutoff=0.8)
+    return "unknown, here and in TRL" + (f"; did you mean {near}?" if near else "")
+
+
+def known() -> set[str]:
+    """Every name that an option may have."""
+    theirs = {name for options in OPTIONS.values() for name in options}
+    return theirs | set(FOREIGN) | {key.rpartition(".")[2] for key in KEYS}
+
+
+def takes_none(key: str) -> bool:
+    """Whether a key may be null."""
+    return NoneType in _types(key)
+
+
+def fitting(key: str, value: Any) -> Any:
+    """The value as our key has it, where it says the same in another type: 10000.0, "yes", a list's only entry."""
+    types = _types(key)
+    if bool in types and isinstance(value, str) and value.lower() in (*YES, *NO):
+        return value.lower() in YES
+    if int in types and float not in types and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if types <= {str, NoneType} and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    words = {word for each in types if get_origin(each) is Literal for word in get_args(each)}
+    in_list = isinstance(value, str) and value not in words and any(get_origin(each) is list for each in types)
+    return [value] if in_list else value
+
+
+def _types(key: str) -> set[Any]:
+    ours = field_at(PPOConfig, tuple(key.split(".")))
+    return set(filter(_is_type, parts_of(ours.annotation))) if ours else set()
+
+
+def _is_type(part: Any) -> bool:
+    return isinstance(part, type) or get_origin(part) is not None
+
+
+def is_off(name: str, value: Any) -> bool:
+    """Whether an option at this value asks for what is always so here."""
+    return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in OFF.get(name, ()))
