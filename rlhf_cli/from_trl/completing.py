@@ -1,6 +1,7 @@
 """What a file left out gets TRL's own value where ours is another; what our settings refuse loses its place."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -75,7 +76,8 @@ def _accepted(placing: Placing, own: dict[str, Placed]) -> PPOConfig:
 def _fill(placing: Placing, own: dict[str, Placed]) -> None:
     for key, placed in own.items():
         if key not in placing.unfilled and _is_free(key, placing):
-            placing.placed[key] = placed
+            note = "a default: what the file has was not read" if key in placing.to_say else placed.note
+            placing.placed[key] = replace(placed, note=note)
     if PROMPTS not in placing.placed:
         placing.placed[PROMPTS] = Placed(PROMPTS, "prompts.jsonl", "", None, "yours", False)
         placing.to_say[PROMPTS] = "rows {prompt}, or pairs, whose distinct prompts are taken"

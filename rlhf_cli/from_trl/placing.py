@@ -136,6 +136,9 @@ class Placing:
         for setting in list(self.left.values()):
             self._by_name(setting)
         self.left.clear()
+        for lost in self.read.unread:
+            if (key := home(lost.what)) and key not in self.placed:
+                self.to_say[key] = f"{lost.where} has it: {lost.why}"
 
     def _by_name(self, setting: Setting) -> None:
         name, value, option = setting.name, setting.value, OPTIONS[self.version].get(setting.name)

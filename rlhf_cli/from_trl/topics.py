@@ -11,10 +11,12 @@ from rlhf_cli.from_trl.versions import NEW, OLD, UNCLIPPED
 
 OF_ADAPTERS = {name for name in FOREIGN if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
 OF_PEFT = {"lora_r": ("models.adapters.r", 8), "lora_alpha": ("models.adapters.lora_alpha", 8)}
-# By what is ours: rows of a pass, passes of an update, steps of an epoch; then what may stand for the first.
+ROWS, PARTS, MINIBATCHES = "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"
+# Options by the key that each comes to: rows of a pass, passes of an update, steps of an epoch; rows once more.
+OURS = (ROWS, PARTS, MINIBATCHES, ROWS)
 SIZES = {
-    OLD: ("mini_batch_size", "batch_size", "gradient_accumulation_steps", "forward_batch_size"),
-    NEW: ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"),
+    OLD: ("mini_batch_size", "batch_size", PARTS, "forward_batch_size"),
+    NEW: (ROWS, PARTS, MINIBATCHES),
 }
 LARGEST = 10**9
 SPLIT = re.compile(r"[\w.-]+")
@@ -25,14 +27,13 @@ COLUMN = "{prompt: NAME} where the column of the prompts is not called prompt"
 
 def batches(placing: Placing) -> None:
     """Sizes, whichever the file has, in our three keys."""
-    parts = "gradient_accumulation_steps"
     for name in SIZES[placing.version]:
         setting = placing.take(name)
         if setting and (type(setting.value) is not int or not 1 <= setting.value <= LARGEST):
             placing.refuse(setting, "no whole number of 1 or more that a batch could have")
             del placing.given[name]
     names = SIZES[placing.version][:3]
-    if placing.has("forward_batch_size") and placing.version == OLD:
+    if placing.version == OLD and placing.has("forward_batch_size"):
         names = ("forward_batch_size", *names[1:])
         if unused := placing.given.get("mini_batch_size"):
             placing.refuse(unused, "forward_batch_size replaced it")
@@ -41,10 +42,9 @@ def batches(placing: Placing) -> None:
         found, note = sizes.of_old(second, first, third)
     else:
         found, note = sizes.of_new(first, second, third, grown="PPOv2Config" in placing.read.signs)
-    ours = {"per_device_train_batch_size": found.rows, parts: found.parts, "num_mini_batches": found.minibatches}
-    told = placing.has(*names)
-    for (last, value), name in zip(ours.items(), names, strict=True):
-        key, said = f"ppo.{last}", note if last == "num_mini_batches" else ""
+    values, told = (found.rows, found.parts, found.minibatches), placing.has(*names)
+    for last, value, name in zip(OURS[:3], values, names, strict=True):
+        key, said = f"ppo.{last}", note if last == MINIBATCHES else ""
         where = placing.given[name].where if placing.has(name) else ""
         placing.placed[key] = Placed(key, value, name, placing.value(name), said, told, where)
 
