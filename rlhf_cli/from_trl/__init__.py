@@ -10,7 +10,7 @@ from rlhf_cli.config.paths import fill_and_resolve, relative
 from rlhf_cli.errors import RLHFError, nearest, shown
 from rlhf_cli.from_trl import files, page, report
 from rlhf_cli.from_trl.completing import complete, tree_of
-from rlhf_cli.from_trl.placing import Placing, known
+from rlhf_cli.from_trl.placing import Placing
 from rlhf_cli.from_trl.settings import Read
 from rlhf_cli.from_trl.topics import TOPICS
 from rlhf_cli.from_trl.versions import OPTIONS, version_of
@@ -30,7 +30,7 @@ def init(file: Path, folder: Path, version: str | None = None) -> None:
         hint = f"did you mean {near}?" if near else "1.12 for all that came after the step API"
         raise RLHFError("C07", f"--trl {version}: not one of {', '.join(OPTIONS)}", hint=hint)
     read = files.read(file)
-    if not any(setting.name in known() for setting in read.settings):
+    if not any(setting.name in options for setting in read.settings for options in OPTIONS.values()):
         hint = "a YAML, a JSON, a script with PPOConfig(...), or a text with the command line"
         raise RLHFError("C09", "nothing here is an option of TRL's PPO", where=str(file), hint=hint)
     target = folder / FILE

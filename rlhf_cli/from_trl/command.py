@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_cli.from_trl.settings import Read, Unread, value_of
+from rlhf_cli.from_trl.settings import Read, value_of
 
 VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=([^\s$`]*)")
 USED = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
@@ -30,7 +30,7 @@ def read(text: str, name: str) -> Read:
     ours = [each for each in asked if "ppo" in each[_script(each)][0].lower()] or asked
     for other in ours[1:]:
         word, line = other[_script(other)]
-        found.unread.append(Unread(word, f"{name}:{line}", "another command; the first one is read"))
+        found.lose(word, f"{name}:{line}", "another command; the first one is read")
     if ours:
         _options(ours[0], name, variables, found)
     return found
@@ -88,7 +88,7 @@ def _options(command: Command, name: str, variables: dict[str, str], found: Read
         option = option.replace("-", "_")
         where = f"{name}:{line}"
         if launcher and option not in LAUNCHER:
-            found.unread.append(Unread(f"--{option}", where, "an option of the launcher; docs/scale.md has ours"))
+            found.lose(f"--{option}", where, "an option of the launcher; docs/scale.md has ours")
         else:
             _add(LAUNCHER[option] if launcher else option.rpartition(".")[2], values, where, variables, found)
 
@@ -96,7 +96,10 @@ def _options(command: Command, name: str, variables: dict[str, str], found: Read
 def _add(name: str, texts: list[str], where: str, variables: dict[str, str], found: Read) -> None:
     told = [USED.sub(lambda used: variables.get(used[1] or used[2], used[0]), text) for text in texts]
     if unknown := next((text for text in told if "$" in text or "`" in text), None):
-        found.unread.append(Unread(name, where, f"what {unknown} is, the shell alone knows"))
+        found.lose(name, where, f"what {unknown} is, the shell alone knows")
         return
     values: list[Any] = [value_of(text) for text in told]
-    found.add(name, True if not values else values[0] if len(values) == 1 else values, where)
+    if values:
+        found.add(name, values[0] if len(values) == 1 else values, where)
+    else:  # transformers' parser has --no_NAME for what is on by default
+        found.add(name.removeprefix("no_"), not name.startswith("no_"), where)

@@ -1,6 +1,7 @@
 """What a file left out gets TRL's own value where ours is another; what our settings refuse loses its place."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from rlhf_cli.config.yaml_source import parse_value
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.from_trl.placing import Placed, Placing, Unplaced, fitting, home, is_off, takes_none
 from rlhf_cli.from_trl.versions import HABITS, OPTIONS
+from rlhf_cli.ppo.settings import BELONGS_TO
 
 PROMPTS = "data.prompts"
 LENGTHS = ("ppo.num_train_epochs", "ppo.total_episodes")
@@ -26,9 +28,6 @@ def complete(placing: Placing) -> None:
     """
     own = _own(placing.version) | {key: placed for key, placed in placing.placed.items() if not placed.given}
     placing.placed = {key: placed for key, placed in placing.placed.items() if placed.given}
-    for key, placed in own.items():
-        if key not in placing.unfilled and _is_free(key, placing):
-            placing.placed[key] = placed
     config = _accepted(placing, own)
     for key, placed in list(placing.placed.items()):
         del placing.placed[key]
@@ -55,7 +54,7 @@ def _own(version: str) -> dict[str, Placed]:
         key, value = home(name), option.default
         if not key or not key.startswith("ppo.") or option.ignored or option.computed or is_off(name, value):
             continue
-        if value is None and (key in LENGTHS or not takes_none(key)):
+        if value is None and (not takes_none(key) or any(key in group for group in ONE_OF)):
             continue
         words = FOREIGN[name].words if name in FOREIGN else {}
         told = parse_value(words[str(value)]) if str(value) in words else value
@@ -64,37 +63,38 @@ def _own(version: str) -> dict[str, Placed]:
 
 
 def _accepted(placing: Placing, own: dict[str, Placed]) -> PPOConfig:
-    """The placed keys as a config; those that it refuses lose their places."""
+    """The placed keys, filled up with TRL's own values, as a config; those that it refuses lose their places."""
     while True:
-        _fill_needed(placing, own)
+        _fill(placing, own)
         tree = tree_of(placing)
         try:
             return PPOConfig.model_validate(tree)
         except ValidationError as error:
-            for problem in translate(error, tree, PPOConfig, lambda key: key):
-                _blame(placing, own, problem)
+            _blame(placing, own, translate(error, tree, PPOConfig, lambda key: key)[0])
 
 
-def _fill_needed(placing: Placing, own: dict[str, Placed]) -> None:
-    """The keys without which there is no ppo.yaml."""
+def _fill(placing: Placing, own: dict[str, Placed]) -> None:
+    for key, placed in own.items():
+        if key not in placing.unfilled and _is_free(key, placing):
+            note = "a default: what the file has was not read" if key in placing.to_say else placed.note
+            placing.placed[key] = replace(placed, note=note)
     if PROMPTS not in placing.placed:
         placing.placed[PROMPTS] = Placed(PROMPTS, "prompts.jsonl", "", None, "yours", False)
         placing.to_say[PROMPTS] = "rows {prompt}, or pairs, whose distinct prompts are taken"
-    if not any(key in placing.placed for key in LENGTHS):
-        key = next(key for key in LENGTHS if key in own)
-        placing.placed[key] = own[key]
 
 
 def _blame(placing: Placing, own: dict[str, Placed], problem: Problem) -> None:
     """Take the key out that a problem is about. Raises RLHFError where there is none."""
     where, words = problem.where or "", re.findall(r"\w+", problem.text)
     about = [key for key in placing.placed if key == where or where.startswith(f"{key}.")]
+    switch = [key for key in placing.placed if key == f"ppo.{BELONGS_TO.get(where.removeprefix('ppo.'))}"]
     named = [key for word in words for key in placing.placed if key.rpartition(".")[2] == word]
-    below = [key for key in placing.placed if key.startswith(f"{where}.")]
-    if where and where not in placing.placed and not about and not named and not below:
+    below = [key for key in placing.placed if where and key.startswith(f"{where}.")]
+    if not (blamed := about or switch or named or below):
         raise RLHFError.of([problem])
-    placed = placing.placed.pop((about or named or below)[0])
-    own.pop(placed.key, None)
+    placed = placing.placed.pop(blamed[0])
+    if not placed.given:
+        own.pop(placed.key, None)
     text = problem.text.removeprefix(f"{where}: ").removeprefix(f"{where.partition('.')[0]}: ")
     why = f"{text}; {problem.hint}" if problem.hint else text
     placing.unplaced.append(Unplaced(placed.name or placed.key, placed.was, placed.where, why))

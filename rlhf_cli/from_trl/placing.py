@@ -7,10 +7,12 @@ from typing import Any, Literal, get_args, get_origin
 from rlhf_cli.config import PPOConfig, secrets, trl
 from rlhf_cli.config.foreign import FOREIGN
 from rlhf_cli.config.keys import field_at, field_shape, keys_of, parts_of
+from rlhf_cli.config.written import written
 from rlhf_cli.config.yaml_source import parse_value
-from rlhf_cli.errors import nearest
+from rlhf_cli.errors import RLHFError, nearest
 from rlhf_cli.from_trl.settings import Read, Setting
 from rlhf_cli.from_trl.versions import OPTIONS
+from rlhf_cli.redaction import redacted
 
 # Our keys that an option may mean; those of the first section that has one.
 SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
@@ -68,6 +70,9 @@ class Placing:
 
     def __post_init__(self) -> None:
         for setting in self._settings():
+            if setting.value is None:
+                self.done(setting, "nothing is set there")
+                continue
             before = self.given.get(setting.name)
             if before and before.value != setting.value:
                 self.refuse(before, f"{setting.where} says it again")  # the last one counts, as on a command line
@@ -80,7 +85,8 @@ class Placing:
         for setting in self.read.settings:
             if setting.value == "":
                 setting = replace(setting, value=None)
-            if secrets.take_out({setting.name: setting.value}, str):
+            shown = written(setting.value)
+            if secrets.take_out({setting.name: setting.value}, str) or redacted(shown) != shown:
                 why = "a secret has no place in a file; the environment has, such as HF_TOKEN"
                 self.unplaced.append(Unplaced(setting.name, "[secret]", setting.where, why))
             else:
@@ -100,11 +106,16 @@ class Placing:
         return self.left.pop(name, None)
 
     def put(self, key: str, value: Any, setting: Setting, note: str = "") -> None:
-        """A key for an option that the file has. A key that has its value already keeps it."""
+        """A key for an option that the file has. A key that the file has given a value already keeps it."""
         value = fitting(key, value)
-        if (before := self.placed.get(key)) is None:
+        before = self.placed.get(key)
+        if not _can_be_written(value):
+            self.refuse(setting, "no value that a YAML here can hold")
+        elif before is None or not before.given:
             self.placed[key] = Placed(key, value, setting.shown, setting.value, note, where=setting.where)
-        elif before.value != value:
+        elif before.value == value:
+            self.done(setting, f"{before.name} says it")
+        else:
             self.refuse(setting, f"{before.name} says it")
 
     def refuse(self, setting: Setting, why: str) -> None:
@@ -125,14 +136,15 @@ class Placing:
         for setting in list(self.left.values()):
             self._by_name(setting)
         self.left.clear()
+        for lost in self.read.unread:
+            if (key := home(lost.what)) and key not in self.placed:
+                self.to_say[key] = f"{lost.where} has it: {lost.why}"
 
     def _by_name(self, setting: Setting) -> None:
         name, value, option = setting.name, setting.value, OPTIONS[self.version].get(setting.name)
         key = home(name)
         if option and option.computed:
             self.refuse(setting, f"TRL {self.version} computed it by itself")
-        elif value is None and not (key and takes_none(key)):
-            self.done(setting, "nothing is set there")
         elif is_off(name, value):
             self.done(setting, "it is always so here")
         elif key:
@@ -196,6 +208,14 @@ def _types(key: str) -> set[Any]:
 
 def _is_type(part: Any) -> bool:
     return isinstance(part, type) or get_origin(part) is not None
+
+
+def _can_be_written(value: Any) -> bool:
+    try:
+        back = parse_value(written(value))
+        return bool(back == value) and type(back) is type(value)
+    except RLHFError:
+        return False
 
 
 def is_off(name: str, value: Any) -> bool:

@@ -9,7 +9,7 @@ import warnings
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.from_trl.names import Names, NotPlain, called, entries
-from rlhf_cli.from_trl.settings import Read, Unread
+from rlhf_cli.from_trl.settings import Read
 
 CONFIGS = ("PPOConfig", "PPOv2Config")
 HOLDERS = (*CONFIGS, "ModelConfig", "ScriptArguments", "GenerationConfig")
@@ -185,7 +185,7 @@ class _Script:
                 self._lost(name, node, f"what {error} is, the running script alone knows")
 
     def _lost(self, what: str, node: ast.expr, why: str) -> None:
-        self.read.unread.append(Unread(what, self._where(node), why))
+        self.read.lose(what, self._where(node), why)
 
     def _where(self, node: ast.expr) -> str:
         return f"{self.name}:{node.lineno}"

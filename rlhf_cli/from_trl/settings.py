@@ -48,6 +48,11 @@ class Read:
         """An option and its value."""
         self.settings.append(Setting(name, value, where, call))
 
+    def lose(self, what: str, where: str, why: str) -> None:
+        """Something that could not be read; told once."""
+        if (lost := Unread(what, where, why)) not in self.unread:
+            self.unread.append(lost)
+
 
 def value_of(text: str) -> Any:
     """The value that a text stands for, as transformers' argument parser and Python's JSON read it."""

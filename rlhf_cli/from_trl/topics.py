@@ -7,10 +7,18 @@ from dataclasses import replace
 from rlhf_cli.config.foreign import FOREIGN
 from rlhf_cli.from_trl import sizes
 from rlhf_cli.from_trl.placing import Placed, Placing, fitting
-from rlhf_cli.from_trl.versions import OLD, UNCLIPPED
+from rlhf_cli.from_trl.versions import NEW, OLD, UNCLIPPED
 
 OF_ADAPTERS = {name for name in FOREIGN if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
 OF_PEFT = {"lora_r": ("models.adapters.r", 8), "lora_alpha": ("models.adapters.lora_alpha", 8)}
+ROWS, PARTS, MINIBATCHES = "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"
+# Options by the key that each comes to: rows of a pass, passes of an update, steps of an epoch; rows once more.
+OURS = (ROWS, PARTS, MINIBATCHES, ROWS)
+SIZES = {
+    OLD: ("mini_batch_size", "batch_size", PARTS, "forward_batch_size"),
+    NEW: (ROWS, PARTS, MINIBATCHES),
+}
+LARGEST = 10**9
 SPLIT = re.compile(r"[\w.-]+")
 LABELS = {"lvwerra/distilbert-imdb": "POSITIVE"}  # the label whose logit TRL's examples took
 OWN_REWARD = 'TRL 0.11 was handed scores by your code; such as rewards: {mine: {function: "module:function"}}'
@@ -19,27 +27,24 @@ COLUMN = "{prompt: NAME} where the column of the prompts is not called prompt"
 
 def batches(placing: Placing) -> None:
     """Sizes, whichever the file has, in our three keys."""
-    parts = "gradient_accumulation_steps"
-    if placing.version == OLD:
-        rows = "forward_batch_size" if placing.value("forward_batch_size") else "mini_batch_size"
-        names = (rows, "batch_size", parts)
-    else:
-        names = ("per_device_train_batch_size", parts, "num_mini_batches")
-    for name in names:
+    for name in SIZES[placing.version]:
         setting = placing.take(name)
-        if setting and (type(setting.value) is not int or setting.value < 1):
-            placing.refuse(setting, "no whole number of 1 or more")
+        if setting and (type(setting.value) is not int or not 1 <= setting.value <= LARGEST):
+            placing.refuse(setting, "no whole number of 1 or more that a batch could have")
             del placing.given[name]
+    names = SIZES[placing.version][:3]
+    if placing.version == OLD and placing.has("forward_batch_size"):
+        names = ("forward_batch_size", *names[1:])
+        if unused := placing.given.get("mini_batch_size"):
+            placing.refuse(unused, "forward_batch_size replaced it")
     first, second, third = (placing.value(name) for name in names)
     if placing.version == OLD:
         found, note = sizes.of_old(second, first, third)
-        placing.leave("mini_batch_size", "forward_batch_size replaced it")
     else:
         found, note = sizes.of_new(first, second, third, grown="PPOv2Config" in placing.read.signs)
-    ours = {"per_device_train_batch_size": found.rows, parts: found.parts, "num_mini_batches": found.minibatches}
-    told = placing.has(*names)
-    for (last, value), name in zip(ours.items(), names, strict=True):
-        key, said = f"ppo.{last}", note if last == "num_mini_batches" else ""
+    values, told = (found.rows, found.parts, found.minibatches), placing.has(*names)
+    for last, value, name in zip(OURS[:3], values, names, strict=True):
+        key, said = f"ppo.{last}", note if last == MINIBATCHES else ""
         where = placing.given[name].where if placing.has(name) else ""
         placing.placed[key] = Placed(key, value, name, placing.value(name), said, told, where)
 
@@ -49,8 +54,7 @@ def length(placing: Placing) -> None:
     passes, counted = placing.take("num_train_epochs"), "it counted episodes, rounded up to whole updates"
     episodes = [setting for name in ("total_episodes", "steps") if (setting := placing.take(name))]
     for setting in episodes:
-        if setting.value is not None:
-            placing.put("ppo.total_episodes", setting.value, setting, counted if setting.name == "steps" else "")
+        placing.put("ppo.total_episodes", setting.value, setting, counted if setting.name == "steps" else "")
     if passes and "ppo.total_episodes" in placing.placed:
         placing.refuse(passes, "total_episodes overrules it, there too")
     elif passes:
@@ -63,14 +67,14 @@ def responses(placing: Placing) -> None:
         setting = placing.take(name)
         if setting and isinstance(setting.value, int) and setting.value < 0:
             placing.put("ppo.stop_token", "none", setting, "no token has this id: a response never ends early")
-        elif setting and setting.value is not None:
+        elif setting:
             note = "where the model has no such token, as some made sure of: stop_token: none"
             placing.put("ppo.stop_token_id", setting.value, setting, note if name == "eos_token_id" else "")
     stop, by_id = placing.take("stop_token"), "ppo.stop_token_id" in placing.placed
     if stop and by_id:
         placing.refuse(stop, "stop_token_id says it")
     elif stop:
-        placing.put("ppo.stop_token", "none" if stop.value is None else stop.value, stop)
+        placing.put("ppo.stop_token", stop.value, stop)
     drawn = placing.given.get("response_length")
     if drawn and isinstance(drawn.value, dict) and placing.take("response_length"):
         note = "drawn anew for each update, not for each response"
@@ -83,9 +87,8 @@ def responses(placing: Placing) -> None:
 
 def models(placing: Placing) -> None:
     """Policy, reward and value model; a classifier's pipeline is a reward of its own kind."""
-    policy = [each for name in ("sft_model_path", "model_name") if (each := placing.given.get(name)) and each.value]
+    policy = [each for name in ("sft_model_path", "model_name") if (each := placing.take(name))]
     for setting in policy:
-        placing.take(setting.name)
         placing.put("models.sft", setting.value, setting)
     if policy:
         placing.leave("model_name_or_path", "TRL took the tokenizer from it; here it is the one of models.sft")
@@ -143,7 +146,9 @@ def prompts(placing: Placing) -> None:
 def adapters(placing: Placing) -> None:
     """LoRA, where it was asked for."""
     asked = placing.given.get("use_peft") or placing.given.get("is_peft_model")
-    if not (asked and asked.value is True):
+    if not (asked and fitting("ppo.bf16", asked.value) is True):
+        if asked and placing.take(asked.name):
+            (placing.refuse if asked.value else placing.done)(asked, "the whole model is trained")
         for name in sorted(OF_ADAPTERS & placing.left.keys()):
             placing.leave(name, "without use_peft the whole model is trained, there too")
         return

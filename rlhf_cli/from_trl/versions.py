@@ -1,8 +1,8 @@
 """The options of TRL 0.11's and 1.12's PPOConfig: their defaults, and what became of them there.
 
 Read from trl/trainer/ppo_config.py and ppo_trainer.py of 0.11.4, trl/experimental/ppo/ of the same names of 1.12.0, and
-transformers' training_args.py. 1.12 stands for all that came after the step API: PPOv2Config of 0.9 to 0.11, PPOConfig
-of 0.12 to 1.12.
+transformers' training_args.py. 1.12 stands for all that came after the step API: PPOv2Config up to 0.11, PPOConfig of
+0.12 to 1.12.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,9 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "task_name": Option(None, _LOGGED),
         "model_name": Option("gpt2", _LOGGED + "; the examples load it"),
         "query_dataset": Option("stanfordnlp/imdb", _LOGGED + "; the examples load it"),
-        "reward_model": Option("sentiment-analysis:lvwerra/distilbert-imdb", _LOGGED + "; the examples load it"),
+        "reward_model": Option(
+            "sentiment-analysis:lvwerra/distilbert-imdb", _LOGGED + "; TASK:MODEL becomes rewards.classifier.pipeline"
+        ),
         "remove_unused_columns": Option(True),
         "tracker_kwargs": Option({}),
         "accelerator_kwargs": Option({}),
@@ -95,9 +97,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
     NEW: {
         # PPOConfig's own
         "dataset_num_proc": Option(None),
-        "num_mini_batches": Option(
-            1, "made one optimizer step an epoch where gradient_accumulation_steps is a multiple"
-        ),
+        "num_mini_batches": Option(1, "cut a batch up, and mostly made no more steps of it"),
         "total_episodes": Option(None),
         "local_rollout_forward_batch_size": Option(64),
         "num_sample_generations": Option(10),

@@ -1,0 +1,59 @@
+"""The tables of docs/from-trl.md: TRL's options, and where `rlhf init --from-trl` puts them.
+
+`python scripts/from_trl_tables.py` writes them into the page, each below the line that asks for it. They are made of
+the tables that the command works with: rlhf_cli/config/foreign.py and rlhf_cli/from_trl/versions.py.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlhf_cli.config.foreign import FOREIGN
+from rlhf_cli.config.written import written
+from rlhf_cli.from_trl.placing import home
+from rlhf_cli.from_trl.topics import OURS, SIZES
+from rlhf_cli.from_trl.versions import HABITS, OPTIONS, Option
+
+PAGE = Path(__file__).parents[1] / "docs/from-trl.md"
+PLACE = re.compile(r"<!-- (options|habits) of TRL ([\d.]+) -->\n(?:\|.*\n)*|<!-- (no place) -->\n(?:\|.*\n)*")
+
+
+def page(text: str) -> str:
+    """The page with its tables made anew."""
+    return PLACE.sub(lambda found: f"{found[0].partition(chr(10))[0]}\n" + "\n".join(_table(found)) + "\n", text)
+
+
+def _table(found: re.Match[str]) -> Iterator[str]:
+    what, version = found[1] or found[3], found[2]
+    if what == "options":
+        yield from ("| option | default there | here | remark |", "|---|---|---|---|")
+        yield from (_option(name, option, version) for name, option in OPTIONS[version].items())
+    elif what == "habits":
+        yield from ("| here | value | what TRL did |", "|---|---|---|")
+        for key, (value, why) in HABITS[version].items():
+            yield f"| `{_short(key)}` | {written(value)} | {why} |"
+    else:
+        reasons: dict[str, list[str]] = {}
+        for name, foreign in FOREIGN.items():
+            if foreign.key is None:
+                reasons.setdefault(foreign.why, []).append(f"`{name}`")
+        yield from ("| option | why it has no place |", "|---|---|")
+        yield from (f"| {', '.join(names)} | {why} |" for why, names in reasons.items())
+
+
+def _option(name: str, option: Option, version: str) -> str:
+    key, foreign = home(name), FOREIGN.get(name)
+    if name in SIZES[version]:
+        key, foreign = OURS[SIZES[version].index(name)], None
+    words = ", ".join(f"{old} is {new}" for old, new in foreign.words.items() if old != new) if foreign else ""
+    remarks = ["computed by TRL itself"] if option.computed else [foreign.why if foreign else "", words, option.remark]
+    here = f"`{_short(key)}`" if key and not option.computed else "-"
+    return f"| `{name}` | {written(option.default)} | {here} | {'; '.join(filter(None, remarks))} |"
+
+
+def _short(key: str) -> str:
+    return key.removeprefix("ppo.")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
