@@ -24,7 +24,7 @@ def _none(why: str, *names: str) -> dict[str, Foreign]:
     return dict.fromkeys(names, Foreign(None, why))
 
 
-TRACKERS = {name: f"[{name}]" for name in ("wandb", "tensorboard", "trackio")} | {"none": "[]"}
+_IN_A_LIST = {name: f"[{name}]" for name in ("wandb", "tensorboard", "trackio")}
 _EPISODES = "times gradient_accumulation_steps it is the episodes of an update"
 _COUNTED = "it counts minibatches: batch size / mini_batch_size"
 
@@ -134,13 +134,11 @@ FOREIGN: dict[str, Foreign] = {
     "task_name": Foreign("output.run_name"),
     "save_total_limit": Foreign("output.keep"),
     "push_to_hub_if_best_kwargs": Foreign("push_to_hub_if_best", "the repository's name alone"),
-    "log_with": Foreign("output.report_to", words=TRACKERS),
-    "report_to": Foreign("output.report_to", words=TRACKERS),
+    "log_with": Foreign("output.report_to", words=_IN_A_LIST),
     "experiment_name": Foreign("output.run_name"),
     "wandb_run_name": Foreign("output.run_name"),
     "tracker_project_name": Foreign("output.project"),
     "project_name": Foreign("output.project"),
-    "project": Foreign("output.project"),
     "wandb_project": Foreign("output.project"),
     **_none("trackers read the environment, WANDB_ENTITY or TRACKIO_SPACE_ID say", "tracker_kwargs"),
     **_none("each update is held against the best one so far", "compare_steps"),
