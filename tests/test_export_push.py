@@ -14,13 +14,14 @@ import huggingface_hub.constants
 import ppo_folder
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from ppo_folder import rlhf
 from safetensors.torch import load
 from stand_in_pushes import TOKEN, Commit, Hub, Repo, environment, serving, use
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import Result
 
-from rlhf_cli import __version__
+from rlhf_cli import __version__, terminal
 from rlhf_cli.models import loading, publishing
 
 pytestmark = pytest.mark.training
@@ -185,6 +186,21 @@ def test_no_weights_of_an_older_push_are_taken_for_the_new_ones(
     (said,) = [line for line in result.stdout.splitlines() if line.startswith("push     removed there")]
     assert sorted(said.rpartition(": ")[2].split(", ")) == gone
     assert torch.equal(logits(fetched(hub, tmp_path / "there")), logits(run / "ppo/model"))
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_clients_bars_are_for_a_terminal(run: Path, hub: Hub, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, upload, before = [], publishing.HfApi.upload_folder, are_progress_bars_disabled()
+
+    def looked_at(*args: object, **how: object) -> object:
+        drawn.append(not are_progress_bars_disabled())
+        return upload(*args, **how)
+
+    monkeypatch.setattr(publishing.HfApi, "upload_folder", looked_at)
+    monkeypatch.setattr(terminal, "is_terminal", lambda stream: seen)
+    result = push(run)
+    assert result.exit_code == 0 and drawn == [seen] and ("%|" in result.stderr) <= seen, result.stderr
+    assert are_progress_bars_disabled() == before
 
 
 # What is refused before any work

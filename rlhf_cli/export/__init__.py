@@ -5,6 +5,7 @@ Adapters are added into their base's weights, in full precision. What was writte
 held against the run's own model, before it takes its place.
 """
 
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +108,7 @@ def _push(found: Chosen, target: Path, to: Repository) -> None:
     at = f" after PPO update {found.step}" if found.step is not None else ""
     run_name = found.model.path.resolve().parent.name
     message = f"{found.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
-    done = publishing.push(target, to.name, message, public=to.public)
+    done = publishing.push(target, to.name, message, public=to.public, bars=terminal.is_terminal(sys.stderr))
     seen = "private" if done.private else "public"
     what = f"commit {done.commit[:12]}" if done.changed else f"unchanged since commit {done.commit[:12]}"
     terminal.out(f"push     {done.address} ({seen}), {what}, each file's hash the same there as here")

@@ -3,7 +3,6 @@
 import glob
 import hashlib
 import shlex
-import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -82,7 +81,7 @@ def require_access(repo: str, *, public: bool) -> None:
         raise _seen_by_others(repo, public)
 
 
-def push(folder: Path, repo: str, message: str, *, public: bool = False) -> Pushed:
+def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: bool = False) -> Pushed:
     """Put a model's folder into `repo` OWNER/NAME in one commit, made private unless `public` where it is new.
 
     What is read of a model there and is not in the folder is removed by the same commit; all else stays, as does all
@@ -92,7 +91,7 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False) -> Push
     _require_plain(folder, names)
     hub, removed = HfApi(), list[str]()
     try:
-        with _quiet():
+        with _client(bars):
             hub.create_repo(repo, private=not public, exist_ok=True)
             before = hub.model_info(repo)
             there = [file.rfilename for file in before.siblings or []]
@@ -222,16 +221,14 @@ def _said(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Within, the hub's client draws bars on a terminal alone, and says nothing else: what fails is raised."""
+def _client(bars: bool) -> Iterator[None]:
+    """Within, the hub's client draws its bars, or none, and says nothing else: what fails is raised."""
     level, off = logging.get_verbosity(), are_progress_bars_disabled()
-    logging.set_verbosity_error()
-    if not terminal.is_terminal(sys.stderr):
-        disable_progress_bars()
-    try:
-        with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):
+        logging.set_verbosity_error()
+        (enable_progress_bars if bars else disable_progress_bars)()
+        try:
             yield
-    finally:
-        logging.set_verbosity(level)
-        if not off:
-            enable_progress_bars()
+        finally:
+            logging.set_verbosity(level)
+            (disable_progress_bars if off else enable_progress_bars)()
