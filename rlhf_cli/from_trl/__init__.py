@@ -39,7 +39,7 @@ def init(file: Path, folder: Path, version: str | None = None) -> None:
         raise taken
     seen, why = version_of(read)
     placing = place(read, version or seen)
-    _from(folder, placing)
+    _lead_from(folder, placing)
     room.require_writable(folder, hint="name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -69,8 +69,8 @@ def place(read: Read, version: str) -> Placing:
     return placing
 
 
-def _from(folder: Path, placing: Placing) -> None:
-    """Paths, which the file has from where TRL was started, as they are from `folder`."""
+def _lead_from(folder: Path, placing: Placing) -> None:
+    """Make paths, which the file has from where TRL was started, lead from `folder`."""
     tree, here = tree_of(placing), os.getcwd()
     fill_and_resolve(config.PPOConfig, tree, lambda key: here)
     for container, name, key, mark in path_entries(config.PPOConfig, tree):

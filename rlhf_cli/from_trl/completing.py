@@ -7,11 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_cli.config import PPOConfig
-from rlhf_cli.config.foreign import FOREIGN
 from rlhf_cli.config.problems import translate
-from rlhf_cli.config.yaml_source import parse_value
 from rlhf_cli.errors import Problem, RLHFError
-from rlhf_cli.from_trl.placing import Placed, Placing, Unplaced, fitting, home, is_off, takes_none
+from rlhf_cli.from_trl.placing import Placed, Placing, Unplaced, fitting, home, in_our_words, is_off, takes_none
 from rlhf_cli.from_trl.versions import HABITS, OPTIONS
 from rlhf_cli.ppo.settings import BELONGS_TO
 
@@ -56,9 +54,8 @@ def _own(version: str) -> dict[str, Placed]:
             continue
         if value is None and (not takes_none(key) or any(key in group for group in ONE_OF)):
             continue
-        words = FOREIGN[name].words if name in FOREIGN else {}
-        told = parse_value(words[str(value)]) if str(value) in words else value
-        found[key] = Placed(key, fitting(key, told), name, value, option.remark, given=False)
+        ours = fitting(key, in_our_words(name, value))
+        found[key] = Placed(key, ours, name, value, option.remark, given=False)
     return found | {key: Placed(key, value, "", None, note, False) for key, (value, note) in HABITS[version].items()}
 
 

@@ -148,10 +148,8 @@ class Placing:
         elif is_off(name, value):
             self.done(setting, "it is always so here")
         elif key:
-            words = FOREIGN[name].words if name in FOREIGN else {}
             ignored = f"takes effect here; TRL {self.version} accepted it, without effect"
-            told = parse_value(words[str(value)]) if str(value) in words else value
-            self.put(key, told, setting, ignored if option and option.ignored else "")
+            self.put(key, in_our_words(name, value), setting, ignored if option and option.ignored else "")
         else:
             self.refuse(setting, why_not(name))
 
@@ -162,12 +160,18 @@ def home(name: str) -> str | None:
     return next((section + last for section in SECTIONS if section + last in KEYS), None) if last else None
 
 
+def in_our_words(name: str, value: Any) -> Any:
+    """The value of an option, where it is a word that has another name here."""
+    words = FOREIGN[name].words if name in FOREIGN else {}
+    return parse_value(words[value]) if isinstance(value, str) and value in words else value
+
+
 def why_not(name: str) -> str:
     """Why an option has no key here."""
     if name in FOREIGN and FOREIGN[name].key is None:
         return FOREIGN[name].why
     if name in trl.OWNED or name.startswith(trl.OWNED_FAMILIES):
-        return "it is done by itself"
+        return "the pipeline sets it"
     if name in trl.fields_of("sft"):
         return "PPO does not use transformers' Trainer, whose setting it is"
     if name in FOREIGN:
