@@ -14,7 +14,7 @@ from rlhf_cli import processes, terminal
 from rlhf_cli.times import duration
 
 SECONDS_BETWEEN_LINES = 10.0
-BRIEF = 2.0  # seconds that brief work may take unseen
+BRIEF = 2.0  # seconds that brief work may take unseen on a terminal; elsewhere, until the first line
 
 T = TypeVar("T")
 _under_way: list["Progress"] = []  # the outermost first
@@ -65,13 +65,13 @@ class Progress:
 
     def _show(self) -> None:
         now = time.monotonic()
-        self._shown |= now - self._began >= BRIEF
         if terminal.is_terminal(sys.stderr) and processes.is_first():
+            self._shown |= now - self._began >= BRIEF
             if self._shown and not self._bar:
                 with suppress(OSError):  # a terminal that is gone
                     self._bar = _Bar(self)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES and self.done < self.total:
-            self._last_line = now
+            self._last_line, self._shown = now, True
             terminal.say(self._line())
 
     def _counts(self) -> str:

@@ -21,7 +21,7 @@ from rlhf_cli.models import loading, tokenizers
 PROMPT = "\x1b[?2004h> "  # behind what lets a paste of several lines come as one
 ROOT = Path(__file__).parent.parent
 
-CONTEXT = 4096  # a reply that may take seconds, for Ctrl-C
+CONTEXT = 32_768  # a reply that would take a minute, for Ctrl-C
 PPO = {
     "models": {"adapters": {"kind": "lora", "r": 4}},
     "data": {"prompts": "prompts.jsonl"},

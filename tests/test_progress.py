@@ -128,13 +128,18 @@ def test_what_an_error_left_open_ends_with_what_it_stood_in() -> None:
 
 def test_brief_work_is_shown_from_when_it_is_not(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("data", 3, "row", brief=True) as bar:
-        clock[0] += 1
+        clock[0] += 9
         bar.advance()
     assert capsys.readouterr().err == ""
     with Progress("data", 3, "row", brief=True) as bar:
-        clock[0] += 3
+        clock[0] += 12
         bar.advance()
-    assert capsys.readouterr().err == "data 1/3 row, 3 s/row, 6 s left\n"
+        clock[0] += 12
+        bar.advance(2)
+    assert capsys.readouterr().err.splitlines() == [
+        "data 1/3 row, 12 s/row, 24 s left",
+        "data 3/3 row, 8 s/row, 24 s in all",
+    ]
 
 
 def test_brief_work_on_a_terminal(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
