@@ -111,6 +111,7 @@ TESTING := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 # The stamps: installed once, and again when one of these files changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV), torch and transformers among it: minutes, once"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
 	touch $@

@@ -16,7 +16,7 @@ import yaml
 
 from rlhf_cli import checkpoints, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
-from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load, takes
+from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, keys, load, takes
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_file, shown
 from rlhf_cli.processes import OURSELVES
 from rlhf_cli.signals import end_with, is_nohup
@@ -79,6 +79,10 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
             verdict.print_verdict(config.folder)
             report = verdict.read_report(config.folder)
             verdict.check_requirements(report, config.eval.require, where=config.where)
+    if {"ppo", "eval"} <= configs.keys():
+        selected = " --step selected" if "selected_step" in verdict.read_report(configs["eval"].folder) else ""
+        name = shown(folder)
+        terminal.out(f"next: rlhf chat {name} --compare sft,ppo; rlhf export {name} --out DIR{selected}")
     return 0
 
 
@@ -230,7 +234,8 @@ def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str
             problems.append(Problem("C11", problem, f"--set {key}", hint))
         elif not owners:
             known = {name for stage in stages for name in CONFIGS[stage].model_fields}
-            near = nearest(section, sorted(known))
+            full = [path for stage in stages for path in keys(stage) if path.endswith(f".{key}")]
+            near = next(iter(full), None) or nearest(section, sorted(known))
             problem = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
             problems.append(Problem("C11", problem, f"--set {key}", f"did you mean {near}?" if near else None))
         for stage in owners:

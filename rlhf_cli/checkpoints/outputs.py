@@ -257,6 +257,9 @@ def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:
     more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     text = f"{shown(config.folder)} holds another run: {'; '.join(reasons[:5])}{more}"
     hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
+    if not (config.folder / "manifest.json").exists():
+        began = shown(config.folder / "config.yaml")
+        hint = f"with the settings that it began with ({began}) it goes on; {hint}"
     return RLHFError("C15", text, where=shown(config.file), hint=hint)
 
 

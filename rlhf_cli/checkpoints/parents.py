@@ -313,6 +313,10 @@ def is_here(name: str, revision: str | None = None) -> bool:
 def _from_hub(name: str, revision: str | None, key: str, where: str) -> Path:
     if found := cached_model(name, revision):
         return found
+    if name.count("/") > 1:  # a hub id is OWNER/NAME
+        near = nearest_file(Path(name))
+        hint = f"did you mean {near}?" if near else "a model is a folder, or a hub id OWNER/NAME"
+        raise RLHFError("M01", f"{key}: no such folder {name}", where=where, hint=hint)
     at = f" at revision {revision}" if revision else ""
     text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
     raise RLHFError("M01", text, where=where, hint=f"fetch it first: hf download {name}; a path starts with ./ or /")

@@ -124,7 +124,7 @@ def _show(plan: dict[str, Any], target: Target) -> None:
     for each in plan["advice"]:
         terminal.out(f"         {each['set']} saves {room.size(each['saves'])}")
     parts = " + ".join(f"{name} {times.duration(seconds)}" for name, seconds in plan["seconds"].items())
-    terminal.out(f"time     {STEP[plan['stage']]}: {parts}, at least")
+    terminal.out(f"time     {STEP[plan['stage']]}: {parts}, about")
     whole = sum(plan["seconds"].values())
     terminal.out(f"         {plan['steps']} x {times.duration(whole)} = {times.duration(whole * plan['steps'])}")
     terminal.out()
