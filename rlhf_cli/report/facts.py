@@ -8,6 +8,9 @@ from typing import Any
 
 from rlhf_cli.checkpoints import FOREIGN
 from rlhf_cli.checkpoints.files import files_sha256
+from rlhf_cli.config import load
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.report.differences import flat
 from rlhf_cli.report.runs import Run, Stage, is_number
 from rlhf_cli.report.texts import count, percent
 from rlhf_cli.times import duration
@@ -161,12 +164,24 @@ def speed(ppo: Stage) -> str:
 
 
 def commands(run: Run) -> list[str]:
-    """How to make the run again: from its configs where they lie in its folder, else stage by stage."""
+    """How to make the run again: from the configs in its folder where they still say what ran (--set may have said
+    something else), else stage by stage from what each stage has kept of its own.
+    """
     place = shlex.quote(run.name)
-    if all((run.folder / f"{name}.yaml").is_file() for name, stage in run.stages.items() if stage.there):
+    if all(_says_its_file(run, stage) for stage in run.stages.values() if stage.there):
         return [f"rlhf run {place}"]
     there = [name for name, stage in run.stages.items() if stage.there and not stage.elsewhere]
     return [f"rlhf {name} --config {place}/{name}/config.yaml --fresh" for name in there]
+
+
+def _says_its_file(run: Run, stage: Stage) -> bool:
+    """Whether a config gives what the stage was run with; keys that are newer than the run are not held against it."""
+    file = run.folder / f"{stage.name}.yaml"
+    try:
+        now = flat(load(stage.name, file).dump(relative_to=run.folder / stage.name)) if file.is_file() else {}
+    except RLHFError:
+        return False
+    return bool(now) and all(now.get(key) == value for key, value in flat(stage.config or {}).items())
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:
