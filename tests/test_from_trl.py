@@ -74,7 +74,7 @@ def test_trls_example_of_0_11_in_every_form(suffix: str) -> None:
     assert (ours.kl_coef, ours.adap_kl_ctrl, ours.target, ours.horizon) == (0.2, True, 6.0, 10_000)
     assert (ours.temperature, ours.response_length, ours.missing_eos_penalty) == (1.0, 32, None)
     assert (ours.num_train_epochs, ours.total_episodes) == (1.0, None)
-    assert "# log_with: wandb (" in text and "\nlog_with  wandb  " in said
+    assert "log_with" in text and "\nlog_with  " in said
     assert said.splitlines()[-1].endswith("ppo.yaml is written; next: rlhf check " + said.split()[-1])
 
 
@@ -187,6 +187,20 @@ def test_an_option_comes_to_a_key(version: str, options: dict[str, Any], expecte
     placing = placed(version, **options)
     assert loaded(placing)
     assert numbers(version, **options).items() >= expected.items()
+
+
+def test_one_of_two_that_say_how_long_is_left_with_the_reason() -> None:
+    (left,) = placed(NEW, total_episodes=100, num_train_epochs=2.0).unplaced
+    assert (left.name, left.why) == ("num_train_epochs", "total_episodes overrules it, there too")
+
+
+def test_an_option_of_the_other_trl_is_not_lost_on_trls_own_values() -> None:
+    assert numbers(OLD, steps=100, num_mini_batches=2, stop_token="eos").items() >= {"num_mini_batches": 2}.items()
+
+
+def test_adapters_of_peft_have_its_own_defaults() -> None:
+    found, _, _ = moved("PPOConfig(kl_coef=0.1)\nc = LoraConfig(task_type='CAUSAL_LM')\n", ".py")
+    assert found.models.adapters and (found.models.adapters.r, found.models.adapters.lora_alpha) == (8, 8)
 
 
 # Batches
