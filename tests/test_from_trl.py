@@ -190,6 +190,20 @@ def test_an_option_comes_to_a_key(version: str, options: dict[str, Any], expecte
     assert numbers(version, **options).items() >= expected.items()
 
 
+def test_one_of_two_that_say_how_long_is_left_with_the_reason() -> None:
+    (left,) = placed(NEW, total_episodes=100, num_train_epochs=2.0).unplaced
+    assert (left.name, left.why) == ("num_train_epochs", "total_episodes overrules it, there too")
+
+
+def test_an_option_of_the_other_trl_is_not_lost_on_trls_own_values() -> None:
+    assert numbers(OLD, steps=100, num_mini_batches=2, stop_token="eos").items() >= {"num_mini_batches": 2}.items()
+
+
+def test_adapters_of_peft_have_its_own_defaults() -> None:
+    found, _, _ = moved("PPOConfig(kl_coef=0.1)\nc = LoraConfig(task_type='CAUSAL_LM')\n", ".py")
+    assert found.models.adapters and (found.models.adapters.r, found.models.adapters.lora_alpha) == (8, 8)
+
+
 # Batches
 
 

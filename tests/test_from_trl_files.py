@@ -104,6 +104,8 @@ def test_defaults_of_arguments_are_taken_where_nothing_else_gives_them() -> None
     )
     assert values(text) == {"learning_rate": 1e-5, "steps": 500, "sft_model_path": 1e-5}
     assert [what for what, _ in unread(text)] == ["batch_size", "model_name"]
+    text = "class A:\n    length: int = 128\nlength = A.length\nPPOConfig(response_length=length)\n"
+    assert values(text) == {"response_length": 128}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +142,16 @@ def test_generation_is_read_from_dicts_and_calls() -> None:
     )
     assert values(text) == {"seed": 1, "top_k": 0.0, "max_new_tokens": 32, "generate_ref_response": True}
     assert unread(text) == [("temperature", "theirs.py:2")]
+
+
+def test_lengths_that_a_sampler_draws() -> None:
+    text = (
+        "PPOConfig(seed=1)\nLEAST = 4\ninput_size = LengthSampler(2, 8)\n"
+        "output_length_sampler = LengthSampler(LEAST, max_value=16)\n"
+        "generation_kwargs['max_new_tokens'] = output_length_sampler()\nother_gen = LengthSampler(a, b)\n"
+    )
+    assert values(text) == {"seed": 1, "response_length": {"min": 4, "max": 15}}
+    assert unread(text) == [("LengthSampler(...)", "theirs.py:3"), ("LengthSampler(...)", "theirs.py:6")]
 
 
 def test_the_first_of_two_configs_and_data_sets_is_read() -> None:
@@ -316,14 +328,16 @@ def test_no_secret_is_written_or_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         f"hub_token: {token}\nkl_coef: 0.1\nrun_name: 0123456789abcdef\nlogging_dir: https://me:pass@host/x\n"
         f"tracker_kwargs: {{wandb: {{api_key: abc}}}}\nzzz: {token}\n"
     )
-    result = rlhf("init", "--from-trl", "a.yaml", "run")
-    assert result.exit_code == 0, result.stderr
-    for text in (result.output, Path("run/ppo.yaml").read_text()):
+    Path("a.py").write_text(f"PPOConfig(kl_coef=0.1, learning_rate=rate('{token}'))")
+    said = [rlhf("init", "--from-trl", file, file[-2:]) for file in ("a.yaml", "a.py")]
+    assert [result.exit_code for result in said] == [0, 0], said[0].stderr
+    for text in (*(result.output for result in said), Path("ml/ppo.yaml").read_text(), Path("py/ppo.yaml").read_text()):
         assert not re.search(r"hf_a|0123456789|me:pass|abc\b", text), text
 
 
 def test_what_was_not_placed_stands_at_the_end_and_breaks_no_line() -> None:
-    Path("a.json").write_text(json.dumps({"kl_coef": 0.1, "zzz": "a\n\u2028\x1b[31mb: 1\nppo: {}", "output_dir": "x"}))
+    bad = "a\n\u2028\x1b[31mb: 1\nppo: {}"
+    Path("a.json").write_text(json.dumps({"kl_coef": 0.1, "zzz": bad, bad: 1, "output_dir": "x"}))
     result = rlhf("init", "--from-trl", "a.json", "run")
     assert result.exit_code == 0 and "\x1b" not in result.stdout
     text = Path("run/ppo.yaml").read_text()

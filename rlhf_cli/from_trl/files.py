@@ -68,6 +68,4 @@ def _tree(tree: Mapping[str, Any], where: Callable[[str], str]) -> Read:
 
 def _typed(value: Any) -> Any:
     """A text of YAML 1.1 or of a form such as "3e-6", which TRL's parser would have turned into a value."""
-    if isinstance(value, str):
-        return value_of(value)
-    return [_typed(each) for each in value] if isinstance(value, list) else value
+    return value_of(value) if isinstance(value, str) else value

@@ -1,10 +1,14 @@
-"""The tables of docs/from-trl.md: TRL's options, and where `rlhf init --from-trl` puts them.
+"""What docs/from-trl.md shows: TRL's options and where `rlhf init --from-trl` puts them, and an example of it.
 
-`python scripts/from_trl_tables.py` writes them into the page, each below the line that asks for it. They are made of
-the tables that the command works with: rlhf_cli/config/foreign.py and rlhf_cli/from_trl/versions.py.
+`python scripts/from_trl_page.py` writes the tables below the lines that ask for them, made of those that the command
+works with, rlhf_cli/config/foreign.py and rlhf_cli/from_trl/versions.py; and what the page's script comes to.
 """
 
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +22,28 @@ PAGE = Path(__file__).parents[1] / "docs/from-trl.md"
 PLACE = re.compile(r"<!-- (options|habits) of TRL ([\d.]+) -->\n(?:\|.*\n)*|<!-- (no place) -->\n(?:\|.*\n)*")
 
 
+EXAMPLE = re.compile(
+    r"```python\n(?P<script>.*?)```.*?says:\n\n```\n(?P<said>.*?)```.*?```yaml\n(?P<written>.*?)```", re.DOTALL
+)
+
+
 def page(text: str) -> str:
-    """The page with its tables made anew."""
-    return PLACE.sub(lambda found: f"{found[0].partition(chr(10))[0]}\n" + "\n".join(_table(found)) + "\n", text)
+    """The page with its tables and its example made anew."""
+    text = PLACE.sub(lambda found: f"{found[0].partition(chr(10))[0]}\n" + "\n".join(_table(found)) + "\n", text)
+    return EXAMPLE.sub(_example, text, count=1)
+
+
+def _example(found: re.Match[str]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(found["script"], encoding="utf-8")
+        command = [sys.executable, "-m", "rlhf_cli", "init", "--from-trl", "train.py", "runs/mine"]
+        environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1])}
+        said = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+        written_ = Path(folder, "runs/mine/ppo.yaml").read_text(encoding="utf-8")
+    whole, start = found[0], found.start()
+    for name, new in (("written", written_), ("said", said)):  # from the end, so that places stay what they are
+        whole = whole[: found.start(name) - start] + new + whole[found.end(name) - start :]
+    return whole
 
 
 def _table(found: re.Match[str]) -> Iterator[str]:
