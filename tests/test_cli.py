@@ -285,6 +285,13 @@ def test_what_ends_a_stage_ends_the_command(
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("word", [".", "sft.yaml"])
+def test_a_config_without_its_option_is_understood(folder: Path, word: str) -> None:
+    result = rlhf("sft", word)
+    assert result.exit_code == 2 and "error[C11]: Missing option '--config'" in result.stderr
+    assert result.stderr.endswith("hint: rlhf sft --config sft.yaml\n")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: int) -> None:
     script = """

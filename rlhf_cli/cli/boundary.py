@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -13,7 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from rlhf_cli import processes, terminal
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.cli.options import STAGES
+from rlhf_cli.errors import RLHFError, shown
 
 TO_SPEAK = 5.0  # seconds that another process has to say what it found
 
@@ -45,7 +47,7 @@ class Commands(TyperGroup):
             except Exception as error:
                 if "--debug" in arguments:
                     terminal.say_here(traceback.format_exc().rstrip())
-                code = _explain(error)
+                code = _explain(error, arguments)
         except Terminated:  # while it explained, too
             code = 143
         finally:
@@ -57,7 +59,7 @@ class Commands(TyperGroup):
         sys.exit(code)
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: Exception, arguments: Sequence[str] = ()) -> int:
     """Say on stderr what is wrong, a line and a hint for each problem; returns the exit code."""
     if isinstance(error, RLHFError):
         if processes.count() == 1 or not _told_by_others(error):
@@ -68,12 +70,22 @@ def _explain(error: Exception) -> int:
     if hasattr(error, "format_message"):  # typer's errors of usage
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "rlhf"
-        terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=f"{command} --help")))
+        hint = _meant(arguments) or f"{command} --help"
+        terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=hint)))
         return 2
     said = " ".join(str(error).split())
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
     terminal.say_here(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
     return 1
+
+
+def _meant(arguments: Sequence[str]) -> str | None:
+    """What `rlhf ppo runs/mine` and `rlhf ppo runs/mine/ppo.yaml` are meant to be."""
+    stage = arguments[0] if arguments else ""
+    if stage not in STAGES or {"--config", "-c"} & set(arguments):
+        return None
+    files = [file for word in arguments[1:] for file in (Path(word), Path(word) / f"{stage}.yaml") if file.is_file()]
+    return f"rlhf {stage} --config {shown(files[0])}" if files else None
 
 
 def _told_by_others(error: RLHFError) -> bool:
