@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-memory bench-learning test test-slow distributed browser chaos damage fuzz lint check smoke sft reward ppo eval pipeline clean
+.PHONY: help demo reviews bench bench-memory bench-learning test test-slow distributed browser chaos damage fuzz lint check smoke sft reward ppo eval pipeline schemas clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -97,6 +97,9 @@ pipeline: $(VENV)/.installed ## the stages of CONFIG=configs/demo that are not u
 	@$(INIT)
 	$(RLHF) run $(RUN)
 
+schemas: $(VENV)/.installed ## the JSON Schemas that editors read beside configs/, as the code has them now
+	for stage in sft reward ppo eval; do $(RLHF) schema $$stage > schemas/$$stage.json; done
+
 clean: ## remove what tools left; runs/ and the installation stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find rlhf_cli tests scripts benchmarks -name __pycache__ -prune -exec rm -rf {} +
@@ -108,6 +111,7 @@ TESTING := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 # The stamps: installed once, and again when one of these files changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV), torch and transformers among it: minutes, once"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
 	touch $@

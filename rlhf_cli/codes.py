@@ -348,6 +348,18 @@ MACHINE_AND_RUN = {
         "good run, but not byte for byte the one that it would have been.",
         "Nothing, if you can live with that; else go on where it was started, or start over with --fresh.",
     ),
+    "E06": Code(
+        "a tracker is not installed",
+        2,
+        "output.report_to names an experiment tracker whose library is not there.",
+        "pip install 'rlhf-cli[trackers]' brings all of them; or take the name out.",
+    ),
+    "E07": Code(
+        "no access to the hub",
+        2,
+        "The hub cannot be reached, does not know the token, or does not let it write the repository that is named.",
+        "`hf auth login` with a token that may write, and a repository of your own or of a group that you write for.",
+    ),
     "R00": Code(
         "failed at run time",
         1,
@@ -444,6 +456,18 @@ MACHINE_AND_RUN = {
         0,
         "The evaluation is done, and its report.html could not be drawn or written; report.json has all its numbers.",
         "Look at the message; `rlhf report RUN` makes the page at any time.",
+    ),
+    "R16": Code(
+        "a tracker failed",
+        0,
+        "An experiment tracker could not be opened, written or reached. It is left alone; the run is what it would be.",
+        "Look at the message; docs/trackers.md tells what each one needs. metrics.jsonl and samples.jsonl hold it all.",
+    ),
+    "R17": Code(
+        "the push to the hub failed",
+        1,
+        "The upload broke off, or what the hub holds is not what was sent; the folder is whole on this machine.",
+        "The message ends in the command that goes on; what was uploaded before is not sent again.",
     ),
     "S01": Code(
         "control characters",

@@ -16,7 +16,7 @@ import yaml
 
 from rlhf_cli import checkpoints, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
-from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, load, takes
+from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, keys, load, takes
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_file, shown
 from rlhf_cli.processes import OURSELVES
 from rlhf_cli.signals import end_with, is_nohup
@@ -36,11 +36,15 @@ class Selection:
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be done about one stage; `fresh` moves its old output aside first."""
+    """What is to be done about one stage; `fresh` moves its old output aside first.
+
+    `after` are earlier stages that run before it: it runs too if they change what it starts from, or if it is `new`.
+    """
 
     why: str
     runs: bool
     fresh: bool
+    after: tuple[str, ...] = ()
 
 
 def run(folder: Path, overrides: Sequence[str], selection: Selection, options: Options) -> int:
@@ -50,12 +54,11 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
     Raises RLHFError for what is wrong before anything runs (C01-C17, D01, M01, M10), and R06 for an evaluation that
     is up to date but does not meet its requirements.
     """
-    files = select(find_configs(folder), folder, selection)
-    routed = route(overrides, list(files))
-    configs = load_all(files, routed)
-    _refuse_what_is_missing(configs)
+    configs, routed = prepare(folder, overrides, selection)
+    refuse_what_is_missing(configs)
     if options.dry_run:
-        _forecast(configs, selection.force)
+        for stage, step in forecast(configs, selection.force).items():
+            terminal.out(f"{stage:<8} {step.why}")
         return 0
     checked = bool(selection.only or selection.start)  # a part of a run is checked by its own stages
     for stage, config in configs.items():
@@ -76,37 +79,53 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
             verdict.print_verdict(config.folder)
             report = verdict.read_report(config.folder)
             verdict.check_requirements(report, config.eval.require, where=config.where)
+    if {"ppo", "eval"} <= configs.keys():
+        selected = " --step selected" if "selected_step" in verdict.read_report(configs["eval"].folder) else ""
+        name = shown(folder)
+        terminal.out(f"next: rlhf chat {name} --compare sft,ppo; rlhf export {name} --out DIR{selected}")
     return 0
 
 
-def _forecast(configs: Mapping[str, Config], force: Sequence[str]) -> None:
-    """What would run, and why. A stage behind one that would run can only be told once that one has run."""
-    pending: dict[Path, str] = {}
-    for stage, config in configs.items():
-        waits = [pending[Path(one.path)] for one in checkpoints.references(config) if Path(one.path) in pending]
-        if waits:
-            known = "runs again if that changes what it starts from" if config.folder.exists() else "new"
-            why = f"after {' and '.join(dict.fromkeys(waits))}: {known}"
-        else:
-            step = decide(config, force)
-            why = step.why
-        terminal.out(f"{stage:<8} {why}")
-        if waits or step.runs:
-            pending[config.folder] = stage
-
-
-def decide(config: Config, force: Sequence[str] = ()) -> Step:
-    """Whether a stage has to run, as its config, its data and its parents are now, and why."""
-    status = look(config)
-    if config.stage in force and status.state != "new":
-        return Step("forced to run again", runs=True, fresh=True)
-    return Step(describe(status), runs=status.state != "finished", fresh=status.state in ("stale", "damaged"))
+def prepare(
+    folder: Path, overrides: Sequence[str], selection: Selection
+) -> tuple[dict[str, Config], dict[str, list[str]]]:
+    """The configs of the stages that a command line asks for, and the overrides of each. Raises C01-C17."""
+    files = select(find_configs(folder), folder, selection)
+    routed = route(overrides, list(files))
+    return load_all(files, routed), routed
 
 
 def look(config: Config) -> Status:
     """How a stage's output stands to its config, its data and its parents as they are now."""
     parents = checkpoints.open_parents(config)
     return checkpoints.examine(config, checkpoints.identity(config, parents, config.sources()))
+
+
+def forecast(
+    configs: Mapping[str, Config], force: Sequence[str] = (), look: Callable[[Config], Status] = look
+) -> dict[str, Step]:
+    """What would run, and why. A stage behind one that would run can only be told once that one has run."""
+    steps: dict[str, Step] = {}
+    pending: dict[Path, str] = {}
+    for stage, config in configs.items():
+        waits = [pending[Path(one.path)] for one in checkpoints.references(config) if Path(one.path) in pending]
+        if waits:
+            after, new = tuple(dict.fromkeys(waits)), not config.folder.exists()
+            known = "new" if new else "runs again if that changes what it starts from"
+            steps[stage] = Step(f"after {' and '.join(after)}: {known}", runs=new, fresh=False, after=after)
+        else:
+            steps[stage] = decide(config, force, look)
+        if waits or steps[stage].runs:
+            pending[config.folder] = stage
+    return steps
+
+
+def decide(config: Config, force: Sequence[str] = (), look: Callable[[Config], Status] = look) -> Step:
+    """Whether a stage has to run, as its config, its data and its parents are now, and why."""
+    status = look(config)
+    if config.stage in force and status.state != "new":
+        return Step("forced to run again", runs=True, fresh=True)
+    return Step(describe(status), runs=status.state != "finished", fresh=status.state in ("stale", "damaged"))
 
 
 def describe(status: Status) -> str:
@@ -163,7 +182,7 @@ def find_configs(folder: Path) -> dict[str, Path]:
     if os.path.isfile(folder):
         stage = folder.stem if folder.stem in STAGES else STAGES[0]
         hint = f"for one stage: rlhf {stage} --config {shown(folder)}"
-        raise RLHFError("C09", f"{shown(folder)} is a file; rlhf run takes a folder", hint=hint)
+        raise RLHFError("C09", f"{shown(folder)} is a file, not the folder of a run", hint=hint)
     if not os.path.isdir(folder):
         near = nearest_file(folder)
         hint = f"did you mean {near}?" if near else f"rlhf init demo {shown(folder)} makes one"
@@ -215,7 +234,8 @@ def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str
             problems.append(Problem("C11", problem, f"--set {key}", hint))
         elif not owners:
             known = {name for stage in stages for name in CONFIGS[stage].model_fields}
-            near = nearest(section, sorted(known))
+            full = [path for stage in stages for path in keys(stage) if path.endswith(f".{key}")]
+            near = next(iter(full), None) or nearest(section, sorted(known))
             problem = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
             problems.append(Problem("C11", problem, f"--set {key}", f"did you mean {near}?" if near else None))
         for stage in owners:
@@ -257,12 +277,18 @@ def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> 
     return configs
 
 
-def _refuse_what_is_missing(configs: Mapping[str, Config]) -> None:
-    """What no stage of this run will make must be there now, not found missing after hours."""
+def refuse_what_is_missing(configs: Mapping[str, Config], *, quick: bool = False) -> None:
+    """What no stage of this run will make must be there now, not found missing after hours.
+
+    A `quick` look fetches and reads nothing: not the hub's datasets, nor the weights of models that no stage made.
+    Raises D01, M01, M04, M10.
+    """
     checks: list[Callable[[], object]] = []
     made: tuple[Path, ...] = ()
     for config in configs.values():
-        checks += [partial(sources.locate, config.sources()), partial(checkpoints.open_parents, config, made)]
+        data = {key: one for key, one in config.sources().items() if not quick or one.is_here()}
+        checks.append(partial(sources.locate, data))
+        checks.append(partial(checkpoints.open_parents, config, made, hashed=not quick))
         made += (config.folder,)
     all_of(*checks)
 

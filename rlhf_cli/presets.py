@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_cli import terminal
+from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolved_data
 from rlhf_cli.demo import world
 from rlhf_cli.errors import RLHFError, nearest, shown
@@ -76,14 +77,18 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
     files = sorted(path.relative_to(source) for path in source.rglob("*") if path.suffix in COPIED)
     preset = PRESETS[name]
     data = [Path("data"), Path(BASE) / "data"] if preset.sizes else []
-    taken = [path for path in (*files, *data) if (folder / path).exists()]
+    taken = [path for path in (*files, *data, Path(json_schema.FOLDER)) if (folder / path).exists()]
     if taken:
         text = f"{shown(folder)} already holds {', '.join(map(str, taken))}"
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         text = (source / path).read_text(encoding="utf-8")
-        (folder / path).write_text(re.sub(r"^seed: 0\b", f"seed: {seed}", text, flags=re.MULTILINE), encoding="utf-8")
+        text = re.sub(r"^seed: 0\b", f"seed: {seed}", text, flags=re.MULTILINE)
+        if path.suffix == ".yaml":
+            text = json_schema.pointed(text, path, Path(json_schema.FOLDER, f"{path.stem}.json"))
+        (folder / path).write_text(text, encoding="utf-8")
+    json_schema.write_beside(folder, sorted({path.stem for path in files if path.suffix == ".yaml"}))
     if preset.sizes:
         world.write(folder, seed, preset.sizes)
     if preset.sizes and preset.sizes.texts:

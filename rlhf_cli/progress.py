@@ -11,9 +11,10 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from rlhf_cli import processes, terminal
+from rlhf_cli.times import duration
 
 SECONDS_BETWEEN_LINES = 10.0
-BRIEF = 2.0  # seconds that brief work may take unseen
+BRIEF = 2.0  # seconds that brief work may take unseen on a terminal; elsewhere, until the first line
 
 T = TypeVar("T")
 _under_way: list["Progress"] = []  # the outermost first
@@ -64,13 +65,13 @@ class Progress:
 
     def _show(self) -> None:
         now = time.monotonic()
-        self._shown |= now - self._began >= BRIEF
         if terminal.is_terminal(sys.stderr) and processes.is_first():
+            self._shown |= now - self._began >= BRIEF
             if self._shown and not self._bar:
                 with suppress(OSError):  # a terminal that is gone
                     self._bar = _Bar(self)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES and self.done < self.total:
-            self._last_line = now
+            self._last_line, self._shown = now, True
             terminal.say(self._line())
 
     def _counts(self) -> str:
@@ -84,7 +85,7 @@ class Progress:
         speed = done / seconds
         rate = f"{speed:.3g} {self.unit}/s" if speed >= 1 else f"{1 / speed:.3g} s/{self.unit}"
         left = max(self.total - self.done, 0) / speed
-        return f"{rate}, {_clock(left)} left" if left else f"{rate}, {_clock(seconds)} in all"
+        return f"{rate}, {duration(left)} left" if left else f"{rate}, {duration(seconds)} in all"
 
     def _line(self) -> str:
         return ", ".join(part for part in (self._counts(), self.rate(), self.note, self.within()) if part)
@@ -131,9 +132,3 @@ class _Bar:
         self._live = Live(get_renderable=drawn, console=Console(stderr=True), redirect_stdout=drawable)
         self._live.start()
         self.stop, self.refresh = self._live.stop, self._live.refresh
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rlhf_cli.errors import RLHFError, shown
@@ -41,6 +41,16 @@ def free(folder: Path) -> int | None:
     """Bytes that are free where `folder` is, or is to be; None where the file system does not tell its size."""
     usage = shutil.disk_usage(existing(folder))
     return usage.free if usage.total else None
+
+
+def used(folder: Path) -> int:
+    """Bytes of all files below a folder, as far as they can be seen; links are not followed."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # gone by now
+                total += os.lstat(os.path.join(where, name)).st_size
+    return total
 
 
 def existing(folder: Path) -> Path:

@@ -1,11 +1,15 @@
-"""The only place that prints: results and tables on stdout, log lines on stderr (and progress.py's bars)."""
+"""The only place that prints, and reads: results and tables on stdout, log lines on stderr (and progress.py's bars)."""
 
 import errno
+import io
 import os
 import re
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import TextIO
 from unicodedata import combining, east_asian_width
 
@@ -15,9 +19,13 @@ from rlhf_cli.redaction import redacted
 
 # Everything that could move the cursor, recolour or retitle a terminal: C0 but tab and newline, DEL, C1.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+SECONDS_BETWEEN_DRAWINGS = 0.05
+READABLE = 48  # columns of a terminal for one of several texts beside one another
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 _said: dict[str, Problem] = {}  # by the line as printed, without its hint
 _muted = False
+_left: list[TextIO] = []  # streams that nobody reads any more
 NOBODY_THERE = (errno.EPIPE, errno.EIO)
 
 
@@ -36,6 +44,48 @@ def out(text: str = "") -> None:
     """A result line on stdout. Of several processes the first one speaks."""
     if processes.is_first():
         _write(sys.stdout, text)
+
+
+def aside(text: str) -> None:
+    """`say`, dim on a terminal: numbers beside a text."""
+    if processes.is_first():
+        _write(sys.stderr, text, dim=True)
+
+
+def piece(text: str) -> None:
+    """A part of a text on stdout, as it comes: what follows goes on behind it."""
+    if processes.is_first():
+        _write(sys.stdout, text, end="")
+
+
+def is_heard() -> bool:
+    """Whether somebody may still read stdout: False once the other end of a pipe is gone."""
+    return not any(stream is sys.stdout for stream in _left)
+
+
+def is_talk() -> bool:
+    """Whether somebody types at a terminal and reads the answers there."""
+    return bool(sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
+
+
+def ask(prompt: str) -> str | None:
+    """The next line of stdin, without its line break; None at the end. Bytes that are no text come as surrogates.
+
+    In a talk `prompt` is shown, the line can be edited and older ones called back, and a paste of several lines is one.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if not is_talk():
+        line = sys.stdin.readline() if sys.stdin else ""
+        return line.removesuffix("\n").removesuffix("\r") if line else None
+    import readline  # what `input` edits with
+
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    try:
+        return input(prompt)
+    except EOFError:
+        out()
+        return None
 
 
 def say_here(text: str) -> None:
@@ -99,6 +149,50 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
         out("  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def has_room(columns: int) -> bool:
+    """Whether so many texts can be read beside one another: the width of a terminal."""
+    return is_terminal(sys.stdout) and shutil.get_terminal_size().columns >= columns * READABLE
+
+
+class Columns:
+    """`with Columns(["sft", "ppo"]) as columns: columns.add(0, " a piece")`: texts that grow on stdout, side by side.
+
+    Only where `has_room`.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.table import Table
+        from rich.text import Text
+
+        self._cells = [Text() for _ in names]
+        self._table = Table(expand=True)
+        for name in names:
+            self._table.add_column(Text(clean(name)), ratio=1)
+        self._table.add_row(*self._cells)
+        console = Console(file=sys.stdout)
+        self._live = Live(
+            self._table, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+        self._drawn = 0.0
+
+    def __enter__(self) -> "Columns":
+        self._live.start(refresh=True)
+        return self
+
+    def add(self, column: int, text: str) -> None:
+        """A further piece of a column's text."""
+        self._cells[column].append(clean(text))
+        if time.monotonic() - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
+            self._live.refresh()
+            self._drawn = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with suppress(OSError):  # a terminal that is gone
+            self._live.stop()
+
+
 def _drawn_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -122,14 +216,17 @@ def _width(text: str) -> int:
     return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
 
 
-def _write(stream: TextIO, text: str) -> None:
+def _write(stream: TextIO, text: str, *, end: str = "\n", dim: bool = False) -> None:
     """One line; what the stream's encoding cannot show is written as an escape instead of failing."""
     encoding = stream.encoding or "utf-8"
+    shown = clean(text).encode(encoding, "backslashreplace").decode(encoding)
+    styled = dim and is_terminal(stream) and not os.environ.get("NO_COLOR")
     try:
-        stream.write(clean(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.write((f"{DIM}{shown}{PLAIN}" if styled else shown) + end)
         stream.flush()
     except OSError as error:
         if error.errno not in NOBODY_THERE:
             raise
+        _left.append(stream)
         # The terminal is closed, or the other end of a pipe is gone. A run goes on and can save; what it says is lost.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -13,6 +13,9 @@ from rlhf_cli import processes, terminal
 from rlhf_cli.checkpoints.files import sync
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rows import append_jsonl, to_json, write_jsonl
+from rlhf_cli.trackers import Trackers
+
+NEWEST = 65_536  # bytes: some 45 updates of PPO
 
 
 class Mark(TypedDict):
@@ -57,11 +60,18 @@ class Log:
 
 
 class MetricsLog(Log):
-    """metrics.jsonl: `step`, the metrics, and `time_s`, seconds since the run began, interruptions left out."""
+    """metrics.jsonl: `step`, the metrics, and `time_s`, seconds since the run began, interruptions left out.
 
-    def __init__(self, path: Path, mark: Mark | None = None) -> None:
+    Each line is told to the trackers, too.
+    """
+
+    def __init__(self, path: Path, mark: Mark | None = None, trackers: Trackers | None = None) -> None:
+        before = read_log(path)
         super().__init__(path, mark)
         kept = read_log(path)
+        self._trackers = trackers
+        if trackers is not None:
+            trackers.resume(before, kept)
         self._began = time.monotonic() - (_number(kept[-1].get("time_s")) if kept else 0.0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -69,17 +79,33 @@ class MetricsLog(Log):
         bad = [name for name, value in metrics.items() if not math.isfinite(value)]
         if bad:
             raise RLHFError("R01", f"step {step}: {bad[0]} is {metrics[bad[0]]}")
-        self.append({"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)})
+        line = {"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)}
+        self.append(line)
+        if self._trackers is not None:
+            self._trackers.metrics(line)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The whole rows of a log, none where there is no file. A process may be in the middle of the last one."""
+    return _rows(path.read_bytes()) if path.exists() else []
+
+
+def newest_rows(path: Path) -> list[dict[str, Any]]:
+    """Those of `read_log` in the last 64 kB: where the log stands now, however long it is."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - NEWEST))
+        return _rows(file.read())
+
+
+def _rows(content: bytes) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:  # texts hold other separators
+    for line in content.split(b"\n"):  # texts hold other separators
         try:
             row = json.loads(line)
             to_json(row, allow_nan=False).encode()  # what no log of ours can hold
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine a
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reaches a hub but one that it started
 
 from adapter_folder import adapters_copy, adapters_run  # noqa: F401  (fixtures of the tests of adapters)
+from chat_run import chat_origin  # noqa: F401  (a fixture of the tests of chat)
 from damage_chain import chain, make_chain, other_chain  # noqa: F401  (fixtures of the tests of damages)
 from damages import summary
 from ppo_folder import origin, run_folder  # noqa: F401  (fixtures of the stage tests)
@@ -81,6 +82,7 @@ def _caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """No test reads or writes the user's cache, nor does a child process that it starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLHF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
         yield
 
 

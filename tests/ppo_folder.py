@@ -67,14 +67,21 @@ def write(folder: Path, stage: str, config: dict) -> None:
     (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
 
 
+def as_stage(folder: Path, stage: str, model: Path, config: dict, **fields: object) -> None:
+    """A model's folder as the finished folder of a stage with this config and these fields in its manifest."""
+    write(folder, stage, config)
+    loaded = load(stage, folder / f"{stage}.yaml")
+    identity = checkpoints.identity(loaded, {}, loaded.sources())
+    checkpoints.begin(loaded, identity, {}, fresh=False)
+    shutil.copytree(model, folder / stage / "model")
+    checkpoints.finish(loaded, identity, parents={}, fields=fields)
+    checkpoints.release()
+
+
 def as_reward_stage(folder: Path, **fields: object) -> None:
     """reward_model as the finished folder of a reward stage, with these fields in its manifest."""
-    write(folder, "reward", {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}})
-    config = load("reward", folder / "reward.yaml")
-    identity = checkpoints.identity(config, {}, config.sources())
-    checkpoints.begin(config, identity, {}, fresh=False)
-    shutil.copytree(folder / "reward_model", folder / "reward/model")
-    checkpoints.finish(config, identity, parents={}, fields=fields)
+    config = {"model": {"path": "sft_model"}, "data": {"train": "prompts.jsonl"}}
+    as_stage(folder, "reward", folder / "reward_model", config, **fields)
 
 
 def rlhf(*arguments: object):

@@ -93,6 +93,7 @@ def report(gold: float = 0.63, reward: float = 0.95) -> dict[str, Any]:
     return {
         "n": 256,
         "temperature": 1.0,
+        "response_length": 53,
         "models": {"sft": model(0.0, 0.3, 0.0), "ppo": model(1.5, 0.6, 12.3)},
         "win_rate": {"ppo_vs_sft": rates},
         "greedy": {"models": {"sft": model(0.1, 0.31, 0.0)}, "win_rate": {"ppo_vs_sft": {"gold": win(0.7)}}},

@@ -49,7 +49,7 @@ def test_a_run_that_is_all_right(run_folder: Path) -> None:
     assert said["sft", "model.path"] == "model: llama, 336 tokens"
     assert said["reward", "model.path"] == "sft, which the sft stage is to make"
     assert said["reward", "data.train"].startswith("93 rows, at most ")  # by the tokenizer that sft will leave
-    assert said["reward", "batches"] == "8 x 1 = 8 rows a step, 1 steps in all"
+    assert said["reward", "batches"] == "93 pairs, 2604 tokens; a step: 8 x 1 = 8 pairs; in all 1 steps"
     assert "16 x 4 = 64 episodes" in said["ppo", "batches"] and "1 updates" in said["ppo", "batches"]
     assert said["eval", "data.prompts"].startswith("9 prompts, at most ")
     assert "not checked" not in result.stdout and not (run_folder / "sft").exists()
@@ -251,8 +251,10 @@ def test_overrides_reach_the_stages(run_folder: Path) -> None:
 def test_the_steps_of_a_run_are_those_that_it_takes(folder: Path) -> None:
     sizes = "num_train_epochs: 1.5, per_device_train_batch_size: 7, gradient_accumulation_steps: 3"
     replace("sft.yaml", "max_steps: 1", sizes)
-    assert lines(check("sft.yaml").stdout)["sft", "batches"] == "7 x 3 = 21 rows a step, 8 steps in all"
-    assert rlhf("sft").exit_code == 0
+    counted = lines(check("sft.yaml").stdout)["sft", "batches"]
+    assert counted == "96 rows, 1344 tokens; a step: 7 x 3 = 21 rows; in all 8 steps"
+    done = rlhf("sft")
+    assert done.exit_code == 0 and f"\nsft      {counted}\n" in f"\n{done.stderr}"
     assert json.loads((folder / "sft/manifest.json").read_text())["step"] == 8
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 from fake_config import FakeConfig, make_stage, write_model
 
 from rlhf_cli import checkpoints, terminal
+from rlhf_cli.checkpoints.locks import hold, holder, lock_of
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.sources import Source
 
@@ -288,3 +290,39 @@ def test_a_second_process_may_not_write_the_same_folder(tmp_path: Path) -> None:
         other.kill()  # however the other one ends, its lock is gone
     assert checkpoints.begin(config, wanted, {}, fresh=False) == "new"
     checkpoints.release()
+
+
+def test_a_lock_tells_who_holds_it_as_long_as_that_one_lives(tmp_path: Path) -> None:
+    folder = tmp_path / "sft"
+    assert holder(folder) is None
+    script = "import sys, pathlib; from rlhf_cli.checkpoints.locks import hold; hold(pathlib.Path(sys.argv[1]));"
+    command = [sys.executable, "-c", script + "print('held', flush=True); sys.stdin.read()", str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        lock = lock_of(folder)
+        before = lock.read_bytes()
+        found = holder(folder)
+        assert found and found.pid == other.pid and abs(found.since - time.time()) < 60
+        with pytest.raises(RLHFError, match=f"is writing {folder}: process {other.pid}, for "):
+            hold(folder)
+        assert lock.read_bytes() == before  # who is refused leaves the other's name there
+
+        copy = lock_of(tmp_path / "copy")
+        copy.write_bytes(before)
+        assert holder(tmp_path / "copy") is None  # a copied folder has nobody at work in it
+        other.kill()
+        deadline = time.monotonic() + 10
+        while holder(folder) and time.monotonic() < deadline:  # a zombie until it is waited for: it holds nothing
+            time.sleep(0.01)
+        assert holder(folder) is None and lock.read_bytes() == before
+    hold(folder)
+    mine = holder(folder)
+    assert mine and mine.pid == os.getpid()
+    told = json.loads(lock.read_text())
+    lock.write_text(json.dumps(told | {"started": "1"}))  # the number of a process that is gone was given again
+    assert holder(folder) is None
+    lock.write_text(json.dumps(told | {"host": "elsewhere", "pid": 2**22 + 1}))
+    far = holder(folder)
+    assert far and str(far).startswith("process 4194305 on elsewhere, for ")
+    checkpoints.release()
+    assert lock.read_bytes() == b"" and holder(folder) is None

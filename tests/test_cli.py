@@ -75,13 +75,30 @@ def test_help_is_light() -> None:
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert result.returncode == 0
     assert min(seconds) <= 0.2
-    for command in ("sft", "reward", "ppo", "eval", "run", "init", "schema", "explain", "replay", "export", "env"):
+    for command in [
+        "sft",
+        "reward",
+        "ppo",
+        "eval",
+        "run",
+        "init",
+        "schema",
+        "explain",
+        "replay",
+        "chat",
+        "export",
+        "env",
+    ]:
         assert f"\n  {command} " in result.stdout
-    assert "completion" not in result.stdout
+    assert result.stdout.count("completion") == 4  # two options, a line or two each
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], ["ppo", "-h"], ["run", "-h"], ["schema", "ppo"], ["explain", "kl_coef"], ["--version"]]
+    "command",
+    [
+        [*line.split()]
+        for line in ("--help", "ppo -h", "run -h", "chat -h", "schema ppo", "explain kl_coef", "--version")
+    ],
 )
 def test_light_commands_import_no_torch(command: list[str]) -> None:
     script = f"import sys; from rlhf_cli.cli import app\ntry: app({command})\nfinally: print('torch' in sys.modules)"

@@ -101,6 +101,7 @@ def test_the_identity_does_not_see_the_place(stage: str, here: Path) -> None:
         ("ppo", "ppo.num_sample_generations=0"), ("ppo", "models.sft=./x"), 
         ("ppo", "models.sft=org/x"), ("ppo", "models.value=./x"),
         ("eval", "eval.require.a=> 1"), ("eval", "output.keep=3"),
+        ("ppo", "output.report_to=[wandb]"), ("ppo", "output.project=x"), ("eval", "output.report_to=[trackio]"),
     ],
 )  # fmt: skip
 def test_what_cannot_change_the_result_is_not_in_the_identity(stage: str, override: str, here: Path) -> None:

@@ -72,6 +72,15 @@ sft_model_path: m
 exp_name: first
     C01 unknown key ppo.exp_name
     hint: write output.run_name: first
+log_with: wandb
+    C01 unknown key ppo.log_with
+    hint: write output.report_to: [wandb]
+report_to: [wandb]
+    C02 ppo.report_to belongs under output:
+    hint: write it as output.report_to
+tracker_project_name: mine
+    C01 unknown key ppo.tracker_project_name
+    hint: write output.project: mine
 critic_learning_rate: 9e-6
     C01 unknown key ppo.critic_learning_rate
     hint: write value_learning_rate: 9e-06
@@ -185,6 +194,15 @@ sft sft: 3
 sft output: {run_name: 3}
     C05 output.run_name: expected text, got 3
     hint: write it in quotes: "3"
+sft output: {report_to: [wandb, tensorbord]}
+    C07 output.report_to.1: "tensorbord" is not one of tensorboard, wandb, trackio
+    hint: did you mean tensorboard?
+sft output: {report_to: wandb}
+    C05 output.report_to: expected a list, got "wandb"
+    hint: write [wandb]
+sft output: {project: a/b}
+    S03 output.project: this is no plain name
+    hint: use letters, digits, `_`, `-` and `.`, starting with a letter or digit
 sft output: {keep: 1}
     C06 output.keep: must be >= 2, got 1
 sft output: {run_name: ../x}
@@ -241,6 +259,12 @@ logging_dir: x
     hint: use run
 report_to: wandb
     C02 trainer.report_to is set by the pipeline
+    hint: use output.report_to
+project: mine
+    C02 trainer.project is set by the pipeline
+    hint: use output.project
+trackio_space_id: mine
+    C02 trainer.trackio_space_id is set by the pipeline
     hint: take the line out
 save_strategy: no
     C02 trainer.save_strategy is set by the pipeline

@@ -39,6 +39,23 @@ def file_of(folder: Path, *contents: Any) -> Path:
     return path
 
 
+# --- tokens to text
+
+
+def test_a_text_comes_in_pieces_as_its_tokens_do(tokenizer: Any) -> None:
+    """Those of one token at once, a letter of several with the last of them, and what is left at the end."""
+    ids = [*tokenizer("The é🙂")["input_ids"], tokenizer.eos_token_id]
+    stream = iter(ids)
+    assert next(data.pieces(tokenizer, stream)) == tokenizer.decode(ids[:1])
+    assert next(stream) == ids[1]  # nothing was taken before its time
+    whole = list(data.pieces(tokenizer, ids))
+    assert "".join(whole) == "The é🙂" and len(whole) == len(ids) + 1
+    assert {piece for piece in whole if not piece.isascii()} == {"é", "🙂"}
+    cut = list(data.pieces(tokenizer, ids[:-2]))
+    assert cut[-1] == "\N{REPLACEMENT CHARACTER}" and "".join(cut[:-1]) == "The é"
+    assert "".join(data.pieces(tokenizer, ids, special=True)) == "The é🙂<eos>"
+
+
 # --- the encoder
 
 

@@ -184,7 +184,11 @@ def test_openrlhf_08_every_command_of_the_documents_exists_with_its_flags_and_ke
         known = {name for line in targets for name in line.split()}
         assert {word for word in words[1:] if "=" not in word} <= known | set(config.CONFIGS), place
         return
-    command = typer.main.get_command(app).commands.get(words[1])
+    group = typer.main.get_command(app)
+    if words[1].startswith("--"):
+        assert words[1] in {option for each in group.params for option in each.opts}, f"{place}: {words[1]}"
+        return
+    command = group.commands.get(words[1])
     assert command is not None, f"{place}: rlhf {words[1]}"
     parser = command.make_parser(command.context_class(command))
     given, _, _ = parser.parse_args(words[2:])  # raises for a flag that there is not

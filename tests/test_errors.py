@@ -58,6 +58,8 @@ def test_the_codes_are_those_of_the_table_and_ours() -> None:
     )
     assert set(CODES) == set(listed) | {
         "E05",
+        "E06",
+        "E07",
         "M10",
         "M11",
         "M12",
@@ -72,6 +74,8 @@ def test_the_codes_are_those_of_the_table_and_ours() -> None:
         "R13",
         "R14",
         "R15",
+        "R16",
+        "R17",
         "C17",
         "C18",
     }

@@ -17,6 +17,7 @@ import torch
 from adapter_folder import widen, write
 from bad_inputs import replace
 from conftest import World
+from huggingface_hub import ModelCard
 from ppo_folder import rlhf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -255,38 +256,36 @@ def test_the_card_tells_where_it_comes_from_and_what_is_known(copied: Path) -> N
     last, picked = card(exported(copied, out="last")), card(exported(copied, "--step", "selected", out="picked"))
     for stage in ("ppo", "sft", "reward"):
         manifest = json.loads((copied / stage / "manifest.json").read_text())
-        hashes = [manifest["model_sha256"], manifest["config_sha256"], *manifest["data"].values()]
-        hashes += [told["sha256"] for told in manifest["parents"].values()]
-        assert all(f"sha256 `{sha256}`" in last for sha256 in hashes) and f"\n**{stage}**, seed 0\n" in last
-    assert last.startswith(
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [rlhf-cli, ppo]\n---\n"
+        hashes = [manifest["model_sha256"], *manifest["data"].values()]
+        assert all(f"`{sha256[:12]}`" in last for sha256 in hashes) and f"\n| {stage} | " in last
+    step = report["selected_step"]
+    assert (
+        "policy after update 5 of 5, the last one." in last and f"policy after update {step} of 5. The eval" in picked
     )
-    assert "Policy after 5 PPO updates" in last and "adapters of rank 3, which are added" in last
-    assert f"transformers {checkpoints.versions()['transformers']}" in last and "These are adapters alone" not in last
-    assert "| objective/kl_k1 |" in last and "| objective/kl_k1 |" not in picked  # that was the last one's
-    told, point = report["models"]["ppo"], next(p for p in report["frontier"] if p["step"] == report["selected_step"])
-    assert f"| reward, mean score | {told['reward_mean']:.3f} [" in last
-    assert f"| reward, mean score | {point['reward']:.3f} [" in picked and "It was picked on these prompts" in picked
-    noise = ", ".join(map(str, report["selected"]["within_noise"]))
-    assert (f"after updates {noise} could not be told apart" in picked) == bool(noise)
-    assert f"| win rate over SFT, by short | {report['win_rate']['ppo_vs_sft']['short']['value']:.3f} [" in last
-    assert f"| win rate over SFT, by short | {point['win_rate']['short']['value']:.3f} [" in picked
-    assert "- model at its end, update 5: sha256" in picked and "- model at its end" not in last
-    assert "No evaluation" not in last + picked and "## Limits" in last
+    assert "adapters of rank 3, which are added" in last and "These are adapters alone" not in last
+    assert f"transformers {checkpoints.versions()['transformers']}" in last and "| `models.adapters.r` | `3` |" in last
+    assert "| `objective/kl_k1` |" in last and "| `objective/kl_k1` |" not in picked  # that was the last one's
+    told, point = report["models"]["ppo"], next(p for p in report["frontier"] if p["step"] == step)
+    assert f" {told['reward_mean']:.3f} [" in last and f" {point['reward']:.3f} [" in picked
+    for text, rates in ((last, report["win_rate"]["ppo_vs_sft"]), (picked, point["win_rate"])):
+        assert f"| PPO over SFT, short | {rates['short']['value']:.3f} [" in text
+        results = ModelCard(text).data.eval_results
+        assert [each.metric_value for each in results] == [round(rate["value"], 4) for rate in rates.values()]
+    assert "at its end |" in picked and "at its end |" not in last and "No evaluation" not in last + picked
 
 
 def test_the_card_of_a_reward_model(copied: Path) -> None:
     text = card(exported(copied, "--stage", "reward"))
     accuracy = json.loads((copied / "reward/manifest.json").read_text())["metrics"]["accuracy"]
-    assert "pipeline_tag: text-classification" in text and "AutoModelForSequenceClassification" in text
-    assert "`(raw - reward_mean) / reward_std`" in text and f"| accuracy | {accuracy:.3f} [" in text
-    assert "These are adapters alone" not in text and "`adapter_config.json`" not in text
+    assert f"Right on {100 * accuracy:.0f} % [" in text and "`models.adapters" not in text and "| ppo |" not in text
+    assert ModelCard(text).data.eval_results[0].metric_value == round(accuracy, 4)
 
 
 def test_no_evaluation_of_other_bytes_is_told(copied: Path) -> None:
     adapter_folder.run(copied, "ppo", "--fresh", *LORA, "-s", "seed=5")
     text = card(exported(copied))
-    assert "## Evaluated" not in text and "No evaluation of this very model was found" in text
+    assert "No evaluation of this very model was found" in text and "it was not evaluated" in text
+    assert ModelCard(text).data.eval_results is None and " over SFT" not in text
     result = rlhf("export", copied, "--out", "out2", "--step", "selected")
     assert refused_two(result, "M10", "run/eval holds no finished evaluation of run/ppo as it is")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent / "rlhf_cli"
 # From the ground up. `name.*` is a folder: one room, whose modules may import one another.
 FLOORS = [
-    {"__init__", "codes", "redaction"},
+    {"__init__", "codes", "redaction", "run_folders", "times"},
     {"errors"},
     {"processes"},
     {"rows", "terminal", "statistics", "signals", "room"}
@@ -18,6 +18,7 @@ FLOORS = [
     {"sources.*", "reward_card.*"},
     {"config.*"},
     {"checkpoints.*"},
+    {"trackers.*"},
     {
         "models.*",
         "data.*",
@@ -39,16 +40,25 @@ FLOORS = [
     {"inputs.*"},
     {"stages", "stages.trl_training", "demo.*", "preferences.*"},
     {"stages.sft", "stages.reward", "stages.ppo.*", "stages.eval.*", "pipeline", "presets"},
-    {"check.*", "plan.*", "export.*", "replay.compare", "replay.float64", "replay.recorded"},
-    {"replay.observe"},
-    {"replay"},
+    {
+        "check.*",
+        "plan.*",
+        "export.sameness",
+        "chat.*",
+        "status.*",
+        "replay.compare",
+        "replay.float64",
+        "replay.recorded",
+    },
+    {"replay.observe", "export.card.*"},
+    {"replay", "export"},
     {"launch"},
     {"cli.*"},
     {"__main__"},
 ]
 TORCH_FREE = (
     "check cli checkpoints config explain from_trl pipeline ppo.settings presets processes progress report reward_card "
-    "room rows signals sources statistics terminal verdict"
+    "room rows run_folders signals sources statistics status terminal times trackers verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

@@ -1,6 +1,7 @@
 """`rlhf init --from-trl`: TRL's numbers in our keys, a reason for all that has none, and nothing lost on the way."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_trls_example_of_0_11_in_every_form(suffix: str) -> None:
     assert (ours.kl_coef, ours.adap_kl_ctrl, ours.target, ours.horizon) == (0.2, True, 6.0, 10_000)
     assert (ours.temperature, ours.response_length, ours.missing_eos_penalty) == (1.0, 32, None)
     assert (ours.num_train_epochs, ours.total_episodes) == (1.0, None)
-    assert "log_with" in text and "\nlog_with  " in said
+    assert "report_to: [wandb]" in text and re.search(r"\nlog_with +wandb +output.report_to ", said)
     assert said.splitlines()[-1].endswith("ppo.yaml is written; next: rlhf check " + said.split()[-1])
 
 

@@ -209,6 +209,10 @@ def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int)
     assert " are free there" in errors[0] and "hint: make room there; the same command then goes on" in done.stderr
     resumed = rlhf(stage, "-s", sets)
     assert resumed.exit_code == 0 and "resumes at step 1 of 4" in resumed.stderr, resumed.stderr
+    model = load_file("model/model.safetensors")
+    body = sum(tensor.numel() for name, tensor in model.items() if not name.startswith("lm_head."))
+    needed = 16 * body if stage != "ppo" else (16 + 16 + 4 + 4) * body
+    assert f"memory: {room.size(needed)} of " in resumed.stderr
 
 
 WORDS = [

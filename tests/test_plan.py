@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from rlhf_cli import room
+from rlhf_cli import progress, room
 from rlhf_cli.cli import app
 from rlhf_cli.inputs import machine
 from rlhf_cli.models import adapters, loading, reading, shapes
@@ -24,6 +24,12 @@ from rlhf_cli.plan.tally import META, Tally
 from rlhf_cli.plan.target import Target
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
+
+
+@pytest.fixture(autouse=True)
+def no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which come where a plan takes ten seconds, on a busy machine."""
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
 
 
 @pytest.fixture

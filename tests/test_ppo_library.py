@@ -47,7 +47,7 @@ rollout = Rollout.from_lists([[5], [6, 7]], [[3, 2], [4]], [[1, 1], [1]], stop_t
 experience = trainer.judge(rollout, scores=__import__('torch').ones(2))
 trainer.update(experience)
 """
-    python(code, {"trl", "datasets", "accelerate", "peft", "bitsandbytes"})
+    python(code, {"trl", "datasets", "accelerate", "peft", "bitsandbytes", "tensorboard", "wandb", "trackio"})
 
 
 def test_the_settings_need_no_torch():

@@ -51,6 +51,29 @@ def test_rows_and_steps_draw_apart():
     assert [first.response_tokens(row) for row in range(32)] != [second.response_tokens(row) for row in range(32)]
 
 
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
+def test_a_stream_is_the_row_that_generate_gives(temperature):
+    prompts, how = ask(tiny.prompts(6), length=20), engine(temperature=temperature)
+    whole = how.generate(prompts)
+    for row in range(6):
+        alone = ask(Prompts.from_lists([whole.prompt_tokens(row)]), length=20)
+        stream = how.stream(replace(alone, seeds=prompts.seeds[row : row + 1]))
+        assert next(stream) == whole.response_tokens(row)[0]
+        assert torch.is_grad_enabled()  # between two tokens all is as it was
+        assert list(stream) == whole.response_tokens(row)[1:]
+    assert whole.ended.any() or not temperature
+
+
+def test_temperature_0_takes_the_most_likely_token():
+    prompts, how = ask(tiny.prompts(4)), engine(temperature=0.0)
+    rollout = how.generate(prompts)
+    for row in range(4):
+        ids = rollout.prompt_tokens(row)
+        for token in rollout.response_tokens(row):
+            assert token == int(how.model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())
+            ids = [*ids, token]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_are_the_softmax(temperature):
     how, rows = engine(stop=None, temperature=temperature), 4000

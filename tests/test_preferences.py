@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import World
+from test_schema import complaints
 from typer.testing import CliRunner, Result
 
 from rlhf_cli import config, rows
@@ -242,6 +243,8 @@ def test_what_is_written_down_follows_from_texts_and_tokenizer(
     """Plain text, chatml for conversations, transcripts as text; with a template of its own, conversations."""
     for form in FORMS:
         assert init(tmp_path / form, data[form], world.base).exit_code == 0
+        for stage in config.CONFIGS:
+            assert complaints(tmp_path / form / f"{stage}.yaml") == []  # by the schema that it names
     assert contents(tmp_path / "columns/data/sft.jsonl")[0]["completion"].startswith(" Bright")
     assert config.load("sft", tmp_path / "conversations/sft.yaml").model.chat_template == "chatml"
     assert contents(tmp_path / "transcripts/data/prompts.jsonl")[0]["prompt"].endswith("\n\nAssistant:")

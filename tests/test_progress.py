@@ -28,9 +28,9 @@ def test_progress_off_a_terminal_is_a_line_at_most_every_ten_seconds(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "ppo 10/30 update, 1 update/s, 0:20 left, reward 10",
-        "ppo 20/30 update, 1 update/s, 0:10 left, reward 20",
-        "ppo 30/30 update, 1 update/s, 0:30 in all, reward 30",
+        "ppo 10/30 update, 1 update/s, 20 s left, reward 10",
+        "ppo 20/30 update, 1 update/s, 10 s left, reward 20",
+        "ppo 30/30 update, 1 update/s, 30 s in all, reward 30",
     ]
 
 
@@ -38,7 +38,7 @@ def test_slow_steps_are_counted_in_seconds(clock: list[float], capsys: pytest.Ca
     with Progress("ppo", 1000) as bar:
         clock[0] += 40
         bar.advance(10)
-    assert capsys.readouterr().err.splitlines()[0] == "ppo 10/1000 step, 4 s/step, 1:06:00 left"
+    assert capsys.readouterr().err.splitlines()[0] == "ppo 10/1000 step, 4 s/step, 1 h 6 min left"
 
 
 def test_progress_that_breaks_still_says_how_far_it_came(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_what_was_done_before_counts_for_no_rate(clock: list[float], capsys: pyt
     with Progress("ppo", 100, "update", done=90) as bar:
         clock[0] += 20
         bar.advance()
-    assert capsys.readouterr().err.splitlines()[0] == "ppo 91/100 update, 20 s/update, 3:00 left"
+    assert capsys.readouterr().err.splitlines()[0] == "ppo 91/100 update, 20 s/update, 3 min left"
 
 
 def test_what_is_under_way_within_is_told_behind_the_rest(
@@ -82,7 +82,7 @@ def test_what_is_under_way_within_is_told_behind_the_rest(
         "ppo 0/2 update, update: epoch 1/4, micro-batch 3/3",
         "ppo 0/2 update, update: epoch 2/4, micro-batch 3/3",
         "ppo 0/2 update, update: epoch 3/4, micro-batch 3/3",
-        "ppo 1/2 update, 48 s/update, 0:48 left, reward 1",
+        "ppo 1/2 update, 48 s/update, 48 s left, reward 1",
     ]
 
 
@@ -128,13 +128,18 @@ def test_what_an_error_left_open_ends_with_what_it_stood_in() -> None:
 
 def test_brief_work_is_shown_from_when_it_is_not(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("data", 3, "row", brief=True) as bar:
-        clock[0] += 1
+        clock[0] += 9
         bar.advance()
     assert capsys.readouterr().err == ""
     with Progress("data", 3, "row", brief=True) as bar:
-        clock[0] += 3
+        clock[0] += 12
         bar.advance()
-    assert capsys.readouterr().err == "data 1/3 row, 3 s/row, 0:06 left\n"
+        clock[0] += 12
+        bar.advance(2)
+    assert capsys.readouterr().err.splitlines() == [
+        "data 1/3 row, 12 s/row, 24 s left",
+        "data 3/3 row, 8 s/row, 24 s in all",
+    ]
 
 
 def test_brief_work_on_a_terminal(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:

@@ -5,14 +5,17 @@ import re
 import shutil
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
 from markupsafe import Markup
 from ppo_folder import lines, ppo, rlhf
 from report_run import CARD, answers, begin, change, configs, finish, metrics, report, win, write_run
 
 from rlhf_cli import checkpoints, terminal
-from rlhf_cli.report import charts, frontier, page, write_beside
+from rlhf_cli.report import charts, facts, frontier, page, write_beside
 from rlhf_cli.report.runs import read_run
 from rlhf_cli.report.svg import Drawing
 from rlhf_cli.rows import write_jsonl
@@ -84,9 +87,25 @@ def test_what_ran(run: Path) -> None:
     assert "ppo ppo.kl_coef 0.2 0.05" in said and "ppo.response_length" not in said, "53 is the default"
     assert "eval judges.gold judges:gold -" in said
     assert "rlhf 0.1.0, torch 2.13.0" in said and "rlhf sft --config demo/sft/config.yaml --fresh" in said
+
+
+def test_how_to_make_it_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the configs of its folder, unless --set said something else at the time."""
+    monkeypatch.setattr(facts, "load", lambda stage, file: SimpleNamespace(dump=lambda relative_to: written(file)))
     for name in ("sft", "reward", "ppo", "eval"):
-        (run / f"{name}.yaml").touch()
-    assert "rlhf run demo" in words(run)
+        shutil.copy(run / name / "config.yaml", run / f"{name}.yaml")
+    assert facts.commands(read_run(run)) == ["rlhf run demo"] and "rlhf run demo" in words(run)
+    now = written(run / "ppo.yaml")
+    now["output"] = {"newer_than_the_run": 1}
+    (run / "ppo.yaml").write_text(yaml.safe_dump(now))
+    assert facts.commands(read_run(run)) == ["rlhf run demo"]
+    now["ppo"]["kl_coef"] = 0.125
+    (run / "ppo.yaml").write_text(yaml.safe_dump(now))
+    assert facts.commands(read_run(run))[2] == "rlhf ppo --config demo/ppo/config.yaml --fresh"
+
+
+def written(file: Path) -> Any:
+    return yaml.safe_load(file.read_text())
 
 
 def test_rows_of_data_are_counted_where_it_is_what_was_read(run: Path) -> None:
@@ -271,6 +290,18 @@ def test_a_policy_on_the_way_is_told_of_as_the_last_one_is(snapshot: Path, step:
     for last in ("last", "20"):
         rlhf("report", snapshot, "--step", last, "--out", snapshot / f"{last}.html")
         assert (snapshot / f"{last}.html").read_text() == page.of_run(read_run(snapshot))
+
+
+def test_a_policy_that_is_later_than_that_of_a_stopped_run_is_not_taken_for_it(snapshot: Path) -> None:
+    """RUN/ppo/model is the best one, of update 10; the snapshot of update 20 has numbers of its own."""
+    change(snapshot / "ppo/manifest.json", step=10, model_is="the best step", stopped="step 20: KL")
+    told = json.loads((snapshot / "eval/report.json").read_text())
+    told["frontier"][2]["win_rate"] = {"reward": win(0.9), "gold": win(0.31)}
+    (snapshot / "eval/report.json").write_text(json.dumps(told))
+    finish(snapshot / "eval", parents=("sft", "reward", "ppo"))
+    for step, share in (("10", "63 % [57, 69]"), ("last", "63 % [57, 69]"), ("20", "31 % [25, 37]")):
+        rlhf("report", snapshot, "--step", step, "--out", snapshot / f"{step}.html")
+        assert f"{share} of 256 held-out prompts by gold" in (snapshot / f"{step}.html").read_text(), step
 
 
 def test_a_policy_that_no_evaluation_tells_of_is_refused(snapshot: Path) -> None:

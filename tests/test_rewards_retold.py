@@ -137,9 +137,8 @@ class Letters:
 def pairs_of_letters(prompts, responses):
     """Another cut of the same text: two letters a token, and stop token 7."""
     cut = [[(ord(text[i]) - 97) for i in range(0, len(text), 2)] if text is not None else [] for text in prompts]
-    return list(
-        zip(cut, [[(ord(text[i]) - 97) for i in range(0, len(text), 2)] + [7] for text in responses], strict=True)
-    )
+    said = [text or "" for text in responses]
+    return list(zip(cut, [[(ord(text[i]) - 97) for i in range(0, len(text), 2)] + [7] for text in said], strict=True))
 
 
 def retold(**changes) -> RetoldReward:
@@ -157,6 +156,12 @@ def test_what_is_retold_by_hand():
     rollout = Rollout.from_lists(prompts, responses, stop_token_id=99)
     again = Rollout.from_lists([[1, 3], [4]], [[6, 9, 7], [6]])
     assert retold()(rollout).tolist() == plain(again).tolist()
+
+
+def test_a_prompt_that_is_met_later_is_read_as_it_was_given():
+    source = retold(prompts={(1, 2): [11]})
+    source.meet([4, 5], "axcx")
+    assert source.retold([[1, 2], [4, 5], [5]], [[6]] * 3)[0] == [[11], [0, 2], [5]]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@
      -> test_chain.py::test_no_token_is_in_any_file_of_a_chain
      -> test_security_runs.py::test_no_token_stays_however_a_training_ends
      -> test_publishing.py::test_the_best_policy_is_pushed_each_time_it_is_beaten
+     -> test_export_push.py::test_what_was_pushed_loads_from_the_hub_by_the_cards_own_code
+    and what is no model is not sent to a hub
+     -> test_export_push.py::test_what_is_no_part_of_a_model_is_not_sent
     and none may stand in a config (C16)
      -> test_config_files.py::test_a_secret_is_refused_and_never_repeated
      -> test_security.py::test_more_secrets_that_a_config_may_not_hold
@@ -35,6 +38,7 @@
      -> test_security.py::test_a_traceback_is_as_clean_as_any_line
      -> test_security.py::test_json_that_we_write_does_nothing_to_a_terminal
      -> test_security_runs.py::test_hostile_texts_and_names_go_through_a_training_and_do_nothing
+     -> test_export_card.py::test_texts_of_others_stay_texts
 7   what is shown holds no token, no password of an address, no secret of the environment
      -> test_security.py::test_secrets_are_taken_out_of_whatever_is_shown
      -> test_security.py::test_a_token_in_a_path_is_not_shown

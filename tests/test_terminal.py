@@ -1,6 +1,7 @@
 """What goes where on a terminal and off it."""
 
 import io
+import os
 import subprocess
 import sys
 
@@ -100,3 +101,64 @@ def test_rich_is_loaded_only_for_a_terminal() -> None:
     code = "from rlhf_cli import terminal; import sys; terminal.table(['a'], [['b']]); print('rich' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "a\nb\nFalse\n"
+
+
+# A chat
+
+
+def test_a_text_comes_piece_by_piece_and_cleaned(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("a\x1b[2J ", "b\n", "c"):
+        terminal.piece(text)
+    terminal.out()
+    terminal.aside("numbers\x07")
+    assert capsys.readouterr() == ("a[2J b\nc\n", "numbers\n")
+
+
+@pytest.mark.parametrize(("no_color", "shown"), [("", "\x1b[2ma\x1b[0m\n"), ("1", "a\n")])
+def test_an_aside_is_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color: str, shown: str) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    terminal.aside("a")
+    assert screen.getvalue() == shown
+
+
+def test_texts_grow_side_by_side_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Tty()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert not terminal.has_room(2)  # 80 columns
+    monkeypatch.setenv("COLUMNS", "100")
+    assert terminal.has_room(2)
+    with terminal.Columns(["one", "two"]) as columns:
+        columns.add(0, "[bold]left\x1b]0;title\x07 ")
+        columns.add(1, "right")
+        columns.add(0, "and more")
+    (row,) = [line for line in screen.getvalue().splitlines() if "more" in line]
+    assert "[bold]left]0;title and more" in row and row.index("right") - row.index("[bold]") >= 48
+    monkeypatch.setenv("TERM", "dumb")
+    assert not terminal.has_room(2)
+
+
+def test_lines_are_asked_for_without_a_word_off_a_terminal() -> None:
+    code = "from rlhf_cli import terminal\nwhile (line := terminal.ask('> ')) is not None: print(ascii(line))"
+    said = subprocess.run([sys.executable, "-c", code], input=b"a\n\ncaf\xe9\r\nlast", capture_output=True, check=True)
+    assert said.stdout.decode().splitlines() == ["'a'", "''", "'caf\\udce9'", "'last'"]
+
+
+def test_a_stdin_that_is_closed_has_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert terminal.ask("> ") is None and not terminal.is_talk()
+
+
+def test_it_is_known_when_nobody_reads_any_more() -> None:
+    code = (
+        "import os, sys; from rlhf_cli import terminal\n"
+        "said = []\n"
+        "for _ in range(2): terminal.out('x'); said.append(terminal.is_heard())\n"
+        "print(said, file=sys.stderr)"
+    )
+    reader, writer = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE) as process:
+        os.close(reader)
+        os.close(writer)
+        assert process.stderr and process.stderr.read().split()[-2:] == [b"[False,", b"False]"]

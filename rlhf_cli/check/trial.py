@@ -13,7 +13,7 @@ from rlhf_cli.check.static import Stage
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import placed, shown
-from rlhf_cli.inputs import adapters, limits, machine, models, reward_cards
+from rlhf_cli.inputs import adapters, batches, limits, machine, models, reward_cards
 from rlhf_cli.inputs import eval as of_eval
 from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.inputs import reward as of_reward
@@ -290,10 +290,6 @@ class Trial:
     def _steps(self, config: SFTConfig | RewardConfig, rows: data.Rows[Any], *, packed: bool) -> None:
         """What the batch sizes come to. How many sequences packed rows make is known once they are packed."""
         settings = config.sft if isinstance(config, SFTConfig) else config.reward
-        size, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-        found = f"{size} x {parts} = {size * parts} {'sequences' if packed else 'rows'} a step"
         if not packed or settings.max_steps:
-            steps = settings.steps(len(rows))
-            limits.warn_intervals(config, steps)
-            found += f", {steps} steps in all"
-        self.report.add(config.stage, "batches", found)
+            limits.warn_intervals(config, settings.steps(len(rows)))
+        self.report.add(config.stage, "batches", batches.arithmetic(config, rows, packed=0 if packed else None))

@@ -2,7 +2,7 @@
 
 from rlhf_cli.checkpoints.adapters import MERGED, SETTINGS, WEIGHTS, base_of
 from rlhf_cli.checkpoints.cost import Cost
-from rlhf_cli.checkpoints.exports import new_folder, require_free
+from rlhf_cli.checkpoints.exports import new_folder, passing_folder, require_free
 from rlhf_cli.checkpoints.files import file_sha256, write_json
 from rlhf_cli.checkpoints.locks import release
 from rlhf_cli.checkpoints.outputs import (
@@ -30,6 +30,7 @@ from rlhf_cli.checkpoints.parents import (
     references,
     stands_on,
 )
+from rlhf_cli.checkpoints.quick import glance
 from rlhf_cli.checkpoints.runs import LAST, SELECTED, Chosen, choose
 from rlhf_cli.checkpoints.states import (
     commit_state,
@@ -67,6 +68,7 @@ __all__ = [
     "examine",
     "file_sha256",
     "finish",
+    "glance",
     "identity",
     "is_here",
     "latest_state",
@@ -76,6 +78,7 @@ __all__ = [
     "open_parent",
     "open_parents",
     "open_reference",
+    "passing_folder",
     "processes_of",
     "read_manifest",
     "references",

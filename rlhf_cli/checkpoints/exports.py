@@ -12,6 +12,7 @@ from rlhf_cli.checkpoints.locks import hold, lock_of, release
 from rlhf_cli.errors import RLHFError, shown
 
 ELSEWHERE = "name a folder that is not there yet, or an empty one"
+PASSING, IN_SIGHT = ".export", "name a folder of your own: --out DIR"
 
 
 def require_free(folder: Path) -> None:
@@ -48,3 +49,28 @@ def new_folder(folder: Path) -> Iterator[Path]:
     finally:
         lock_of(folder).unlink(missing_ok=True)  # first: whoever takes a new lock finds what is done
         release(folder)
+
+
+@contextmanager
+def passing_folder(run: Path) -> Iterator[Path]:
+    """Within, the path of a hidden folder in a run, for what goes elsewhere; nothing is there yet.
+
+    At the end it is deleted. Where an RLHFError is raised within, which may tell of it, it stays until the next time.
+    Raises RLHFError E03 where nothing can be written there, C15 where another process is at it.
+    """
+    folder, place = run / PASSING, run / PASSING.lstrip(".")
+    room.require_writable(folder, hint=IN_SIGHT)
+    hold(place, hint=f"wait for it to end, or {IN_SIGHT}")
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        yield folder
+        shutil.rmtree(folder)
+    except RLHFError:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        lock_of(place).unlink(missing_ok=True)
+        release(place)

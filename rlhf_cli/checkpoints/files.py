@@ -139,7 +139,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object that a file of ours holds; None where it is missing or no such thing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

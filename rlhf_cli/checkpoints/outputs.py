@@ -33,6 +33,7 @@ from rlhf_cli.checkpoints.files import (
 from rlhf_cli.checkpoints.locks import hold, release
 from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, read_manifest, told, verify
 from rlhf_cli.checkpoints.states import clear_leftovers, keep_newest, newest_step
+from rlhf_cli.config.base import TRACKERS
 from rlhf_cli.config.keys import default_of, field_at
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.sources import Source
@@ -47,19 +48,22 @@ _RESULT = ("model/", "value/", "report.json")
 _OF_A_START = {"identity.json", "config.yaml"}
 REPORT = "report.html"  # made from what is there, at any time: no part of any stage
 _OUTSIDE_THE_MANIFEST = ("manifest.json", REPORT)
+_APART = ("state/", *(f"{tracker}/" for tracker in TRACKERS))  # to go on from, and what trackers keep as they like
 
 
 @dataclass(frozen=True)
 class Status:
     """How a stage's folder stands to what is asked of it; `reasons` say why it is stale or damaged.
 
-    `sha256` is what a finished stage amounts to: the hash of its model, or of all its files where it has none.
+    `sha256` is what a finished stage amounts to: the hash of its model, or of all its files where it has none. `unread`
+    are keys of what a `glance` took for unchanged without knowing.
     """
 
     state: Literal["new", "resume", "finished", "stale", "damaged"]
     reasons: tuple[str, ...] = ()
     step: int | None = None  # of the newest state to resume from
     sha256: str | None = None
+    unread: tuple[str, ...] = ()
 
 
 def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Source]) -> dict[str, Any]:
@@ -68,15 +72,30 @@ def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Sour
     Raises D01 for all data that is not there.
     """
     files = sources.locate(data)
+    return identity_of(
+        config,
+        {key: parent.sha256 for key, parent in parents.items()},
+        {key: files_sha256(paths) for key, paths in files.items()},
+    )
+
+
+def identity_of(config: Any, parents: Mapping[str, str], data: Mapping[str, str]) -> dict[str, Any]:
+    """`identity` of hashes that are known."""
     settings = json.loads(json.dumps(config.identity()))  # as it will be read back: tuples become lists
     return {
         "stage": config.stage,
         "config": settings,
         "config_sha256": json_sha256(settings),
-        "parents": {key: parent.sha256 for key, parent in parents.items()},
-        "data": {key: files_sha256(paths) for key, paths in files.items()}
-        | {key: files_sha256([path]) for key, path in config.code().items()},
+        "parents": dict(parents),
+        "data": {**data, **{key: files_sha256([path]) for key, path in config.code().items()}},
     }
+
+
+def read_identity(folder: Path) -> dict[str, Any] | None:
+    """What made a stage's folder, as its identity.json tells; None where that is missing or damaged."""
+    made = read_object(folder / "identity.json")
+    tables = [made.get(name, {}) for name in ("config", "parents", "data", "environment")] if made else []
+    return made if tables and all(isinstance(table, dict) for table in tables) else None
 
 
 def difference(
@@ -137,17 +156,17 @@ def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) ->
     names = {path.name for path in folder.glob("*") if not path.name.startswith(".tmp-") and path.name != REPORT}
     if not names:
         return Status("new")
-    made = read_object(folder / "identity.json")
+    made = read_identity(folder)
     if made is None:
-        return Status("stale", ("it holds files of no run that is known (identity.json is missing)",))
+        return Status("stale", ("it holds files of no run that is known (identity.json is missing or damaged)",))
     if reasons := difference(made, wanted, lambda key: _default(config, key)):
         # What a start left that came to nothing, by bad data say, is no run: mending the data must be enough.
         return Status("stale", tuple(reasons)) if names - _OF_A_START else Status("new")
     if not (folder / "manifest.json").exists():
         return Status("resume", step=newest_step(folder / "state"))
     manifest, problem = read_manifest(folder)
-    if problem or not isinstance(manifest.get("files"), dict):
-        return Status("damaged", (problem or "manifest.json names no files",))
+    if problem:
+        return Status("damaged", (problem,))
     problem = damage(
         folder, results(manifest["files"], _RESULT), where=shown(folder / "manifest.json"), content=content
     )
@@ -198,7 +217,8 @@ def begin(
 
 def processes_of(folder: Path) -> int:
     """How many processes a stage was run in."""
-    return int((read_object(folder / "identity.json") or {}).get("environment", {}).get("processes", 1))
+    told = (read_identity(folder) or {}).get("environment", {}).get("processes")
+    return told if isinstance(told, int) and told > 0 else 1
 
 
 def _refuse_another_group(config: Any) -> None:
@@ -210,7 +230,7 @@ def _refuse_another_group(config: Any) -> None:
 
 
 def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
-    before = _flat((read_object(folder / "identity.json") or {}).get("environment", {}))
+    before = _flat((read_identity(folder) or {}).get("environment", {}))
     after = _flat(now)
     changed = [
         f"{key.removeprefix('versions.')} {was} -> {after.get(key)}"
@@ -237,6 +257,9 @@ def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:
     more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     text = f"{shown(config.folder)} holds another run: {'; '.join(reasons[:5])}{more}"
     hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
+    if not (config.folder / "manifest.json").exists():
+        began = shown(config.folder / "config.yaml")
+        hint = f"with the settings that it began with ({began}) it goes on; {hint}"
     return RLHFError("C15", text, where=shown(config.file), hint=hint)
 
 
@@ -257,7 +280,7 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
     """
     folder = config.folder
     keep_newest(folder / "state", config.output.keep)
-    names = [name for name in names_in(folder) if not name.startswith("state/") and name not in _OUTSIDE_THE_MANIFEST]
+    names = [name for name in names_in(folder) if not name.startswith(_APART) and name not in _OUTSIDE_THE_MANIFEST]
     files = describe(folder, names)
     started = {key: told(parent, folder) for key, parent in parents.items()}
     manifest = {

@@ -33,7 +33,7 @@ from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, placed, sh
 FOREIGN = "foreign"
 SNAPSHOTS = "snapshots"  # the folder of a PPO run that holds its policies along the way
 # What of a plain folder makes the model: the rest (pickles that we never load, cards, pictures) does not count.
-_MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
+MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,11 @@ def _is_function(value: str) -> bool:
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def open_parents(config: Any, left_out: Collection[Path] = ()) -> dict[str, Parent]:
+def open_parents(config: Any, left_out: Collection[Path] = (), *, hashed: bool = True) -> dict[str, Parent]:
     """All parents of a stage, by config key (model.path; models.sft, models.reward, rewards.NAME.model, judges.NAME).
 
-    Those in a folder of `left_out` are passed over: their stages are still to run.
+    Those in a folder of `left_out` are passed over: their stages are still to run. Unless `hashed`, foreign models are
+    not read, see `open_parent`.
     Raises RLHFError with the problems of all of them at once.
     """
     parents: dict[str, Parent] = {}
@@ -114,7 +115,7 @@ def open_parents(config: Any, left_out: Collection[Path] = ()) -> dict[str, Pare
         if Path(reference.path) in left_out:
             continue
         try:
-            parents[reference.key] = open_reference(config, reference)
+            parents[reference.key] = open_reference(config, reference, hashed=hashed)
         except RLHFError as error:
             problems.setdefault(reference.path, list(error.problems))
     if problems:
@@ -171,7 +172,10 @@ def open_parent(
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
     """A stage's manifest.json, and what is wrong with it, or None. Those of schema 1 had no hash of themselves."""
     manifest, problem = read_sealed(folder / "manifest.json")
-    return manifest, None if manifest.get("schema") == 1 else problem
+    problem = None if manifest.get("schema") == 1 else problem
+    if not isinstance(manifest.get("files"), dict):
+        return {}, problem or "manifest.json names no files"
+    return manifest, problem
 
 
 def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str, *, hashed: bool) -> Parent:
@@ -267,14 +271,18 @@ def _damaged(key: str, folder: Path, stage: str, problem: str, where: str) -> RL
     return RLHFError("M10", text, where=where, hint=f"make it again: {_command(stage, folder)} --fresh")
 
 
-def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
-    names = sorted(
-        path.name
+def foreign_files(folder: Path) -> list[Path]:
+    """The files of a plain folder that make the model, by name."""
+    return sorted(
+        path
         for path in folder.iterdir()
-        if path.is_file() and path.suffix in _MODEL_SUFFIXES and not path.name.startswith(".")
+        if path.is_file() and path.suffix in MODEL_SUFFIXES and not path.name.startswith(".")
     )
+
+
+def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
     # A base stands under several models of one command: it is read once.
-    files = {name: {"sha256": files_sha256([folder / name])} for name in names} if hashed else {}
+    files = {path.name: {"sha256": files_sha256([path])} for path in foreign_files(folder)} if hashed else {}
     return Parent(key, folder, FOREIGN, folder, model_sha256(files, prefix="") if hashed else "", {})
 
 
@@ -305,6 +313,10 @@ def is_here(name: str, revision: str | None = None) -> bool:
 def _from_hub(name: str, revision: str | None, key: str, where: str) -> Path:
     if found := cached_model(name, revision):
         return found
+    if name.count("/") > 1:  # a hub id is OWNER/NAME
+        near = nearest_file(Path(name))
+        hint = f"did you mean {near}?" if near else "a model is a folder, or a hub id OWNER/NAME"
+        raise RLHFError("M01", f"{key}: no such folder {name}", where=where, hint=hint)
     at = f" at revision {revision}" if revision else ""
     text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
     raise RLHFError("M01", text, where=where, hint=f"fetch it first: hf download {name}; a path starts with ./ or /")

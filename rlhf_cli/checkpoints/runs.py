@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_cli.checkpoints.files import damage, read_object, results
 from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, open_parent, read_manifest, verify
 from rlhf_cli.checkpoints.states import state_at, state_steps
-from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.errors import RLHFError, nearest, nearest_file, shown
 
 LAST, SELECTED = "last", "selected"
 STAGES = ("ppo", "sft", "reward")
@@ -22,6 +22,14 @@ class Chosen:
     step: int | None  # PPO's updates up to it
     last: bool  # what the stage left as its result
     report: dict[str, Any] | None  # of the evaluation beside the stage, where that is of this stage's very model
+
+    def __str__(self) -> str:
+        """What it is, in words."""
+        if self.step is None:
+            return shown(self.model.path)
+        stopped = self.last and self.model.manifest.get("model_is") == "the best step"
+        best = ", the best where the run was stopped" if stopped else ""
+        return f"{shown(self.model.path)} after update {self.step}{best}"
 
 
 def choose(run: Path, stage: str | None, step: str) -> Chosen:
@@ -70,6 +78,10 @@ def _folder(run: Path, stage: str | None) -> Path:
     if (run / "identity.json").is_file():
         return run
     begun = [name for name in ([stage] if stage else UNASKED) if (run / name / "identity.json").is_file()]
+    if not run.exists():
+        near = nearest_file(run)
+        hint = f"did you mean {near}?" if near else "name the folder of a run, e.g. runs/demo"
+        raise RLHFError("M01", f"no such folder {shown(run)}", hint=hint)
     if not begun:
         inner = next((path for path in run.resolve().parents if (path / "identity.json").is_file()), None)
         what = f"no {stage} stage" if stage else "neither ppo/ nor sft/ of a run"

@@ -6,12 +6,16 @@ from typing import Annotated
 import typer
 
 from rlhf_cli import room, terminal
-from rlhf_cli.cli.options import STAGES, Debug, Set, Trailing, TrustRemoteCode
+from rlhf_cli.cli import completion
+from rlhf_cli.cli.options import STAGES, Debug, FileOrFolder, Set, Trailing, TrustRemoteCode
 from rlhf_cli.errors import RLHFError, nearest
 
 
 def init(
-    preset: Annotated[str | None, typer.Argument(metavar="PRESET", help="One of `rlhf init --list`.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Argument(metavar="PRESET", help="One of `rlhf init --list`.", autocompletion=completion.presets),
+    ] = None,
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write it.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of its data and of its configs.")] = 0,
@@ -75,7 +79,7 @@ def init(
 
 
 def check(
-    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A stage's YAML file, or a run's folder.")],
+    path: FileOrFolder,
     assignments: Trailing = None,
     set_: Set = None,
     deep: Annotated[bool, typer.Option("--deep", help="Load the models too.")] = False,
@@ -96,7 +100,7 @@ def check(
 
 
 def plan(
-    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A stage's YAML file, or a run's folder.")],
+    path: FileOrFolder,
     assignments: Trailing = None,
     set_: Set = None,
     mode: Annotated[
@@ -136,24 +140,30 @@ def plan(
 
 
 def schema(
-    stage: Annotated[str | None, typer.Argument(metavar="STAGE", help="sft, reward, ppo or eval.")] = None,
+    stage: Annotated[
+        str | None,
+        typer.Argument(metavar="STAGE", help="sft, reward, ppo or eval.", autocompletion=completion.stages),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of a stage's config, or of all of them."""
-    import json
-
-    from rlhf_cli import config
+    from rlhf_cli.config import json_schema
 
     if stage is not None and stage not in STAGES:
         near = nearest(stage, STAGES)
         hint = f"did you mean {near}?" if near else None
         raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=hint)
-    terminal.out(json.dumps(config.schema(stage), indent=2))
+    terminal.out(json_schema.as_text(stage).rstrip())
 
 
 def explain(
     name: Annotated[
-        str | None, typer.Argument(metavar="KEY|CODE", help="kl_coef, ppo.kl_coef, a section such as data, or D10.")
+        str | None,
+        typer.Argument(
+            metavar="KEY|CODE",
+            help="kl_coef, ppo.kl_coef, a section such as data, or D10.",
+            autocompletion=completion.keys_and_codes,
+        ),
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Every key of every file, and every code.")] = False,
     debug: Debug = False,

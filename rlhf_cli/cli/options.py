@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from rlhf_cli.cli import completion
+
 STAGES = {
     "sft": "Supervised fine-tuning: train a language model on examples.",
     "reward": "Train a reward model on pairs of a better and a worse answer.",
@@ -12,12 +14,32 @@ STAGES = {
     "eval": "Compare the models on held-out prompts and write a report.",
 }
 
-ConfigFile = Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The stage's YAML file.")]
+ConfigFile = Annotated[
+    Path,
+    typer.Option("--config", "-c", metavar="FILE", help="The stage's YAML file.", autocompletion=completion.config),
+]
+FileOrFolder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE|DIR",
+        help="A stage's YAML file, or a run's folder.",
+        autocompletion=completion.runs_and_configs,
+    ),
+]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a key by its full path; may be given again."),
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Override a key by its full path; may be given again.",
+        autocompletion=completion.assignments,
+    ),
 ]
-Trailing = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="The same as --set.")]
+Trailing = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="The same as --set.", autocompletion=completion.assignments),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let models run Python code from their own folders.")
 ]
@@ -27,5 +49,11 @@ Nproc = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Step = Annotated[
-    str, typer.Option("--step", metavar="last|selected|N", help="Of PPO's policies: the evaluation selects one.")
+    str,
+    typer.Option(
+        "--step",
+        metavar="last|selected|N",
+        help="Of PPO's policies: the evaluation selects one.",
+        autocompletion=completion.steps,
+    ),
 ]

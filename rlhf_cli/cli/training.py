@@ -1,13 +1,16 @@
 """The commands that train and evaluate: one for each stage, and `run` for all of them."""
 
+import io
 import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rlhf_cli import launch, processes, room, terminal
+from rlhf_cli.cli import completion
 from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.signals import end_with
@@ -61,7 +64,8 @@ def _runner(stage: str) -> Callable[[Any, Any], None]:
     """The stage's `run(config, options)`: importing it is what brings in torch."""
     import importlib
 
-    return importlib.import_module(f"rlhf_cli.stages.{stage}").run
+    with redirect_stdout(io.StringIO()):  # transformers prints there that WANDB_MODE is offline
+        return importlib.import_module(f"rlhf_cli.stages.{stage}").run
 
 
 def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:
@@ -72,16 +76,37 @@ def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Holds sft.yaml, reward.yaml, ppo.yaml, eval.yaml.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="Holds sft.yaml, reward.yaml, ppo.yaml, eval.yaml.", autocompletion=completion.runs
+        ),
+    ],
     assignments: Trailing = None,
     set_: Set = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="STAGE", help="Nothing but this stage; may be given again.")
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="STAGE",
+            help="Nothing but this stage; may be given again.",
+            autocompletion=completion.stages,
+        ),
     ] = None,
-    start: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="This stage and those after it.")] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="STAGE", help="This stage and those after it.", autocompletion=completion.stages
+        ),
+    ] = None,
     force: Annotated[
         list[str] | None,
-        typer.Option("--force", metavar="STAGE", help="Run this stage even if it is up to date; may be given again."),
+        typer.Option(
+            "--force",
+            metavar="STAGE",
+            help="Run this stage even if it is up to date; may be given again.",
+            autocompletion=completion.stages,
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and why; run nothing.")] = False,
     nproc: Nproc = None,

@@ -2,10 +2,12 @@
 
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig, Select
-from rlhf_cli.config.load import keys, load, schema, takes
+from rlhf_cli.config.json_schema import schema
+from rlhf_cli.config.load import keys, load, takes
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.which import stage_of
+from rlhf_cli.config.words import listed
 
 __all__ = [
     "CONFIGS",
@@ -17,6 +19,7 @@ __all__ = [
     "SFTConfig",
     "Select",
     "keys",
+    "listed",
     "load",
     "schema",
     "stage_of",

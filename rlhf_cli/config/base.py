@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
@@ -31,6 +31,8 @@ def _plain_name(name: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_plain_name)]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
+TRACKERS: tuple[str, ...] = get_args(Tracker)
 
 
 class Section(BaseModel):
@@ -69,8 +71,22 @@ class Output(Section):
     run_name: Name | None = Field(
         None,
         description=(
-            "Name of the run, kept in its manifest; none: nothing is written there. "
-            "[transformers 5.23, src/transformers/training_args.py]"
+            "Name of the run in its trackers and its manifest; none: the run folder's name and the stage, such as "
+            "demo-ppo, and nothing in the manifest. [transformers 5.23, src/transformers/training_args.py]"
+        ),
+    )
+    report_to: list[Tracker] = Field(
+        default=[],
+        description=(
+            "Experiment trackers that are told each line of metrics.jsonl, the samples and the config: tensorboard, "
+            "wandb, trackio. docs/trackers.md tells more. [`pytest tests/test_trackers_rules.py -k they_are_named`]"
+        ),
+    )
+    project: Name | None = Field(
+        None,
+        description=(
+            "Project of wandb and trackio that the run is a part of; none: WANDB_PROJECT for wandb where that is set, "
+            "else rlhf. [`pytest tests/test_trackers_rules.py -k the_project_unless`]"
         ),
     )
 

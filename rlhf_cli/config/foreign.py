@@ -24,7 +24,7 @@ def _none(why: str, *names: str) -> dict[str, Foreign]:
     return dict.fromkeys(names, Foreign(None, why))
 
 
-_NO_TRACKER = "metrics.jsonl holds every number of the run"
+_IN_A_LIST = {name: f"[{name}]" for name in ("wandb", "tensorboard", "trackio")}
 _EPISODES = "times gradient_accumulation_steps it is the episodes of an update"
 _COUNTED = "it counts minibatches: batch size / mini_batch_size"
 
@@ -134,7 +134,13 @@ FOREIGN: dict[str, Foreign] = {
     "task_name": Foreign("output.run_name"),
     "save_total_limit": Foreign("output.keep"),
     "push_to_hub_if_best_kwargs": Foreign("push_to_hub_if_best", "the repository's name alone"),
-    **_none(_NO_TRACKER, "log_with", "report_to", "tracker_project_name", "tracker_kwargs", "project"),
+    "log_with": Foreign("output.report_to", words=_IN_A_LIST),
+    "experiment_name": Foreign("output.run_name"),
+    "wandb_run_name": Foreign("output.run_name"),
+    "tracker_project_name": Foreign("output.project"),
+    "project_name": Foreign("output.project"),
+    "wandb_project": Foreign("output.project"),
+    **_none("trackers read the environment, WANDB_ENTITY or TRACKIO_SPACE_ID say", "tracker_kwargs"),
     **_none("each update is held against the best one so far", "compare_steps"),
     **_none("the run's folder is the config's own, RUN/ppo is written", "output_dir", "logging_dir", "project_kwargs"),
     **_none("nothing is ever overwritten; --fresh begins again", "overwrite_output_dir"),

@@ -8,7 +8,6 @@ from typing import Any, Literal, overload
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import models_json_schema
 
 from rlhf_cli.config import overrides as override_lines
 from rlhf_cli.config import secrets, trl, yaml_source
@@ -21,8 +20,6 @@ from rlhf_cli.config.problems import translate
 from rlhf_cli.config.stages import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.which import refuse_other_stage
 from rlhf_cli.errors import Problem, RLHFError
-
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 @overload
@@ -57,16 +54,6 @@ def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise RLHFError.of(sorted(problems, key=_line))
     config._origin = origin
     return config
-
-
-def schema(stage: str | None = None) -> dict[str, Any]:
-    """JSON Schema of one stage's config, or of all four (any of which a file may be)."""
-    if stage is not None:
-        return {"$schema": DIALECT, **CONFIGS[stage].model_json_schema()}
-    references, merged = models_json_schema(
-        [(model, "validation") for model in CONFIGS.values()], title="rlhf_cli config"
-    )
-    return {"$schema": DIALECT, **merged, "anyOf": [references[model, "validation"] for model in CONFIGS.values()]}
 
 
 def keys(stage: str) -> dict[str, FieldInfo]:

@@ -16,8 +16,9 @@ TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
 # Fields that the pipeline sets itself -> where to say it instead (None: nowhere).
 OWNED: dict[str, str | None] = {
-    "output_dir": "run", "seed": "seed", "data_seed": "seed", "run_name": "output.run_name", "report_to": None,
-    "project": None, "save_steps": "output.save_steps", "save_total_limit": "output.keep", "logging_dir": "run",
+    "output_dir": "run", "seed": "seed", "data_seed": "seed", "run_name": "output.run_name",
+    "report_to": "output.report_to", "project": "output.project", "save_steps": "output.save_steps",
+    "save_total_limit": "output.keep", "logging_dir": "run",
     "overwrite_output_dir": "--fresh", "do_train": None, "do_eval": "data.eval", "do_predict": None,
     "eval_strategy": "{stage}.eval_steps", "train_sampling_strategy": "{stage}.group_by_length",
     "length_column_name": None, "chat_template_path": "model.chat_template", "model_init_kwargs": "model",
@@ -26,7 +27,7 @@ OWNED: dict[str, str | None] = {
     "truncation_mode": None, "assistant_only_loss": None, "disable_tqdm": None, "use_cpu": None,
     "prediction_loss_only": None,
 }  # fmt: skip
-OWNED_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_")
+OWNED_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_", "trackio_")
 WORDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
          "array": "a list", "object": "keys and values", "null": "null"}  # fmt: skip
 TYPES: dict[str, Callable[[Any], bool]] = {
@@ -58,12 +59,30 @@ def _file() -> Any:
     return json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
 
 
+def handed_on(model: type[Config]) -> dict[str, dict[str, Any]]:
+    """`fields_of` those that `trainer:` takes: neither the pipeline nor a key of ours sets them."""
+    stage = model.model_fields["stage"].default
+    if stage not in TRAINERS:
+        return {}
+    own = _own(model)
+    return {
+        name: field
+        for name, field in fields_of(stage).items()
+        if name not in own and name not in OWNED and not name.startswith(OWNED_FAMILIES)
+    }
+
+
+def _own(model: type[Config]) -> list[str]:
+    """The keys of the section with the stage's own numbers."""
+    settings = field_shape(model.model_fields[model.model_fields["stage"].default]).model
+    assert settings is not None
+    return list(settings.model_fields)
+
+
 def check(trainer: dict[str, Any], model: type[Config], where: Callable[[str], str]) -> list[Problem]:
     """What is wrong with a `trainer:` section, key by key."""
     stage = model.model_fields["stage"].default
-    settings = field_shape(model.model_fields[stage]).model
-    assert settings is not None
-    found = (_wrong(name, value, stage, list(settings.model_fields)) for name, value in trainer.items())
+    found = (_wrong(name, value, stage, _own(model)) for name, value in trainer.items())
     return [
         Problem(each.code, each.text, where(f"trainer.{name}"), each.hint)
         for name, each in zip(trainer, found, strict=True)

@@ -38,6 +38,8 @@ def wrong_type(key: str, expected: Iterable[str], value: Any, bounds: str = "") 
         return "C05", text, f"write {int(value)}"
     if "text" in words and isinstance(value, int | float):
         return "C05", text, f'write it in quotes: "{value}"'
+    if words == ["a list"] and isinstance(value, str | int | float):
+        return "C05", text, f"write [{value}]"
     return "C05", text, None
 
 

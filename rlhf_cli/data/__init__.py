@@ -3,10 +3,18 @@
 from typing import Any
 
 from rlhf_cli.data.batches import LikeLengths, prompt_batch
-from rlhf_cli.data.examples import Prompt, is_plain_text, preference_pairs, preference_rows, prompt_rows, sft_rows
+from rlhf_cli.data.examples import (
+    Prompt,
+    is_plain_text,
+    preference_pairs,
+    preference_rows,
+    prompt_form,
+    prompt_rows,
+    sft_rows,
+)
 from rlhf_cli.data.found import Rows, warn_shared
 from rlhf_cli.data.texts import Pair, split_key
-from rlhf_cli.data.tokens import encode, encode_many, stop_token_id
+from rlhf_cli.data.tokens import encode, encode_many, pieces, stop_token_id
 
 __all__ = [
     "LikeLengths",
@@ -17,9 +25,11 @@ __all__ = [
     "encode",
     "encode_many",
     "is_plain_text",
+    "pieces",
     "preference_pairs",
     "preference_rows",
     "prompt_batch",
+    "prompt_form",
     "prompt_rows",
     "sft_rows",
     "split_key",

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rlhf_cli import terminal
 from rlhf_cli.data import cache, texts, transcripts
 from rlhf_cli.data.faults import BadRow
-from rlhf_cli.data.forms import DataFile
+from rlhf_cli.data.forms import DataFile, Form
 from rlhf_cli.data.found import Rows
 from rlhf_cli.data.tokens import Conversation, Encoded, encode_many
 from rlhf_cli.errors import RLHFError
@@ -33,11 +33,24 @@ class Prompt:
 
 def is_plain_text(source: Source | Path | str) -> bool:
     """Whether the first row of SFT data is {text}, without a prompt. Raises RLHFError D01-D06, D12."""
-    file = DataFile(source, SFT_FORMS)
+    return _first_row(DataFile(source, SFT_FORMS))[0] == ("text",)
+
+
+def prompt_form(source: Source | Path | str) -> Literal["text", "conversation", "transcript"]:
+    """How the first row of any stage's data writes its prompt. Raises RLHFError D01-D06, D12."""
+    file = DataFile(source, (*SFT_FORMS, *PROMPT_FORMS))
+    form, row = _first_row(file)
+    if file.transcripts:
+        return "transcript"
+    return "text" if isinstance(row[form[0]], str) else "conversation"
+
+
+def _first_row(file: DataFile) -> tuple[Form, dict[str, Any]]:
     first = next(file.rows(), None)
     if first is None:
         file.finish(usable=0)
-    return first is not None and first[1] == ("text",)
+    assert first, "`finish` raises"
+    return first[1:]
 
 
 def sft_rows(

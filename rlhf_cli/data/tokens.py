@@ -1,6 +1,6 @@
 """Text to tokens, for all stages: prompt + response + stop token, and nothing after it. Nobody else tokenises."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -64,6 +64,23 @@ def stop_token_id(tokenizer: Any) -> int:
     Warns (T06) of a template that writes none: a model trained on its rendering alone would never learn to stop.
     """
     return _stop_token_id(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)
+
+
+def pieces(tokenizer: Any, ids: Iterable[int], *, special: bool = False) -> Iterator[str]:
+    """A response's text while its tokens come: a piece for each token, and at the end what was held back.
+
+    A character of several tokens comes whole, with the last of them. All pieces together are the decoded text, with or
+    without its `special` tokens.
+    """
+    seen: list[int] = []
+    text, done = "", 0
+    for token in ids:
+        seen.append(token)
+        text = tokenizer.decode(seen, skip_special_tokens=not special)
+        end = done if text.endswith("\N{REPLACEMENT CHARACTER}") else len(text)
+        yield text[done:end]
+        done = end
+    yield text[done:]
 
 
 def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool) -> str:

@@ -1,42 +1,76 @@
-"""`rlhf export RUN --out DIR`: a model of a run as a plain Hugging Face folder, which needs nothing else of the run.
+"""`rlhf export RUN --out DIR --push OWNER/NAME`: a model of a run as a plain Hugging Face folder, which needs nothing
+else of the run, on this machine or on the hub.
 
 Adapters are added into their base's weights, in full precision. What was written is loaded again as anybody would, and
 held against the run's own model, before it takes its place.
 """
 
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from rlhf_cli import checkpoints, room, terminal
+from rlhf_cli import __version__, checkpoints, room, terminal
 from rlhf_cli.checkpoints import LAST, Chosen, Parent, shown
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError, all_of, nearest
 from rlhf_cli.export import card, sameness
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import adapters, loading, tokenizers
+from rlhf_cli.models import adapters, loading, publishing, tokenizers
 from rlhf_cli.progress import Progress
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HERE = "."  # what the card of a folder calls it: its code is run there
+
+
+@dataclass(frozen=True)
+class Repository:
+    """Where on the hub a model goes."""
+
+    name: str  # OWNER/NAME
+    public: bool
 
 
 def run(
-    folder: Path, out: Path, options: Options, *, stage: str | None = None, step: str = LAST, dtype: str | None = None
-) -> Path:
-    """Export, say what was exported, and return the folder, which holds no path of this machine and no pickle.
+    folder: Path,
+    out: Path | None,
+    options: Options,
+    *,
+    stage: str | None = None,
+    step: str = LAST,
+    dtype: str | None = None,
+    to: Repository | None = None,
+) -> None:
+    """Export, push where there is a repository to push `to`, and say what was done.
 
+    The folder holds no path of this machine and no pickle; without `out` it lies in the run, until it is pushed.
     Raises RLHFError as `checkpoints.choose` does for the model; C07 for an unknown `dtype`; C15 where `out` is not
     empty, or another process is writing it; E03 where there is no room; M12 where what was written gives other logits
-    or tokens; M01, M07, M08 for a model that cannot be loaded.
+    or tokens; M01, M07, M08 for a model that cannot be loaded; C05, C17 and E07 where the repository cannot be pushed
+    to, before any work; R17 where the push fails.
     """
-    target, chosen = out.resolve(), list[Chosen]()
+    chosen = list[Chosen]()
     all_of(
         partial(_check_format, dtype),
-        partial(checkpoints.require_free, target),
+        *([partial(checkpoints.require_free, out.resolve())] if out else []),
         lambda: chosen.append(checkpoints.choose(folder, stage, step)),
+        *([partial(publishing.require_access, to.name, public=to.public)] if to else []),
     )
     (found,) = chosen
+    passing = checkpoints.passing_folder(found.model.path.resolve().parent)
+    with nullcontext(out.resolve()) if out else passing as target:
+        what, same = _write(found, target, options, dtype, to)
+        terminal.out(f"export   {what}" + (f": {shown(out)}" if out else ""))
+        terminal.out(f"export   {same}")
+        if to:
+            _push(found, target, to)
+
+
+def _write(found: Chosen, target: Path, options: Options, dtype: str | None, to: Repository | None) -> tuple[str, str]:
+    """Make the folder, held against the run's own model; returns what it is, and how it was checked, in words."""
     source = found.model.model
     with Progress("export", 4, "part") as bar:
         kept = loading.read_config(source, options.trust_remote_code).dtype or torch.float32
@@ -49,28 +83,37 @@ def run(
         own = sameness.logits(adapters.inside(model), rows)
         bar.advance(note="the run's own logits")
         model = adapters.fold(model).to(written)
-        numbers, about = model.num_parameters(), card.write(found, model, _named(written))
+        name, address = (to.name.partition("/")[2], to.name) if to else (target.name, HERE)
+        about = card.subject(found, model, tokenizer, _named(written), name, address)
+        numbers = model.num_parameters()
         with checkpoints.new_folder(target) as scratch:
-            loading.save_model(model, tokenizer, scratch, about)
+            loading.save_model(model, tokenizer, scratch, card.write(about))
             for path in scratch.glob("*.safetensors"):  # safetensors lets nobody else read them
                 path.chmod((scratch / "README.md").stat().st_mode)
-            del model  # the folder's is loaded in its place
+            del model, about  # the folder's is loaded in its place
             bar.advance(note="written")
             difference = sameness.require(scratch, rows, own, written, tokenizer, options.trust_remote_code)
             bar.advance(note="loaded again")
-    terminal.out(f"export   {name_of(found)}, {numbers:,} parameters in {_named(written)}: {shown(target)}")
+    merged = " with its adapters merged" if found.model.base else ""
     alike = f"to {difference:.1e} of the largest" if difference else "to the last bit"
-    terminal.out(f"export   loaded again with transformers, its logits are the run's own {alike}, on {rows}")
-    return target
+    return (
+        f"{found}{merged}, {numbers:,} parameters in {_named(written)}",
+        f"loaded again with transformers, its logits are the run's own {alike}, on {rows}",
+    )
 
 
-def name_of(chosen: Chosen) -> str:
-    """What is exported, in words."""
-    what = shown(chosen.model.path)
-    if chosen.step is not None:
-        stopped = chosen.last and chosen.model.manifest.get("model_is") == "the best step"
-        what += f" after update {chosen.step}" + (", the best where the run was stopped" if stopped else "")
-    return what + (" with its adapters merged" if chosen.model.base else "")
+def _push(found: Chosen, target: Path, to: Repository) -> None:
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    terminal.say(f"push     {room.size(size)} to {to.name}")
+    at = f" after PPO update {found.step}" if found.step is not None else ""
+    run_name = found.model.path.resolve().parent.name
+    message = f"{found.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
+    done = publishing.push(target, to.name, message, public=to.public, bars=terminal.is_terminal(sys.stderr))
+    seen = "private" if done.private else "public"
+    what = f"commit {done.commit[:12]}" if done.changed else f"unchanged since commit {done.commit[:12]}"
+    terminal.out(f"push     {done.address} ({seen}), {what}, each file's hash the same there as here")
+    if done.removed:
+        terminal.out(f"push     removed there, of an older upload: {', '.join(done.removed)}")
 
 
 def _named(number_format: torch.dtype) -> str:

@@ -1,4 +1,5 @@
-"""What a config asks of this machine, before anything is trained: number formats, a writable disk, room, memory."""
+"""What a config asks of this machine, before anything is trained: number formats, a writable disk, room, memory,
+trackers."""
 
 import json
 import math
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints, processes, room, terminal
+from rlhf_cli import checkpoints, processes, room, terminal, trackers
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.config.adapters import LoRA
@@ -32,15 +33,27 @@ def is_scorer(key: str) -> bool:
 def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = True) -> None:
     """Warns E01, E02. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run.
 
+    E06 where a tracker is not installed.
     A lower bound: what does not fit cannot work. Parents that are not there yet, and model.new, are not counted.
     Without `runs_here` too little memory is a warning: the stage may be meant for a larger machine, on the same disk.
     """
     _warn_of_formats(config)
+    trackers.require(config)
     room.require_writable(config.folder, where=config.where("run"), hint="set `run:` to another folder")
     trained, frozen = _counts(config, parents)
     if "optim" not in getattr(config, "trainer", {}):  # TRL's other optimizers may take less
         _check_disk(config, trained)
         _check_memory(config, trained, frozen, runs_here=runs_here)
+
+
+def say_memory(config: Config, parents: Mapping[str, Parent]) -> None:
+    """What a training takes at least, and what there is; nothing where that is not known."""
+    trained, frozen = _counts(config, parents)
+    if (trained or frozen) and "optim" not in getattr(config, "trainer", {}):
+        needed, there = _scaled(config, MEMORY * trained + WEIGHT * frozen), loading.memory()
+        what = "weights, gradients and the optimizer" if trained else "the weights that adapters stand beside"
+        text = f"memory: {room.size(needed)} of {room.size(there)} for {what}"
+        terminal.say(f"{config.stage:<8} {text}; `rlhf plan` counts the rest, and time")
 
 
 def usable_here(settings: PPOSettings) -> PPOSettings:

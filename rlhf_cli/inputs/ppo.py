@@ -1,18 +1,32 @@
 """What `rlhf ppo` starts from."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from rlhf_cli import config as configs
 from rlhf_cli import data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError, all_of
-from rlhf_cli.inputs import limits
+from rlhf_cli.inputs import batches, limits
 from rlhf_cli.models import loading, publishing
 from rlhf_cli.ppo import rewards
+
+
+def made_with(folder: Path) -> PPOConfig:
+    """The config that a PPO run's folder was made with. Raises RLHFError as `config.load` does.
+
+    Reward functions lie beside the config that the run was started with, which is the run's folder unless `run:` says
+    otherwise: there they are looked for.
+    """
+    config = configs.load("ppo", folder / "config.yaml")
+    config._origin = replace(config._origin, file=folder.resolve().parent / "ppo.yaml")
+    return config
 
 
 def stop_token(config: PPOConfig, tokenizer: Any, vocab_size: int) -> int | None:
@@ -130,10 +144,10 @@ def arithmetic(config: PPOConfig, prompts: int, processes: int = 1) -> str:
     """What the batch sizes come to, in one line; the config is that of all processes."""
     ours, updates = config.ppo, config.ppo.num_updates(prompts)
     rows, episodes = ours.per_device_train_batch_size, ours.episodes_per_update
-    parts = f"{ours.gradient_accumulation_steps // processes}" + (f" x {processes} processes" if processes > 1 else "")
+    update = batches.product(rows, ours.gradient_accumulation_steps // processes, processes, "episodes")
     epochs, minibatches = ours.num_ppo_epochs, ours.num_mini_batches
     return (
-        f"{prompts} prompts; an update: {rows} x {parts} = {episodes} episodes, "
-        f"{ours.num_samples_per_prompt} to a prompt; {epochs} epochs x {minibatches} minibatches = "
-        f"{epochs * minibatches} optimizer steps; in all {updates} updates, {updates * episodes} episodes"
+        f"{prompts} prompts; an update: {update}, {ours.num_samples_per_prompt} to a prompt; "
+        f"{epochs} epochs x {minibatches} minibatches = {epochs * minibatches} optimizer steps; "
+        f"in all {updates} updates, {updates * episodes} episodes"
     )

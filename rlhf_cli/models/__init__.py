@@ -7,7 +7,6 @@ import os
 for _name, _value in (
     ("TRANSFORMERS_VERBOSITY", "error"),
     ("HF_HUB_DISABLE_TELEMETRY", "1"),
-    ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
 ):
     os.environ.setdefault(_name, _value)
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

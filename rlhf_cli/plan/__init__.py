@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import pipeline, room, terminal
+from rlhf_cli import pipeline, room, terminal, times
 from rlhf_cli.config import Config, Options, load, stage_of
 from rlhf_cli.errors import RLHFError, nearest, shown
 from rlhf_cli.plan import advice, duration, estimate
@@ -123,10 +123,10 @@ def _show(plan: dict[str, Any], target: Target) -> None:
     terminal.out(text)
     for each in plan["advice"]:
         terminal.out(f"         {each['set']} saves {room.size(each['saves'])}")
-    parts = " + ".join(f"{name} {_time(seconds)}" for name, seconds in plan["seconds"].items())
-    terminal.out(f"time     {STEP[plan['stage']]}: {parts}, at least")
+    parts = " + ".join(f"{name} {times.duration(seconds)}" for name, seconds in plan["seconds"].items())
+    terminal.out(f"time     {STEP[plan['stage']]}: {parts}, about")
     whole = sum(plan["seconds"].values())
-    terminal.out(f"         {plan['steps']} x {_time(whole)} = {_time(whole * plan['steps'])}")
+    terminal.out(f"         {plan['steps']} x {times.duration(whole)} = {times.duration(whole * plan['steps'])}")
     terminal.out()
 
 
@@ -140,10 +140,3 @@ def _title(plan: dict[str, Any], target: Target) -> str:
 
 def _column(phase: dict[str, Any]) -> str:
     return f"{phase['name']}, {phase['rows']} rows" if phase["rows"] else phase["name"]
-
-
-def _time(seconds: float) -> str:
-    for size, unit in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.2g} s"

@@ -37,6 +37,20 @@ def objective(experience: Experience, *, in_reward: bool) -> Stats:
     }
 
 
+def distributions(experience: Experience) -> dict[str, list[float]]:
+    """What some of these are the means of: a number a response, of advantages one a response token."""
+    mask, rollout = experience.mask, experience.rollout
+    kl = torch.where(mask, experience.logprobs - experience.ref_logprobs, 0).sum(1)
+    found = {
+        "scores": experience.scores,
+        **{f"score/{name}": raw for name, raw in experience.scored.sources.items()},
+        "kl_k1": kl,
+        "response_length": rollout.response_lengths,
+        "advantages": experience.advantages[mask],
+    }
+    return {f"rollout/{name}": values.float().tolist() for name, values in found.items()}
+
+
 def _opinions(experience: Experience) -> Stats:
     """Of each ensemble: its members' raw scores, and how far they are apart."""
     found: Stats = {}

@@ -4,6 +4,7 @@ An engine is anything with `generate(Prompts) -> Rollout`; to add one, add a cla
 """
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ class HFEngine:
 
     Noise of the row's own is added to logits / temperature and the largest taken (ppo/noise.py), so that which rows
     share a batch changes no draw (but where float noise decides a near-tie). No top-k, top-p or repetition penalty: the
-    log-probs that PPO trains on are those of the full softmax.
+    log-probs that PPO trains on are those of the full softmax. Temperature 0 takes the most likely token.
 
     `thrifty`: a prompt that stands in several neighbouring rows is read once for all of them, and rows that have ended
     are dropped from the batch.
@@ -64,19 +65,38 @@ class HFEngine:
         mask = torch.cat([prompts.mask.to(responses.device), counts[:, :width]], 1)
         return Rollout(ids, mask, counts[:, :width], ended)
 
+    @torch.no_grad()
+    def stream(self, prompt: Prompts) -> Iterator[int]:
+        """The response to a single prompt as it is drawn, token by token, through the stop token.
+
+        The tokens that `generate` gives. Not under autocast, which would reach into whoever takes them.
+        """
+        assert len(prompt) == len(prompt.seeds) == 1 and prompt.response_length > 0 and not self.bf16
+        for _, tokens in self._drawn(prompt):
+            yield int(tokens)
+
     def _write(self, prompts: Prompts) -> Tensor:
         """Response ids (b, response_length); what stands after a row's stop token is padding."""
+        responses = torch.full((len(prompts), prompts.response_length), self.pad_token_id, device=self.model.device)
+        for step, (rows, tokens) in enumerate(self._drawn(prompts)):
+            responses[rows, step] = tokens
+        return responses
+
+    def _drawn(self, prompts: Prompts) -> Iterator[tuple[Tensor, Tensor]]:
+        """Step by step the rows (n,) of `prompts` whose responses go on, and their next tokens (n,)."""
         device = self.model.device
         first = int(prompts.mask.int().argmax(1).min())  # what is padding in all of these rows costs nothing
         ids, mask = prompts.ids[:, first:].to(device), prompts.mask[:, first:].to(device)
-        responses = torch.full((len(prompts), prompts.response_length), self.pad_token_id, device=device)
-        open_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `responses`
+        open_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `prompts`
         going = torch.ones_like(open_rows, dtype=torch.bool)
         state = self._read(ids, mask)
         keys, counters = noise.keys(prompts.seeds, device), noise.counters(state.logits.shape[1], device)
         for step in counted("rollout: token", range(prompts.response_length)):
-            tokens = noise.drawn(state.logits / self.temperature, keys, step, counters)
-            responses[open_rows[going], step] = tokens[going]
+            if self.temperature:
+                tokens = noise.drawn(state.logits / self.temperature, keys, step, counters)
+            else:
+                tokens = state.logits.argmax(-1)
+            yield open_rows[going], tokens[going]
             if self.stop_token_id is not None:
                 going = going & (tokens != self.stop_token_id)
             if not going.any() or step + 1 == prompts.response_length:
@@ -86,7 +106,6 @@ class HFEngine:
                 state.keep(keep)
                 open_rows, tokens, going, keys = open_rows[keep], tokens[keep], going[keep], keys[keep]
             state.append(tokens)
-        return responses
 
     def _read(self, ids: Tensor, mask: Tensor) -> "_Decoder":
         """The prompts (b, P), read."""

@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from rlhf_cli import checkpoints, config, terminal
 from rlhf_cli.checkpoints import Parent
+from rlhf_cli.config import json_schema
 from rlhf_cli.config.written import aligned, written
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import tokenizers
@@ -56,7 +57,7 @@ def write(folder: Path, templates: Path, wish: Wish) -> None:
 
 def refuse_taken(folder: Path) -> None:
     """Raise C15 where `folder` holds a file that would be written."""
-    names = [f"{stage}.yaml" for stage in STAGES] + ["data"]
+    names = [*(f"{stage}.yaml" for stage in STAGES), "data", json_schema.FOLDER]
     if taken := [name for name in names if (folder / name).exists()]:
         text = f"{shown(folder)} already holds {', '.join(taken)}"
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
@@ -89,9 +90,12 @@ def write_configs(folder: Path, templates: Path, wish: Wish, base: Parent, style
         "s": sizes,
     }
     for stage in STAGES:
-        text = pages.get_template(f"{stage}.yaml.jinja").render(values)
-        (folder / f"{stage}.yaml").write_text(aligned(text), encoding="utf-8")
-        config.load(stage, folder / f"{stage}.yaml")
+        file, text = folder / f"{stage}.yaml", aligned(pages.get_template(f"{stage}.yaml.jinja").render(values))
+        file.write_text(
+            json_schema.pointed(text, file, folder / json_schema.FOLDER / f"{stage}.json"), encoding="utf-8"
+        )
+        config.load(stage, file)
+    json_schema.write_beside(folder, STAGES)
 
 
 def report(folder: Path, style: split.Style, parts: split.Parts, known: facts.Facts, sizes: Sizes) -> None:

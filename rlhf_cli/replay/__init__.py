@@ -7,9 +7,6 @@ The update is made three times from what the run kept: by the trainer as it ran,
 import copy
 import json
 import math
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.ppo.rewards import leaving_no_bytecode
 from rlhf_cli.progress import Progress
 from rlhf_cli.replay import observe
 from rlhf_cli.replay.compare import TOLERANCE, Quantity, only_rounding, side_by_side, worst
@@ -65,7 +63,7 @@ def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> i
     Raises RLHFError C06 for a step that cannot be made again, M01 where there is no run, C15 where its inputs changed,
     M05 for a damaged state, C06 for ppo.optim adamw_8bit, and what `rlhf ppo` raises for its parents and data.
     """
-    with _writing_nothing():
+    with leaving_no_bytecode():
         report = replay(open_run(folder), step, options)
     if as_json:
         terminal.out(json.dumps(_as_json(report), indent=2))
@@ -144,16 +142,6 @@ def _versions(run: Run) -> list[str]:
     return [
         f"{name} {was} -> {now.get(name)}" for name, was in manifest.get("versions", {}).items() if now.get(name) != was
     ]
-
-
-@contextmanager
-def _writing_nothing() -> Iterator[None]:
-    """Within, Python leaves no compiled copy of a reward function's file beside it."""
-    was, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        yield
-    finally:
-        sys.dont_write_bytecode = was
 
 
 def _show(report: Report) -> None:

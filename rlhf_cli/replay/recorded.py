@@ -1,15 +1,15 @@
 """What a PPO run has left of one of its updates. Reads only, while the run may still be going."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.checkpoints import Parent, shown
 from rlhf_cli.checkpoints.files import read_object
-from rlhf_cli.config import PPOConfig, load
+from rlhf_cli.config import PPOConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.inputs.ppo import of_group
+from rlhf_cli.inputs.ppo import made_with, of_group
 from rlhf_cli.models import trees
 from rlhf_cli.tracking import read_log
 
@@ -80,13 +80,10 @@ def open_run(run: Path) -> Run:
     if folder is None or not (folder / "config.yaml").is_file():
         hint = "name the folder of a run that holds ppo/, e.g. runs/demo"
         raise RLHFError("M01", f"{shown(run)} holds no PPO run", hint=hint)
-    config = load("ppo", folder / "config.yaml")
+    config = made_with(folder)
     # What a replay makes stays here: no hub is needed.
     settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})
     config = of_group(config.model_copy(update={"ppo": settings}), checkpoints.processes_of(folder))
-    # Reward functions lie beside the config that the run was started with, which is the run's folder unless `run:` says
-    # otherwise.
-    config._origin = replace(config._origin, file=folder.resolve().parent / "ppo.yaml")
     samples: dict[int, list[dict[str, Any]]] = {}
     for row in read_log(folder / "samples.jsonl"):
         samples.setdefault(row["step"], []).append(row)

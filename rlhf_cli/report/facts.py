@@ -1,15 +1,19 @@
 """What ran, in tables: stages, data, models, versions, and where PPO's time went."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_cli.checkpoints import FOREIGN
 from rlhf_cli.checkpoints.files import files_sha256
+from rlhf_cli.config import load
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.report.differences import flat
 from rlhf_cli.report.runs import Run, Stage, is_number
-from rlhf_cli.report.texts import count, duration, percent
+from rlhf_cli.report.texts import count, percent
+from rlhf_cli.times import duration
 
 # PPO's phases: the metrics of their seconds, and what they are.
 PHASES = {
@@ -84,10 +88,10 @@ def total_seconds(stage: Stage) -> float:
     return max((float(row["time_s"]) for row in stage.metrics if is_number(row.get("time_s"))), default=0.0)
 
 
-def data_rows(run: Run) -> list[DataRow]:
+def data_rows(stages: Iterable[Stage]) -> list[DataRow]:
     """The data of each stage by key. Rows are counted where the file is there and still what was read."""
     found = []
-    for stage in run.stages.values():
+    for stage in stages:
         told = (stage.manifest or stage.identity or {}).get("data")
         for key, sha256 in (told if isinstance(told, Mapping) else {}).items():
             path = stage.setting(key)
@@ -133,10 +137,10 @@ def _made(stage: Stage) -> str:
     return f"made by it{told}" + (f", after step {manifest['step']}" if "step" in manifest else "")
 
 
-def versions(run: Run) -> dict[str, str]:
+def versions(stages: Iterable[Stage]) -> dict[str, str]:
     """{package: version}; where stages had different ones, all of them."""
     found: dict[str, dict[str, None]] = {}
-    for stage in run.stages.values():
+    for stage in stages:
         for name, version in stage.told("versions").items():
             found.setdefault(str(name), {})[str(version)] = None
     return {name: " and ".join(each) for name, each in found.items()}
@@ -160,12 +164,24 @@ def speed(ppo: Stage) -> str:
 
 
 def commands(run: Run) -> list[str]:
-    """How to make the run again: from its configs where they lie in its folder, else stage by stage."""
+    """How to make the run again: from the configs in its folder where they still say what ran (--set may have said
+    something else), else stage by stage from what each stage has kept of its own.
+    """
     place = shlex.quote(run.name)
-    if all((run.folder / f"{name}.yaml").is_file() for name, stage in run.stages.items() if stage.there):
+    if all(_says_its_file(run, stage) for stage in run.stages.values() if stage.there):
         return [f"rlhf run {place}"]
     there = [name for name, stage in run.stages.items() if stage.there and not stage.elsewhere]
     return [f"rlhf {name} --config {place}/{name}/config.yaml --fresh" for name in there]
+
+
+def _says_its_file(run: Run, stage: Stage) -> bool:
+    """Whether a config gives what the stage was run with; keys that are newer than the run are not held against it."""
+    file = run.folder / f"{stage.name}.yaml"
+    try:
+        now = flat(load(stage.name, file).dump(relative_to=run.folder / stage.name)) if file.is_file() else {}
+    except RLHFError:
+        return False
+    return bool(now) and all(now.get(key) == value for key, value in flat(stage.config or {}).items())
 
 
 def hashes(run: Run) -> list[tuple[str, str]]:

@@ -33,16 +33,20 @@ class Finding:
 
 def badges(run: Run) -> list[Badge]:
     """A badge for each of the four stages."""
+    return [_badge(stage, findings(run, name)) for name, stage in run.stages.items()]
+
+
+def findings(run: Run, stage: str) -> list[Finding]:
+    """What is to be said of one of the four stages, the gravest first."""
     looks = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _eval}
-    return [_badge(stage, list(looks[name](run))) for name, stage in run.stages.items()]
+    problem = run.stages[stage].problem
+    damaged = [Finding("bad", f"damaged: {problem}")] if problem else []
+    return sorted([*damaged, *looks[stage](run)], key=lambda finding: -ORDER.index(finding.grade))
 
 
 def _badge(stage: Stage, found: list[Finding]) -> Badge:
     if not stage.there:
         return Badge(stage.name, "open", ("not there yet",))
-    if stage.problem:
-        found.insert(0, Finding("bad", f"damaged: {stage.problem}"))
-    found.sort(key=lambda finding: -ORDER.index(finding.grade))
     reasons = tuple(finding.text for finding in found)
     grade = found[0].grade if found else "good"
     if stage.state == "begun":

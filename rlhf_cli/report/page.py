@@ -9,14 +9,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rlhf_cli import __version__, reward_card, verdict
+from rlhf_cli import __version__, reward_card
 from rlhf_cli.ppo.settings.watchdog import SAYS
-from rlhf_cli.report import drawn, facts, glance, samples
+from rlhf_cli.report import drawn, facts, glance, samples, tables
 from rlhf_cli.report.differences import from_defaults
 from rlhf_cli.report.runs import Run, Stage, at
 from rlhf_cli.report.texts import GENERATOR, bounds, count, finalize, number, percent
 from rlhf_cli.report.tokens import last_heat_map
-from rlhf_cli.statistics import with_interval
 from rlhf_cli.verdict.frontier import choice
 from rlhf_cli.verdict.pairs import judge_of, pairs
 
@@ -92,9 +91,9 @@ def _what_ran(run: Run) -> dict[str, Any]:
         "phases": facts.phases(run.stages["ppo"]),
         "speed": facts.speed(run.stages["ppo"]),
         "differences": [each for stage in stages for each in from_defaults(stage)],
-        "data": facts.data_rows(run),
+        "data": facts.data_rows(stages),
         "models": facts.model_rows(run),
-        "versions": facts.versions(run),
+        "versions": facts.versions(stages),
         "commands": facts.commands(run),
         "hashes": facts.hashes(run),
     }
@@ -138,13 +137,14 @@ def _fired(row: Mapping[str, Any]) -> str:
 
 def _evaluation(report: Mapping[str, Any] | None) -> dict[str, Any]:
     told = report or {}
-    points, judges = told.get("frontier") or [], list(at(told, "models.sft.judges") or [])
+    points, judges = told.get("frontier") or [], tables.judges(told)
+    columns, rows = tables.policies(told)
     why = told.get("no_frontier")
     return {
         "frontiers": drawn.frontiers(told),
         "frontier_judges": judges,
         "frontier_rows": [
-            [point["step"], number(point["kl"]), *(_mean(point["judges"][judge]) for judge in judges),
+            [point["step"], number(point["kl"]), *(tables.mean(point["judges"][judge]) for judge in judges),
              "selected" if point["step"] == told.get("selected_step") else ""]
             for point in points
         ],
@@ -152,34 +152,15 @@ def _evaluation(report: Mapping[str, Any] | None) -> dict[str, Any]:
         "choice": [line.strip() for line in choice(told)],
         "no_frontier": f"There is none: {why}." if why else _no_frontier(report),
         "wins": drawn.wins(told),
-        "win_rows": [_win_row(f"{pair}, {judge}{how}", rate) for pair, how, judge, rate in verdict.win_rates(told)],
-        "model_columns": ["policy", "KL, nats", "length", "ended", *judges],
-        "model_rows": _model_rows(told, judges),
+        "win_columns": list(tables.WON),
+        "win_rows": tables.won(told),
+        "model_columns": columns,
+        "model_rows": rows,
     }  # fmt: skip
 
 
 def _no_frontier(report: Mapping[str, Any] | None) -> str:
     return "Not there yet: the evaluation is not finished." if report is None else "The evaluation has none."
-
-
-def _mean(told: Mapping[str, Any]) -> str:
-    return with_interval(told["mean"], told.get("ci95"))
-
-
-def _win_row(label: str, rate: Mapping[str, Any]) -> list[Any]:
-    won, equal = with_interval(rate["value"], rate.get("ci95")), verdict.controlled(rate)
-    return [label, won, equal, rate.get("ties", "-"), rate.get("n", "-")]
-
-
-def _model_rows(report: Mapping[str, Any], judges: list[str]) -> list[list[str]]:
-    rows = []
-    for how, section in (("", report), (", near-greedy", report.get("greedy") or {})):
-        for name, told in (section.get("models") or {}).items():
-            kl = with_interval(told["kl"], told.get("kl_ci95")) if "kl" in told else "-"
-            means = [_mean(told["judges"][judge]) for judge in judges]
-            length, ended = f"{told['response_length_mean']:.1f}", percent(told["eos_fraction"])
-            rows.append([verdict.label(name) + how, kl, length, ended, *means])
-    return rows
 
 
 def _samples(run: Run) -> dict[str, Any]:

@@ -3,20 +3,19 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, TypeGuard
 
 import yaml
 
 from rlhf_cli import verdict
-from rlhf_cli.checkpoints import FOREIGN, read_manifest
-from rlhf_cli.checkpoints.files import damage, read_object, results
+from rlhf_cli.checkpoints import FOREIGN
+from rlhf_cli.checkpoints.stages import State, left_in, outdated
 from rlhf_cli.config import CONFIGS
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.rows import read_jsonl
 from rlhf_cli.tracking import read_log
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
-State = Literal["finished", "begun", "damaged", "absent"]
 # The keys of a config that name another stage's folder: where to look before there is a manifest.
 PARENTS = {"model.path": "sft", "models.sft": "sft", "models.reward": "reward", "models.ppo": "ppo"}
 ANSWER = {"index", "prompt", "model", "mode", "response", "ended", "length", "scores"}
@@ -76,15 +75,17 @@ def read_run(folder: Path) -> Run:
     root = folder.resolve()
     if root.name in STAGES and (root / "identity.json").is_file():
         root = root.parent
-    stages = {name: _stage(name, root / name) for name in STAGES}
+    stages = {name: read_stage(name, root / name) for name in STAGES}
     if not any(stage.there for stage in stages.values()):
         text = f"{shown(folder)} holds none of the stages {', '.join(STAGES)}"
         raise RLHFError("M01", text, hint="name the folder of a run, e.g. runs/demo")
     for name in ("eval", "ppo", "reward"):
         for other, path, told in _named(stages[name]):
-            if not stages[other].there and (found := _stage(other, path)).there:
+            if not stages[other].there and (found := read_stage(other, path)).there:
                 stages[other] = replace(found, elsewhere=told)
     notes = [f"{stage.name}: {stage.problem}" for stage in stages.values() if stage.problem]
+    for stage in stages.values():
+        notes += [f"{stage.name} was made from {what}" for what in outdated(stage.folder, stage.manifest or {})]
     report = _read_report(stages["eval"], notes)
     return Run(
         name=root.name or "run",
@@ -94,7 +95,7 @@ def read_run(folder: Path) -> Run:
         answers=_read_answers(stages["eval"], notes) if report else (),
         samples=tuple(read_log(stages["ppo"].folder / "samples.jsonl")),
         firings=tuple(read_log(stages["ppo"].folder / "watchdog.jsonl")),
-        notes=(*notes, *_strangers(stages)),
+        notes=tuple(notes),
     )
 
 
@@ -110,30 +111,23 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _stage(name: str, folder: Path) -> Stage:
-    identity = read_object(folder / "identity.json")
-    if not (folder / "identity.json").is_file() and not (folder / "manifest.json").is_file():
+def read_stage(name: str, folder: Path) -> Stage:
+    """What a stage left in its folder, as far as it is there. Changes nothing."""
+    left = left_in(folder)
+    if left.state == "absent":
         return Stage(name, folder)
-    config, problem = _read_config(folder / "config.yaml")
-    found = Stage(
-        name, folder, "begun", problem, None, None, identity, config, tuple(read_log(folder / "metrics.jsonl"))
+    config, unreadable = _read_config(folder / "config.yaml")
+    problem = left.problem or unreadable
+    return Stage(
+        name,
+        folder,
+        "damaged" if problem and left.state == "finished" else left.state,
+        problem,
+        manifest=left.manifest,
+        identity=left.identity,
+        config=config,
+        metrics=tuple(read_log(folder / "metrics.jsonl")),
     )
-    if not (folder / "manifest.json").is_file():
-        return found
-    manifest, problem = read_manifest(folder)
-    if not problem and not isinstance(manifest.get("files"), dict):
-        problem = "manifest.json names no files"
-    problem = problem or _damage(folder, manifest["files"]) or found.problem
-    return replace(found, state="damaged" if problem else "finished", problem=problem, manifest=manifest)
-
-
-def _damage(folder: Path, files: Mapping[str, Any]) -> str | None:
-    """What is wrong with the results of a stage: sizes of models, the whole of a report."""
-    try:
-        models = damage(folder, results(files, ("model/", "value/")), where=str(folder), content=False)
-        return models or damage(folder, results(files, "report.json"), where=str(folder), content=True)
-    except RLHFError as error:  # a name that leads out of the folder
-        return error.problems[0].text
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any] | None, str | None]:
@@ -153,21 +147,6 @@ def _named(stage: Stage) -> Iterator[tuple[str, Path, str]]:
     for name, path in told:
         if name in STAGES and name != FOREIGN and isinstance(path, str):
             yield name, (stage.folder / path).resolve(), path
-
-
-def _strangers(stages: Mapping[str, Stage]) -> Iterator[str]:
-    """Stages that were made from another model than the one that is there now."""
-    for stage in stages.values():
-        for key, told in stage.told("parents").items():
-            parent = stages.get(str(told.get("stage"))) if isinstance(told, Mapping) else None
-            now = (parent.manifest or {}).get("model_sha256") if parent else None
-            if parent and now and now != told.get("sha256") and _is(parent, stage, told):
-                yield f"{stage.name} was made from another {parent.name} than the one that is there now ({key})"
-
-
-def _is(parent: Stage, stage: Stage, told: Mapping[str, Any]) -> bool:
-    """Whether the folder that a manifest names is this very stage's: an ensemble has several of one kind."""
-    return (stage.folder / str(told.get("path"))).resolve() == parent.folder.resolve()
 
 
 def _read_report(stage: Stage, notes: list[str]) -> dict[str, Any] | None:

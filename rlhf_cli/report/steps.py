@@ -18,10 +18,12 @@ def at_step(run: Run, step: str) -> Run:
     require_step(step)
     points = (run.report or {}).get("frontier") or []
     ends = [row["step"] for row in run.stages["ppo"].metrics] + [point["step"] for point in points]
+    # A run that was stopped is told by its best policy, and may have a snapshot that is later.
+    end = (run.stages["ppo"].manifest or {}).get("step", max(ends, default=0))
     if step == LAST:
         return run
     number = _selected(run) if step == SELECTED else int(step)
-    if number == max(ends, default=0):
+    if number == end:
         return run
     point = next((point for point in points if point["step"] == number), None)
     if run.report is None or point is None:

@@ -39,15 +39,6 @@ def bounds(interval: Any) -> str:
     return f" [{100 * interval[0]:.0f}, {100 * interval[1]:.0f}]" if interval else ""
 
 
-def duration(seconds: float) -> str:
-    """`42 s`, `12 min 3 s`, `3 h 20 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, left = divmod(minutes, 60)
-    return f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"
-
-
 def count(number_of: int, word: str) -> str:
     """`1 update`, `40 updates`."""
     return f"{number_of:,} {word}{'' if number_of == 1 else 's'}"

@@ -14,7 +14,7 @@ from rlhf_cli.rows import open_data
 from rlhf_cli.sources import folders, hub
 from rlhf_cli.sources.readers import ENDINGS, Place, ending, read
 
-__all__ = ["HUB_ID", "Place", "Share", "Source", "is_file_name", "locate", "named"]
+__all__ = ["HUB_ID", "Place", "Share", "Source", "dataset_of", "is_file_name", "locate", "named"]
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(/[\w.-]+)*")
 NAMED = re.compile(r"(?P<name>.+?)(\[(?P<split>[\w.-]+)\])?")
@@ -129,6 +129,13 @@ def is_hub_id(name: str) -> bool:
     """Whether a resolved name (paths are absolute by then) is a dataset of the hub, or a folder in one."""
     local = os.path.isabs(name) or os.path.exists(name) or is_file_name(name)
     return not local and HUB_ID.fullmatch(name) is not None
+
+
+def dataset_of(text: str) -> str | None:
+    """The dataset OWNER/NAME that a data key of a stage's own config.yaml names, where paths begin with a dot."""
+    name, _ = named(text)
+    local = name.startswith((".", "/")) or is_file_name(name)
+    return _in_two(name)[0] if not local and HUB_ID.fullmatch(name) else None
 
 
 def _in_two(name: str) -> tuple[str, str]:

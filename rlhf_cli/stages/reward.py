@@ -65,7 +65,8 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     stop = data.stop_token_id(tokenizer)
     with ranks.after_the_first():
         rows, eval_rows = read(config, tokenizer, model.config)
-    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward")
+    machine.say_memory(config, parents)
+    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward", rows)
     loading.set_special_ids(model, tokenizer, stop)
     text = readme(config, parent, len(rows), steps)
     ranks.each(partial(loading.save_model, model, tokenizer, config.folder / "model", text))

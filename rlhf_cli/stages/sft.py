@@ -95,7 +95,10 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
     strategy = inputs.packing_strategy(config)
     with ranks.after_the_first():
         rows, eval_rows = read(config, tokenizer, model.config, strategy)
-    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft")
+    machine.say_memory(config, parents)
+    steps = trl_training.train(
+        make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft", rows
+    )
     loading.set_special_ids(model, tokenizer, stop)
     text = card(config, parents, len(rows), steps)
     ranks.each(functools.partial(loading.save_model, model, tokenizer, config.folder / "model", text))

@@ -18,11 +18,12 @@ from rlhf_cli import __version__, checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.inputs import limits
-from rlhf_cli.models import cards, loading, zero3
+from rlhf_cli.inputs import batches, limits
+from rlhf_cli.models import loading, zero3
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
+from rlhf_cli.trackers import Trackers
 from rlhf_cli.tracking import MetricsLog
 
 NAMES = {"learning_rate": "lr"}
@@ -131,23 +132,26 @@ def _trl(config: SFTConfig | RewardConfig, kind: Any, **settings: Any) -> Any:
         raise RLHFError("C17", text, where=config.where("trainer")) from error
 
 
-def train(trainer: Any, config: SFTConfig | RewardConfig, label: str) -> int:
+def train(
+    trainer: Any, config: SFTConfig | RewardConfig, label: str, rows: Sequence[Mapping[str, Sequence[int]]]
+) -> int:
     """Train to the end, from the newest whole checkpoint in state/ where there is one; returns the steps.
 
+    `rows`, what the trainer was given, are counted in a line before the first step.
     SIGTERM or SIGINT: saves after the step and raises SystemExit(143 or 130).
     Raises RLHFError R01 for a loss that is not finite.
     """
     folder, ranks = config.folder, trainer.ranks
     settings = config.sft if isinstance(config, SFTConfig) else config.reward
-    limits.warn_intervals(config, settings.steps(len(trainer.train_dataset), ranks.count))
-    if ranks.count > 1:
-        rows, parts = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-        total = rows * parts * ranks.count
-        terminal.say(f"{label:<8} a step: {rows} x {parts} x {ranks.count} processes = {total} rows")
+    count = len(trainer.train_dataset)
+    limits.warn_intervals(config, settings.steps(count, ranks.count))
+    packed = count if isinstance(config, SFTConfig) and config.sft.packing else None
+    terminal.say(f"{label:<8} {batches.arithmetic(config, rows, ranks.count, packed=packed)}")
     checkpoint = ranks.first(lambda: checkpoints.latest_state(folder / "state"))
     state = json.loads((checkpoint / STATE).read_text(encoding="utf-8")) if checkpoint else {}
     sums = state["stateful_callbacks"]["Follower"]["attributes"] if checkpoint else {}
-    log = MetricsLog(folder / "metrics.jsonl", sums.get("log"))
+    trackers = Trackers(config)
+    log = MetricsLog(folder / "metrics.jsonl", sums.get("log"), trackers)
     if checkpoint:
         terminal.say(f"{label:<8} resumes at step {state['global_step']} of {state['max_steps']}")
     if checkpoint and state["global_step"] >= state["max_steps"]:
@@ -155,7 +159,8 @@ def train(trainer: Any, config: SFTConfig | RewardConfig, label: str) -> int:
         with _numbers_alone(checkpoint):
             trainer._load_from_checkpoint(str(checkpoint))  # train() would take one step too many
     else:
-        steps = _take_steps(trainer, checkpoint, log, label, sums)
+        with trackers:
+            steps = _take_steps(trainer, checkpoint, log, label, sums)
     zero3.end()
     return steps
 
@@ -300,9 +305,9 @@ def card(config: SFTConfig | RewardConfig, tag: str, text: str) -> str:
     if ours:
         library = "peft"
         text += (
-            f"\n\n{cards.ALONE} ({'LoRA' if ours.kind == 'lora' else 'QLoRA'}, rank {ours.r}, alpha "
+            f"\n\nThese are adapters alone ({'LoRA' if ours.kind == 'lora' else 'QLoRA'}, rank {ours.r}, alpha "
             f"{ours.lora_alpha}): they belong beside the weights that they were trained on, which "
             "`adapter_config.json` names."
         )
-    made = f"{cards.MADE} {__version__} with TRL {trl.__version__} and transformers {transformers.__version__}."
+    made = f"Made by rlhf-cli {__version__} with TRL {trl.__version__} and transformers {transformers.__version__}."
     return f"---\nlibrary_name: {library}\ntags: [rlhf-cli, {tag}]\n---\n\n{text}\n\n{made}\n"

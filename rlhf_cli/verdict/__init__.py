@@ -48,7 +48,7 @@ def print_verdict(eval_folder: Path) -> None:
         terminal.out(f"noted: {warning}")
     terminal.out(f"report: {shown(eval_folder / 'report.json')}")
     if (eval_folder / REPORT).is_file():
-        terminal.out(f"page: {shown(eval_folder / REPORT)}")
+        terminal.out(f"page: {shown(eval_folder / REPORT)} (open it in a browser)")
 
 
 def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *, where: Callable[[str], str]) -> None:

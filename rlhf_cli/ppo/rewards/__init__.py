@@ -4,7 +4,13 @@ One file a kind, named as its key in ppo.yaml. A kind that reads text has a `mak
 the stage and `rlhf check` find it by the key's name.
 """
 
-from rlhf_cli.ppo.rewards.function import FunctionReward, answers, call_text_reward, load_function
+from rlhf_cli.ppo.rewards.function import (
+    FunctionReward,
+    answers,
+    call_text_reward,
+    leaving_no_bytecode,
+    load_function,
+)
 from rlhf_cli.ppo.rewards.model import COMBINE, EnsembleReward, ModelReward, RetoldReward
 from rlhf_cli.ppo.rewards.source import Place, RewardSource, TextReward, make
 
@@ -19,6 +25,7 @@ __all__ = [
     "TextReward",
     "answers",
     "call_text_reward",
+    "leaving_no_bytecode",
     "load_function",
     "make",
 ]

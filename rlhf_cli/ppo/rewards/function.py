@@ -5,6 +5,8 @@ import importlib
 import inspect
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
@@ -106,3 +108,13 @@ def load_function(spec: str, *, folder: Path | None = None, where: str | None = 
     if not callable(function):
         raise RLHFError("C17", f"`{spec}` is not a function", where=where)
     return function
+
+
+@contextmanager
+def leaving_no_bytecode() -> Iterator[None]:
+    """Within, Python leaves no compiled copy of a function's file beside it: a run that is looked at stays as it is."""
+    was, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        yield
+    finally:
+        sys.dont_write_bytecode = was

@@ -1,6 +1,6 @@
 """`model:` and `models:`: reward models, on the policy's own tokens or on tokens of their own, and ensembles."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -12,8 +12,9 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import offload, packing, reading
 from rlhf_cli.ppo.records import Opinions, Rollout
 
-# Prompts and responses as text -> their token ids, each response with the stop token behind it (data.encode_many).
-Encode = Callable[[Sequence[str | None], Sequence[str]], Sequence[tuple[list[int], list[int]]]]
+# Prompts and responses -> their token ids, each response with the stop token behind it (data.encode_many).
+Asked = str | list[dict[str, Any]] | None
+Encode = Callable[[Sequence[Asked], Sequence[str | None]], Sequence[tuple[list[int], list[int]]]]
 
 
 @dataclass
@@ -56,7 +57,7 @@ class RetoldReward(ModelReward):
     encode: Encode
     stop_token_id: int | None
     context: int | None = None
-    prompts: Mapping[tuple[int, ...], list[int]] = field(default_factory=dict)
+    prompts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def __call__(self, rollout: Rollout) -> Tensor:
         rows = range(len(rollout))
@@ -65,6 +66,13 @@ class RetoldReward(ModelReward):
             first=rollout.first,
         )
         return super().__call__(Rollout.from_lists(*retold).to(rollout.ids.device))
+
+    def meet(self, ids: Sequence[int], prompt: str | list[dict[str, Any]]) -> None:
+        """Take in a further prompt's text or conversation as given, of these ids of the policy's.
+
+        Raises RLHFError D06, D14 for a conversation that the model's template refuses or cannot render.
+        """
+        self.prompts[tuple(ids)] = self.encode([prompt], [None])[0][0]
 
     def retold(
         self, prompts: list[list[int]], responses: list[list[int]], *, first: int = 0

@@ -10,7 +10,7 @@ from rlhf_cli.models import loading
 from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.report import write_beside
 from rlhf_cli.report.frontier import draw as draw_frontier
-from rlhf_cli.stages.eval import answers, report
+from rlhf_cli.stages.eval import answers, report, tracked
 
 
 def run(config: EvalConfig, options: Options) -> None:
@@ -65,6 +65,7 @@ def _evaluate(
             draw_frontier(found, config.folder / "frontier.svg")
         rows.write_jsonl(config.folder / "samples.jsonl", report.sample_rows(judged))
         checkpoints.write_json(config.folder / "report.json", found)
+        tracked.tell(config, found, judged)  # what fails here is no part of the report
         return found
 
     return ranks.first(write)

@@ -40,6 +40,7 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
     machine.check(config, parents)
     config = inputs.of_group(config, ranks.count)
     parts = making.load(config, options, parents, ranks)
+    machine.say_memory(config, parents)
     training = Training(config, parts, resume=status == "resume")
     stopped: RunStop | None = None
     step, told = parts.updates, {"model_is": "the last step"}

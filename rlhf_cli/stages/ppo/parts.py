@@ -60,7 +60,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
     eval_prompts = inputs.read(config, "eval_prompts", tokenizer, policy.config) if held_out else None
     inputs.check_rows(config, prompts, eval_prompts)
     writing = models.Writing(sft, tokenizer, stop_token_id, [*prompts, *(eval_prompts or [])])
-    scorers = _Scorers(config, options, parents, writing, base, settings.offload, settings.fsdp)
+    scorers = Scorers(config, options, parents, writing, base, settings.offload, settings.fsdp)
     for key, parent in parents.items():
         if parent.manifest.get("probes"):
             model = scorers.frozen(key)
@@ -75,7 +75,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
         policy,
         ref if settings.offload or settings.fsdp else ref.to(loading.device()),
         adapters.inside(saved_value),
-        _sources(config, texts, scorers),
+        sources(config, texts, scorers),
         engine,
         settings,
         weights={name: source.weight for name, source in config.rewards.items()},
@@ -110,16 +110,16 @@ def restore(config: PPOConfig, options: Options, parts: Parts, folder: Path) -> 
 
 
 @dataclass
-class _Scorers:
+class Scorers:
     """The run's reward models: each folder is loaded once, however many keys name it."""
 
     config: PPOConfig
     options: Options
     parents: Mapping[str, Parent]
     writing: models.Writing
-    base: OneBase | None
-    offload: bool
-    fsdp: bool
+    base: OneBase | None = None
+    offload: bool = False
+    fsdp: bool = False
     loaded: dict[Path, tuple[Any, Any]] = field(default_factory=dict)
 
     def load(self, key: str, theirs: Any = None) -> Any:
@@ -178,7 +178,8 @@ def _ptx(config: PPOConfig, tokenizer: Any, body: Any) -> list[tuple[list[int], 
     return [pair for pair in pairs if pair[1]]
 
 
-def _sources(config: PPOConfig, texts: Mapping[str, TextReward], scorers: _Scorers) -> dict[str, RewardSource]:
+def sources(config: PPOConfig, texts: Mapping[str, TextReward], scorers: Scorers) -> dict[str, RewardSource]:
+    """Every source of reward by name: `texts` are those that read text."""
     found: dict[str, RewardSource] = {}
     for name, source in config.rewards.items():
         if name in texts:

@@ -1,12 +1,13 @@
-"""Tables of prompts, responses and scores while PPO trains: on the terminal and in samples.jsonl."""
+"""Tables of prompts, responses and scores while PPO trains: on the terminal, in samples.jsonl and in trackers."""
 
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import terminal
+from rlhf_cli import data, terminal
 from rlhf_cli.ppo.records import Experience, Prompts, Rollout
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.stages.ppo.parts import Parts
+from rlhf_cli.trackers import Trackers
 from rlhf_cli.tracking import Log, Mark
 
 IN_THE_LOG = 8
@@ -20,8 +21,8 @@ class SampleTables:
     Of held-out prompts where `data.eval_prompts` is given, else of the rollout.
     """
 
-    def __init__(self, path: Path, parts: Parts, settings: PPOSettings, mark: Mark | None):
-        self.log, self.parts = Log(path, mark), parts
+    def __init__(self, path: Path, parts: Parts, settings: PPOSettings, mark: Mark | None, trackers: Trackers):
+        self.log, self.parts, self.trackers = Log(path, mark), parts, trackers
         self.every = (
             max(1, parts.updates // settings.num_sample_generations) if settings.num_sample_generations else None
         )
@@ -38,6 +39,7 @@ class SampleTables:
             rows = [row | extra for row, extra in zip(rows, self._of_reference(experience.rollout), strict=True)]
         for row in rows:
             self.log.append(row)
+        self.trackers.table(step, "samples", rows)
         columns = {"prompt": "prompt", "response": "response", "score": "score", "KL": "kl"}
         if self.with_ref:
             columns |= {"reference": "ref_response", "its score": "ref_score"}
@@ -90,13 +92,8 @@ def of_tokens(tokenizer: Any, experience: Experience, row: int) -> dict[str, lis
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """Each token's part of the text, special ones by name; a letter of several tokens stands with the last of them."""
-    pieces, done = [], ""
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end], skip_special_tokens=False)
-        whole = end == len(ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
-        pieces.append(text[len(done) :] if whole else "")
-        done = text if whole else done
-    return pieces
+    *found, rest = data.pieces(tokenizer, ids, special=True)
+    return [*found[:-1], found[-1] + rest]
 
 
 def judged(parts: Parts) -> Experience:

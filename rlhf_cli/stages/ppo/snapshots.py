@@ -60,7 +60,7 @@ class Snapshots:
         candidate = step - 1
         if candidate in self.candidates and self.best.beaten_by(candidate) and self.push_to:
             text = f"Policy after {candidate} PPO updates, {self.metric} {self.best.value:.4g}"
-            publishing.push(self.path(candidate), self.push_to, text)
+            publishing.push_best(self.path(candidate), self.push_to, text)
 
     def tidy(self, step: int, *, at_the_end: bool = False) -> None:
         """Now that a state after `step` knows the best one: drop those that nothing keeps, or that come later.

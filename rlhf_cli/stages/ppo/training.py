@@ -13,7 +13,7 @@ from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.models import trees
 from rlhf_cli.ppo.alarms import Alarms, RunStop
 from rlhf_cli.ppo.finite import NotFinite
-from rlhf_cli.ppo.metrics import Stats
+from rlhf_cli.ppo.metrics import Stats, distributions
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.watchdog import Firing, Watchdog
 from rlhf_cli.progress import Progress
@@ -21,6 +21,7 @@ from rlhf_cli.signals import StopWish
 from rlhf_cli.stages.ppo.parts import Parts
 from rlhf_cli.stages.ppo.samples import SampleTables
 from rlhf_cli.stages.ppo.snapshots import Snapshots
+from rlhf_cli.trackers import Trackers
 from rlhf_cli.tracking import Log, MetricsLog
 
 RATIO_TOLERANCE = 1e-3  # in float32 it is 0, the update runs on the judge's own micro-batches
@@ -46,8 +47,10 @@ class Training:
             self.snapshots.tidy(self.trainer.updates)
             terminal.say(f"ppo      resumes at step {self.trainer.updates} of {parts.updates}")
         self.saved_at = self.trainer.updates
-        self.metrics = MetricsLog(config.folder / "metrics.jsonl", logs.get("metrics"))
-        self.samples = SampleTables(config.folder / "samples.jsonl", parts, config.ppo, logs.get("samples"))
+        self.trackers = Trackers(config)
+        self.metrics = MetricsLog(config.folder / "metrics.jsonl", logs.get("metrics"), self.trackers)
+        samples = config.folder / "samples.jsonl"
+        self.samples = SampleTables(samples, parts, config.ppo, logs.get("samples"), self.trackers)
         self.firings = Log(config.folder / "watchdog.jsonl", logs.get("watchdog"))
         self.logs: dict[str, Log] = {"metrics": self.metrics, "samples": self.samples.log, "watchdog": self.firings}
 
@@ -62,7 +65,11 @@ class Training:
             terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
         self._warn_of_the_estimator()
         save_every = config.output.save_steps or max(1, updates // 10)
-        with StopWish() as stop, Progress("ppo", updates, "update", done=trainer.updates) as bar:
+        with (
+            StopWish() as stop,
+            self.trackers,
+            Progress("ppo", updates, "update", done=trainer.updates) as bar,
+        ):
             if trainer.updates == 0:
                 self.snapshots.keep(0)
             while trainer.updates < updates:
@@ -87,6 +94,9 @@ class Training:
         with self._explained(picked):
             stats = trainer.step(Prompts.from_lists([prompt.ids for prompt in picked]))
             self.metrics.log(step, stats)
+        if self.trackers:
+            assert trainer.experience is not None
+            self.trackers.histograms(step, distributions(trainer.experience))
         with self._explained():
             self.samples.show(step)
         self._look(step, stats)

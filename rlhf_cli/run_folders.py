@@ -1,0 +1,43 @@
+"""Which folders are runs: those that hold a stage's config or its output. Imports nothing, and answers at once."""
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+STAGES = ("sft", "reward", "ppo", "eval")  # in the order of the chain
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a stage wrote this folder."""
+    return (folder / "identity.json").is_file() or (folder / "manifest.json").is_file()
+
+
+def configs_in(folder: Path) -> list[Path]:
+    """The stages' configs that lie in a folder."""
+    return [path for stage in STAGES if (path := folder / f"{stage}.yaml").is_file()]
+
+
+def below(folder: Path, depth: int, most: int | None = None) -> Iterator[Path]:
+    """The run's folders at or below `folder`, the nearest first, but those inside of a stage's output.
+
+    Hidden folders and links are passed over. `most`: so many folders are looked at, and no more.
+    """
+    ahead, seen = deque([(folder, 0)]), 0
+    while ahead and (most is None or seen < most):
+        here, level = ahead.popleft()
+        seen += 1
+        begun = {stage for stage in STAGES if is_begun(here / stage)}
+        if begun or configs_in(here):
+            yield here
+        if level < depth:
+            ahead.extend((here / name, level + 1) for name in _folders_in(here) if name not in begun)
+
+
+def _folders_in(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:  # not ours to read
+        return []
+    return sorted(name for name in names if not name.startswith("."))

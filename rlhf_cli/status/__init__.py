@@ -1,0 +1,36 @@
+"""`rlhf status RUN` and `rlhf ls`: how far runs are and what comes next. Reads files alone, quickly, takes no lock."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhf_cli import terminal
+from rlhf_cli.errors import shown as shown_path
+from rlhf_cli.status import runs, shown
+
+
+def show(folder: Path, overrides: Sequence[str] = (), *, as_json: bool = False) -> None:
+    """Print a run stage by stage, and what `rlhf run` with these overrides would do. Raises RLHFError C09, C11."""
+    with terminal.muted_warnings():  # who runs a stage is warned
+        found = runs.read_run(folder, overrides)
+    if as_json:
+        terminal.out(json.dumps(shown.as_json(found), indent=2, ensure_ascii=False))
+        return
+    terminal.table(shown.STAGE_COLUMNS, [shown.stage_row(stage) for stage in found.stages])
+    for line in shown.notes(found):
+        terminal.out(line)
+    terminal.out(shown.next_line(found))
+
+
+def list_runs(folders: Sequence[Path], *, as_json: bool = False) -> None:
+    """Print the runs below folders; without any, below `runs` where that is there, else here. Raises RLHFError C09."""
+    usual = Path("runs")
+    places = list(folders) or [usual if usual.is_dir() else Path(".")]
+    with terminal.muted_warnings():
+        found = runs.find_runs(places)
+    if as_json:
+        terminal.out(json.dumps([shown.as_json(run) for run in found], indent=2, ensure_ascii=False))
+    elif found:
+        terminal.table(shown.RUN_COLUMNS, [shown.run_row(run) for run in found])
+    else:
+        terminal.say(f"no runs below {', '.join(map(shown_path, places))}; rlhf init demo runs/demo makes one")

@@ -1,0 +1,140 @@
+"""A run: its stages, and what `rlhf run` would do next; and the runs that lie below a folder."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rlhf_cli import checkpoints, pipeline, room, verdict
+from rlhf_cli.checkpoints import Status
+from rlhf_cli.config import Config, EvalConfig
+from rlhf_cli.errors import Problem, RLHFError
+from rlhf_cli.pipeline import STAGES, Step
+from rlhf_cli.run_folders import below, configs_in, is_begun
+from rlhf_cli.status.stages import Stage, read_stage
+
+DEPTH = 4  # folders below the one that is named
+
+
+@dataclass(frozen=True)
+class Next:
+    """What `rlhf run` would do about the run as it is: `steps` by stage, or `problems` over which it would refuse.
+
+    `wait`: a stage is being written. `nothing` has problems where what `eval.require` asks for does not hold.
+    """
+
+    action: Literal["run", "wait", "nothing", "refused"]
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder; `next` is None where only its files were looked at."""
+
+    folder: Path
+    stages: tuple[Stage, ...]
+    bytes: int  # of the whole folder, data and what was moved aside among it
+    old_bytes: int  # of what was moved aside, in .old/
+    next: Next | None = None
+
+    @property
+    def changed(self) -> float:
+        """When a stage last wrote; of a run that has none, its newest config."""
+        times = [stage.changed for stage in self.stages if stage.changed is not None]
+        files = [path.stat().st_mtime for path in configs_in(self.folder)]
+        return max(times or files, default=0.0)
+
+
+def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
+    """A run with all that its configs tell; of a stage's folder, the run that it belongs to. Changes nothing.
+
+    Raises RLHFError C09 for a folder that is no run, C11 for overrides that no stage could mean.
+    """
+    root = folder.parent if folder.name in STAGES and is_begun(folder) else folder
+    begun = [stage for stage in STAGES if is_begun(root / stage)]
+    configs: dict[str, Config] = {}
+    problems: list[Problem] = []
+    try:
+        files = pipeline.find_configs(root)
+    except RLHFError as error:
+        if not begun:
+            raise
+        files, problems = {}, [*error.problems]
+    routed = pipeline.route(overrides, list(files))
+    for stage, path in files.items():
+        try:
+            configs |= pipeline.load_all({stage: path}, routed)
+        except RLHFError as error:
+            problems += error.problems
+    looked = {stage: _look(config) for stage, config in configs.items()}
+    stages = []
+    for stage in STAGES:
+        if stage in files or stage in begun:
+            place = configs[stage].folder if stage in configs else root / stage
+            found = looked.get(stage)
+            stages.append(read_stage(stage, place, found if isinstance(found, Status) else None))
+    return _run(root, stages, _next(configs, looked, problems, stages))
+
+
+def _look(config: Config) -> Status | RLHFError:
+    try:
+        return checkpoints.glance(config)
+    except RLHFError as error:
+        return error
+    except OSError as error:
+        return RLHFError("R00", f"{type(error).__name__}: {error}")
+
+
+def _next(
+    configs: Mapping[str, Config],
+    looked: Mapping[str, Status | RLHFError],
+    problems: Sequence[Problem],
+    stages: Sequence[Stage],
+) -> Next:
+    def look(config: Config) -> Status:
+        found = looked[config.stage]
+        if isinstance(found, RLHFError):
+            raise found
+        return found
+
+    if any(stage.process for stage in stages):
+        return Next("wait", problems=tuple(problems))
+    try:
+        if problems:
+            raise RLHFError.of(problems)
+        pipeline.refuse_what_is_missing(configs, quick=True)
+        steps = pipeline.forecast(configs, look=look)
+    except RLHFError as error:
+        return Next("refused", problems=error.problems)
+    if any(step.runs or step.after for step in steps.values()):
+        return Next("run", steps)
+    return Next("nothing", steps, _not_met(configs.get("eval")))
+
+
+def _not_met(config: Config | None) -> tuple[Problem, ...]:
+    """What `eval.require` asks for and a finished evaluation does not hold: `rlhf run` ends with it."""
+    try:
+        if isinstance(config, EvalConfig):
+            report = verdict.read_report(config.folder)
+            verdict.check_requirements(report, config.eval.require, where=config.where)
+    except RLHFError as error:
+        return error.problems
+    return ()
+
+
+def find_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs at or below folders by their files alone, newest first. Raises RLHFError C09 for what is no folder."""
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise RLHFError("C09", f"no such folder: {checkpoints.shown(folder)}")
+    found = dict.fromkeys(Path(os.path.abspath(path)) for folder in folders for path in below(folder, DEPTH))
+    runs = [
+        _run(path, [read_stage(stage, path / stage) for stage in STAGES if is_begun(path / stage)]) for path in found
+    ]
+    return sorted(runs, key=lambda run: -run.changed)
+
+
+def _run(folder: Path, stages: Sequence[Stage], next: Next | None = None) -> Run:
+    return Run(folder, tuple(stages), room.used(folder), room.used(folder / ".old"), next)

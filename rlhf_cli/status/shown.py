@@ -1,0 +1,158 @@
+"""What is known of runs, in words and as JSON."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from rlhf_cli import room
+from rlhf_cli.errors import shown
+from rlhf_cli.pipeline import Step
+from rlhf_cli.statistics import with_interval
+from rlhf_cli.status.runs import Next, Run
+from rlhf_cli.status.stages import Stage
+from rlhf_cli.times import ago, duration
+
+STAGE_COLUMNS = ("stage", "state", "headline", "time", "when", "size")
+RUN_COLUMNS = ("run", "stages", "headline", "when", "size")
+
+
+def stage_row(stage: Stage) -> list[str]:
+    """A stage in a line of `rlhf status`."""
+    return [
+        stage.stage,
+        _state(stage),
+        headline(stage),
+        duration(stage.time_s) if stage.time_s else "",
+        ago(time.time() - stage.changed) if stage.changed else "",
+        room.size(stage.bytes) if stage.bytes else "",
+    ]
+
+
+def _state(stage: Stage) -> str:
+    far = "" if stage.step is None else f"step {stage.step}" + (f" of {stage.steps}" if stage.steps else "")
+    if stage.state == "new":
+        return "not begun"
+    if stage.state == "stopped":
+        return f"stopped, saved at {far}" if far else "stopped, nothing saved"
+    if stage.state == "running" or (stage.state == "finished" and stage.reasons):
+        return f"{stage.state}, {far}" if far else stage.state
+    return stage.state
+
+
+def headline(stage: Stage) -> str:
+    """What came out of a stage, or how it goes: by its held-out rows, or else as its log last said."""
+    told, by_log = stage.headline, stage.headline_from == "metrics.jsonl"
+    if "eval_loss" in told:
+        return f"held-out loss {told['eval_loss']:.3f}"
+    if "loss" in told:
+        return f"loss {told['loss']:.3f}"
+    if "accuracy" in told:
+        more = " in training" if by_log else ""
+        return f"accuracy {with_interval(told['accuracy'], told.get('accuracy_ci95'))}{more}"
+    if "objective/scores" in told:
+        kl = told.get("objective/kl_k1")
+        return f"reward {told['objective/scores']:.3f}" + ("" if kl is None else f", KL {kl:.2f}")
+    if "win_rate" in told:
+        return f"PPO over SFT {with_interval(told['win_rate'], told.get('win_rate_ci95'))} by {told['judge']}"
+    return ""
+
+
+def notes(run: Run) -> list[str]:
+    """What the table has no room for, a line each."""
+    lines = []
+    for stage in run.stages:
+        if stage.process:
+            left = "" if stage.left_s is None else f"; about {duration(stage.left_s)} left"
+            lines.append(f"{stage.stage:<8} {stage.process}{left}")
+        elif stage.reasons:
+            lines.append(f"{stage.stage:<8} {'; '.join(stage.reasons)}")
+        if stage.unread:
+            names = ", ".join(stage.unread)
+            text = f"{names}: large, with a date later than this stage's start, taken for unchanged; --dry-run reads it"
+            lines.append(f"{stage.stage:<8} {text}")
+    if run.old_bytes:
+        lines.append(f".old     {room.size(run.old_bytes)} that was moved aside")
+    return lines
+
+
+def next_line(run: Run) -> str:
+    """What `rlhf run` would do, and why."""
+    upcoming, command = run.next, f"rlhf run {shown(run.folder)}"
+    assert upcoming, "a run that was looked at with its configs"
+    if upcoming.action == "wait":
+        names = " and ".join(stage.stage for stage in run.stages if stage.process)
+        return f"next: wait for {names}; {command} would be refused until then"
+    told = _problems(upcoming)
+    if upcoming.action == "refused":
+        return f"next: {command} would be refused: {told}"
+    if upcoming.action == "run":
+        return f"next: {command} runs {_order(upcoming.steps)}"
+    if told:
+        return f"next: nothing is left to run; {command} ends with {told}"
+    unread = any(stage.unread for stage in run.stages)
+    return f"next: nothing, {'as far as dates tell' if unread else 'all is up to date'}"
+
+
+def _order(steps: Mapping[str, Step]) -> str:
+    """Which stages, in their order, the first one with its reason."""
+    (first, step), *rest = [item for item in steps.items() if item[1].runs or item[1].after]
+    sure = [name for name, each in rest if each.runs]
+    perhaps = [name for name, each in rest if not each.runs]
+    they = "it starts" if len(perhaps) == 1 else "they start"
+    text = f"{first} ({step.why})" + (f", then {_listed(sure)}" if sure else "")
+    return text + (f", and {_listed(perhaps)} if that changes what {they} from" if perhaps else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _problems(upcoming: Next) -> str:
+    if not upcoming.problems:
+        return ""
+    more = len(upcoming.problems) - 1
+    return upcoming.problems[0].line().partition("\n")[0] + (f" (and {more} more)" if more else "")
+
+
+def run_row(run: Run) -> list[str]:
+    """A run in a line of `rlhf ls`."""
+    marks = [each.stage if each.state == "finished" else f"{each.stage} ({_state(each)})" for each in run.stages]
+    told = [
+        text for stage in reversed(run.stages) if stage.headline_from == "manifest.json" and (text := headline(stage))
+    ]
+    return [
+        shown(run.folder),
+        ", ".join(marks) or "nothing yet",
+        told[0] if told else "",
+        ago(time.time() - run.changed),
+        room.size(run.bytes),
+    ]
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    """A run as `--json` tells it: paths as messages show them, times as ISO 8601 in UTC."""
+    told: dict[str, Any] = {
+        "run": shown(run.folder),
+        "changed": _iso(run.changed),
+        "bytes": run.bytes,
+        "old_bytes": run.old_bytes,
+        "stages": [_stage(stage) for stage in run.stages],
+    }
+    if run.next:
+        told["next"] = {
+            "action": run.next.action,
+            "steps": [{"stage": stage, **asdict(step)} for stage, step in run.next.steps.items()],
+            "problems": [asdict(problem) for problem in run.next.problems],
+        }
+    return told
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    process = stage.process and {**asdict(stage.process), "since": _iso(stage.process.since)}
+    return {**asdict(stage), "folder": shown(stage.folder), "changed": _iso(stage.changed), "process": process}
+
+
+def _iso(moment: float | None) -> str | None:
+    return None if moment is None else datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")

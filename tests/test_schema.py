@@ -1,0 +1,174 @@
+"""The JSON Schemas that editors read: current, found from every config, and of one mind with what loads the configs."""
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from bad_configs import HEAD
+from pydantic import ValidationError
+
+from rlhf_cli import config, presets
+from rlhf_cli.config import json_schema, trl, yaml_source
+from rlhf_cli.config.keys import default_of, field_shape
+from rlhf_cli.config.stages import CONFIGS
+from rlhf_cli.demo.world import Sizes
+
+ROOT = Path(__file__).parent.parent
+COMMITTED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.stem in CONFIGS)
+# What pydantic finds by itself, and not by rules of ours between keys.
+PLAIN = ("TRL", "_type", "_error", "extra_forbidden", "greater_than", "less_than", "missing", "too_short", "union_tag")
+
+
+@pytest.fixture(scope="module")
+def schemas() -> dict[str, jsonschema.Draft7Validator]:
+    return {stage: jsonschema.Draft7Validator(config.schema(stage)) for stage in CONFIGS}
+
+
+def of_file(path: Path) -> Path:
+    """The schema that a config's first line names, as an editor finds it."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    assert first.startswith(json_schema.MODELINE), path
+    return path.parent / first.removeprefix(json_schema.MODELINE)
+
+
+def complaints(path: Path) -> list[str]:
+    """What an editor would underline in a config."""
+    validator = jsonschema.Draft7Validator(json.loads(of_file(path).read_text(encoding="utf-8")))
+    return [error.message for error in validator.iter_errors(yaml_source.read(path).tree)]
+
+
+# Current, and found
+
+
+@pytest.mark.parametrize("stage", CONFIGS)
+def test_what_is_committed_is_what_the_code_says(stage: str) -> None:
+    assert (ROOT / f"schemas/{stage}.json").read_text(encoding="utf-8") == json_schema.as_text(stage), "make schemas"
+    jsonschema.Draft7Validator.check_schema(config.schema(stage))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_committed_config_names_its_schema_and_meets_it(path: Path) -> None:
+    assert of_file(path).resolve() == ROOT / f"schemas/{path.stem}.json"
+    assert complaints(path) == []
+
+
+@pytest.mark.parametrize("preset", ["demo", "functions", "instruct"])
+def test_a_new_run_brings_its_schemas_and_keeps_them_when_moved(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(presets.PRESETS[preset], sizes=presets.PRESETS[preset].sizes and Sizes(0, 50, 50, 20))
+    monkeypatch.setitem(presets.PRESETS, preset, small)
+    presets.init(preset, tmp_path / "run", seed=3)
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    files = list((tmp_path / "elsewhere").rglob("*.yaml"))
+    assert {path.name for path in (tmp_path / "elsewhere/.schema").iterdir()} == {f"{path.stem}.json" for path in files}
+    for path in files:
+        assert of_file(path).resolve() == (tmp_path / f"elsewhere/.schema/{path.stem}.json").resolve()
+        assert complaints(path) == [] and path.read_text().count(json_schema.MODELINE) == 1
+        assert config.load(path.stem, path).seed == 3
+    assert (tmp_path / "elsewhere/.schema/ppo.json").read_text() == json_schema.as_text("ppo")
+
+
+def test_a_folder_with_schemas_of_its_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".schema").mkdir()
+    with pytest.raises(presets.RLHFError, match=r"already holds \.schema"):
+        presets.init("instruct", tmp_path)
+
+
+# Of one mind with the loader
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_config_with_every_key_written_out_meets_it(path: Path, schemas: Any) -> None:
+    schemas[path.stem].validate(config.load(path.stem, path).dump())
+
+
+WRONG = [[], [[1]], {"no such": 1}, "no such word", -7, 1.5, 10**12, True, None]
+
+
+def altered(stage: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Configs with one key changed to each of many values, and with one key too much in each section."""
+    head = yaml.safe_load(HEAD[stage])
+    for key in config.listed(stage):
+        for value in WRONG:
+            yield key, put(head, key.split("."), value)
+    for section in {key.rpartition(".")[0] for key in config.listed(stage)}:
+        yield section, put(head, [*filter(None, section.split(".")), "no_such_key"], 1)
+
+
+def put(tree: dict[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(tree)
+    inner = changed
+    for name in path[:-1]:
+        inner = inner.setdefault(name, {})
+    inner[path[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize("stage", CONFIGS)
+def test_an_editor_underlines_what_the_loader_refuses_and_nothing_else(stage: str, schemas: Any) -> None:
+    underlined = count = 0
+    for key, tree in altered(stage):
+        found = [error.message for error in schemas[stage].iter_errors(tree)]
+        kinds = ["a field of TRL's" for _ in trl.check(tree.get("trainer", {}), CONFIGS[stage], str)]
+        try:
+            CONFIGS[stage].model_validate(tree)
+        except ValidationError as error:
+            kinds += [each["type"] for each in error.errors()]
+        if not kinds:
+            assert found == [], (key, tree)
+        elif all(any(part in kind for part in PLAIN) for kind in kinds):
+            assert found, (key, tree, kinds)
+        underlined, count = underlined + bool(found), count + 1
+    assert underlined > count / 2 > 50
+
+
+@pytest.mark.parametrize("stage", trl.TRAINERS)
+def test_trainer_takes_what_trl_takes_but_what_the_pipeline_sets(stage: str, schemas: Any) -> None:
+    head = yaml.safe_load(HEAD[stage])
+    for name, field in trl.handed_on(CONFIGS[stage]).items():
+        schemas[stage].validate({**head, "trainer": {name: field["default"]}})
+    for name in (*trl.OWNED, "save_steps", "learning_rate", "no_such_field"):
+        assert not schemas[stage].is_valid({**head, "trainer": {name: None}}), name
+
+
+# What an editor shows
+
+
+@pytest.mark.parametrize("stage", CONFIGS)
+def test_every_key_tells_its_meaning_its_default_and_its_choices(stage: str) -> None:
+    tree = config.schema(stage)
+    for path, field in config.keys(stage).items():
+        node = at(tree, path.split("."))
+        assert node["description"] == field.description, path
+        if field_shape(field).model is None and not field.is_required():
+            default = default_of(field, None)
+            assert node.get("default", {}) == default, path
+    assert at(tree, ["data", "format"])["enum"] == ["auto", "plain", "transcripts"]
+    text = json.dumps(tree)
+    assert not any(noise in text for noise in ('"$ref"', '"$defs"', '"title"', "allOf", "oneOf"))
+
+
+def at(node: dict[str, Any], path: list[str]) -> dict[str, Any]:
+    """The schema of a key; of a table's, that of its entries."""
+    for name in path:
+        below = next((each for each in node.get("anyOf", []) if each["type"] == "object"), node)
+        node = below["additionalProperties"] if name == "NAME" else below["properties"][name]
+    return node
+
+
+def test_a_union_is_one_only_where_it_has_parts() -> None:
+    ppo = config.schema("ppo")
+    assert at(ppo, ["ppo", "kl_stop"])["type"] == ["number", "null"]
+    assert at(ppo, ["ppo", "kl_estimator"])["enum"] == ["k1", "k2", "k3", "abs", "full"]
+    lengths = at(ppo, ["ppo", "response_length"])["anyOf"]
+    assert [part["type"] for part in lengths] == ["integer", "object"]
+    adapters = at(ppo, ["models", "adapters"])
+    assert adapters["type"] == ["object", "null"] and adapters["additionalProperties"] is False
