@@ -45,7 +45,9 @@ def test_d01_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.Monke
 
 def test_d02_column_missing(folder: Path) -> None:
     rows.write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "worse": "c"}])
-    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "rejected", "worse", "data.columns")
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "for example data.columns: {rejected: worse}")
+    rows.write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b"}])  # never one that has its place already
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "for example data.columns: {rejected: NAME}")
 
 
 def test_d03_malformed_json(folder: Path) -> None:

@@ -148,7 +148,8 @@ class DataFile:
         wanted = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
         absent = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
         # Never one that stands for another of our columns: answers would be learnt from prompts.
-        free = [name for name in raw if name not in {name for form in self.forms for name in form} - ANSWERS]
+        ours = {name for form in self.forms for name in form} - ANSWERS | set(self.forms[0])
+        free = [name for name in raw if name not in ours]
         near = nearest(absent, free) or next((name for name in free if name in ANSWERS), next(iter(free), "NAME"))
         text = f"the row needs {wanted}; columns found: {', '.join(raw) or 'none'}"
         named = f"--column {absent}={near}" if self.where == "--data" else f"data.columns: {{{absent}: {near}}}"

@@ -108,7 +108,9 @@ def report(folder: Path, style: split.Style, parts: split.Parts, known: facts.Fa
     terminal.table(["part", "for", "prompts", "pairs"], rows)
     terminal.out(str(known))
     if sizes.minutes:
-        terminal.out(f"about {sizes.minutes} minutes in all, by a short measurement on this machine")
+        terminal.out(
+            f"about {sizes.minutes} minute{'s' * (sizes.minutes > 1)} in all, by a short measurement on this machine"
+        )
     for note in sizes.notes:
         terminal.out(f"noted: {note}")
     terminal.out(f"{shown(folder)} is ready; next: rlhf run {shown(folder)}")
