@@ -20,8 +20,6 @@ from rlhf_cli.from_trl.versions import HABITS, OPTIONS, Option
 
 PAGE = Path(__file__).parents[1] / "docs/from-trl.md"
 PLACE = re.compile(r"<!-- (options|habits) of TRL ([\d.]+) -->\n(?:\|.*\n)*|<!-- (no place) -->\n(?:\|.*\n)*")
-
-
 EXAMPLE = re.compile(
     r"```python\n(?P<script>.*?)```.*?says:\n\n```\n(?P<said>.*?)```.*?```yaml\n(?P<written>.*?)```", re.DOTALL
 )
