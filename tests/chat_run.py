@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from rlhf_cli.models import loading, tokenizers
 PROMPT = "\x1b[?2004h> "  # behind what lets a paste of several lines come as one
 ROOT = Path(__file__).parent.parent
 
-CONTEXT = 32_768  # a reply that would take a minute, for Ctrl-C
+CONTEXT = 4096  # a reply that may take seconds, for Ctrl-C
 PPO = {
     "models": {"adapters": {"kind": "lora", "r": 4}},
     "data": {"prompts": "prompts.jsonl"},
@@ -85,7 +86,7 @@ class Terminal:
             [sys.executable, "-m", "rlhf_cli", "chat", *map(str, arguments)],
             stdin=slave, stdout=slave, stderr=slave, cwd=cwd, start_new_session=True,
             env={**plain, "PYTHONPATH": str(ROOT), "TERM": "xterm", **environment},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+            preexec_fn=_as_at_a_terminal,
         )  # fmt: skip
         os.close(slave)
         self.seen = b""
@@ -132,3 +133,9 @@ class Terminal:
         if text == "\x03":  # which Python's readline notices while it waits for a key, not while it reads one
             time.sleep(0.2)
         os.write(self.master, text.encode())
+
+
+def _as_at_a_terminal() -> None:
+    """Ctrl-C is a signal, and obeyed: a shell's background jobs begin with it ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
