@@ -220,6 +220,15 @@ def test_why_a_stage_is_not_finished_is_said_below_the_table(run: Path) -> None:
     assert states(run, "-s", "reward.learning_rate=1e-5") == ["finished"] * 4  # the key as `rlhf run` would get it
 
 
+def test_a_stage_that_was_stopped_under_other_settings_goes_on_by_its_own(run: Path) -> None:
+    """Such as those of --set, which are in no file of the user's."""
+    changed_key(run)
+    nothing_saved(run)
+    (run / "reward/config.yaml").touch()
+    (line,) = [line for line in rlhf("status", run).splitlines() if line.startswith("reward   reward.learning_rate")]
+    assert line.endswith("; as it was begun it goes on: rlhf reward --config run/reward/config.yaml")
+
+
 def test_requirements_that_do_not_hold_are_told_as_rlhf_run_tells_them(run: Path) -> None:
     (run / "eval.yaml").write_text(CONFIGS["eval"] + 'eval: {require: {win_rate.ppo_vs_sft.reward.value: ">= 0.6"}}\n')
     found = told(run)["next"]

@@ -11,7 +11,7 @@ from rlhf_cli.checkpoints import Status, newest_step, processes_of
 from rlhf_cli.checkpoints.locks import Holder, holder
 from rlhf_cli.checkpoints.stages import Left, left_in, outdated
 from rlhf_cli.config import Config, PPOConfig, RewardConfig, SFTConfig, load
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.tracking import newest_rows
 from rlhf_cli.verdict.frontier import deciding_judge
 
@@ -67,6 +67,8 @@ def _read(stage: str, folder: Path, status: Status | None) -> Stage:
         state, reasons = "stale", tuple(f"made from {what}" for what in others)
     elif state == "finished" and ended:
         reasons = (str(ended),)
+    elif state == "stale" and left.state != "finished" and (folder / "config.yaml").is_file():
+        reasons += (f"as it was begun it goes on: rlhf {stage} --config {shown(folder / 'config.yaml')}",)
     headline, where = _headline(stage, left.manifest if left.state == "finished" else None, rows)
     return Stage(
         stage=stage,
