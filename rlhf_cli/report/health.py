@@ -12,7 +12,7 @@ from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import count, number
 
 Verdict = Literal["good", "look", "bad", "none"]  # none: there is nothing to hold it against
-FEWEST = 4  # updates from which on a trend can be told from noise
+FEWEST = 8  # updates from which on a trend can be told from noise
 SURE = 2.0  # standard errors
 
 
