@@ -19,6 +19,7 @@ from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, keys, load, takes
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_file, shown
 from rlhf_cli.processes import OURSELVES
+from rlhf_cli.run_folders import configs_in
 from rlhf_cli.signals import end_with, is_nohup
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
@@ -187,7 +188,7 @@ def find_configs(folder: Path) -> dict[str, Path]:
         near = nearest_file(folder)
         hint = f"did you mean {near}?" if near else f"rlhf init demo {shown(folder)} makes one"
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
-    found = {stage: path for stage in STAGES if (path := folder / f"{stage}.yaml").is_file()}
+    found = {path.stem: path for path in configs_in(folder)}
     if not found:
         names = ", ".join(f"{stage}.yaml" for stage in STAGES)
         raise RLHFError("C09", f"{shown(folder)} holds none of {names}", hint="rlhf init --list shows ready ones")

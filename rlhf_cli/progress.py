@@ -131,4 +131,4 @@ class _Bar:
         drawable = terminal.is_terminal(sys.stdout)
         self._live = Live(get_renderable=drawn, console=Console(stderr=True), redirect_stdout=drawable)
         self._live.start()
-        self.stop, self.refresh = self._live.stop, self._live.refresh
+        self.stop = self._live.stop

@@ -161,7 +161,7 @@ def test_the_bar_tells_what_is_under_way_below_it(monkeypatch: pytest.MonkeyPatc
         for token in counted("rollout: token", range(53)):
             if token == 31:
                 assert bar._bar
-                bar._bar.refresh()
+                bar._bar._live.refresh()
                 assert "rollout: token 31/53" in screen.getvalue()
         bar.advance()
     last = screen.getvalue().rpartition("1/2")[2]

@@ -314,9 +314,7 @@ def _from_hub(name: str, revision: str | None, key: str, where: str) -> Path:
     if found := cached_model(name, revision):
         return found
     if name.count("/") > 1:  # a hub id is OWNER/NAME
-        near = nearest_file(Path(name))
-        hint = f"did you mean {near}?" if near else "a model is a folder, or a hub id OWNER/NAME"
-        raise RLHFError("M01", f"{key}: no such folder {name}", where=where, hint=hint)
+        raise no_such_folder(Path(name), f"{key}: ", "a model is a folder, or a hub id OWNER/NAME", where)
     at = f" at revision {revision}" if revision else ""
     text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
     raise RLHFError("M01", text, where=where, hint=f"fetch it first: hf download {name}; a path starts with ./ or /")
@@ -326,10 +324,15 @@ def _nothing_there(folder: Path, expect: Sequence[str], key: str, where: str) ->
     config = folder.parent / f"{folder.name}.yaml"
     if folder.name in expect and config.is_file():
         hint = f"run that stage first: {_command(folder.name, folder)}"
-    else:
-        near = nearest_file(folder)
-        hint = f"did you mean {near}?" if near else f"set {key} to {_named(expect)} or to a Hugging Face folder"
-    return RLHFError("M01", f"{key}: no such folder {shown(folder)}", where=where, hint=hint)
+        return RLHFError("M01", f"{key}: no such folder {shown(folder)}", where=where, hint=hint)
+    return no_such_folder(folder, f"{key}: ", f"set {key} to {_named(expect)} or to a Hugging Face folder", where)
+
+
+def no_such_folder(folder: Path, what: str, otherwise: str, where: str | None = None) -> RLHFError:
+    """M01 with the name that was meant, or else with another way out."""
+    near = nearest_file(folder)
+    hint = f"did you mean {near}?" if near else otherwise
+    return RLHFError("M01", f"{what}no such folder {shown(folder)}", where=where, hint=hint)
 
 
 def _command(stage: str, folder: Path) -> str:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.checkpoints.files import damage, read_object, results
-from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, open_parent, read_manifest, verify
+from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, no_such_folder, open_parent, read_manifest, verify
 from rlhf_cli.checkpoints.states import state_at, state_steps
-from rlhf_cli.errors import RLHFError, nearest, nearest_file, shown
+from rlhf_cli.errors import RLHFError, nearest, shown
 
 LAST, SELECTED = "last", "selected"
 STAGES = ("ppo", "sft", "reward")
@@ -79,9 +79,7 @@ def _folder(run: Path, stage: str | None) -> Path:
         return run
     begun = [name for name in ([stage] if stage else UNASKED) if (run / name / "identity.json").is_file()]
     if not run.exists():
-        near = nearest_file(run)
-        hint = f"did you mean {near}?" if near else "name the folder of a run, e.g. runs/demo"
-        raise RLHFError("M01", f"no such folder {shown(run)}", hint=hint)
+        raise no_such_folder(run, "", "name the folder of a run, e.g. runs/demo")
     if not begun:
         inner = next((path for path in run.resolve().parents if (path / "identity.json").is_file()), None)
         what = f"no {stage} stage" if stage else "neither ppo/ nor sft/ of a run"

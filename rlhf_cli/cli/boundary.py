@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from rlhf_cli import processes, terminal
-from rlhf_cli.cli.options import STAGES
+from rlhf_cli.cli.options import STAGES, config_of
 from rlhf_cli.errors import RLHFError, shown
 
 TO_SPEAK = 5.0  # seconds that another process has to say what it found
@@ -84,7 +84,7 @@ def _meant(arguments: Sequence[str]) -> str | None:
     stage = arguments[0] if arguments else ""
     if stage not in STAGES or {"--config", "-c"} & set(arguments):
         return None
-    files = [file for word in arguments[1:] for file in (Path(word), Path(word) / f"{stage}.yaml") if file.is_file()]
+    files = [file for word in arguments[1:] if (file := config_of(stage, Path(word)))]
     return f"rlhf {stage} --config {shown(files[0])}" if files else None
 
 

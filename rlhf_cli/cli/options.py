@@ -14,6 +14,12 @@ STAGES = {
     "eval": "Compare the models on held-out prompts and write a report.",
 }
 
+
+def config_of(stage: str, place: Path) -> Path | None:
+    """The stage's YAML that a path stands for: the file itself, or the one in that folder."""
+    return next((file for file in (place, place / f"{stage}.yaml") if file.is_file()), None)
+
+
 ConfigFile = Annotated[
     Path,
     typer.Option("--config", "-c", metavar="FILE", help="The stage's YAML file.", autocompletion=completion.config),

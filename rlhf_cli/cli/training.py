@@ -11,7 +11,7 @@ import typer
 
 from rlhf_cli import launch, processes, room, terminal
 from rlhf_cli.cli import completion
-from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode
+from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode, config_of
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.signals import end_with
 
@@ -69,9 +69,9 @@ def _runner(stage: str) -> Callable[[Any, Any], None]:
 
 
 def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:
-    inside = folder / f"{stage}.yaml"
-    hint = f"--config {shown(inside)}" if inside.is_file() else "give the stage's YAML file"
-    more = f"; for all stages: rlhf run {shown(folder)}" if inside.is_file() else ""
+    inside = config_of(stage, folder)
+    hint = f"--config {shown(inside)}" if inside else "give the stage's YAML file"
+    more = f"; for all stages: rlhf run {shown(folder)}" if inside else ""
     return RLHFError("C09", f"{shown(folder)} is a folder, --config takes a file", hint=hint + more)
 
 

@@ -6,6 +6,8 @@ One table for all who meet such a name: an error's hint (unknown.py), `rlhf expl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlhf_cli.config.base import TRACKERS
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -24,7 +26,7 @@ def _none(why: str, *names: str) -> dict[str, Foreign]:
     return dict.fromkeys(names, Foreign(None, why))
 
 
-_IN_A_LIST = {name: f"[{name}]" for name in ("wandb", "tensorboard", "trackio")}
+_IN_A_LIST = {name: f"[{name}]" for name in TRACKERS}
 _EPISODES = "times gradient_accumulation_steps it is the episodes of an update"
 _COUNTED = "it counts minibatches: batch size / mini_batch_size"
 

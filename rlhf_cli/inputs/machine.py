@@ -30,10 +30,11 @@ def is_scorer(key: str) -> bool:
     return key not in POLICIES and not key.endswith(".pipeline")
 
 
-def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = True) -> None:
-    """Warns E01, E02. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run.
+def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = True) -> str:
+    """What a training takes of the memory at least, in a line; "" where that is not known.
 
-    E06 where a tracker is not installed.
+    Warns E01, E02. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run, E06
+    where a tracker is not installed.
     A lower bound: what does not fit cannot work. Parents that are not there yet, and model.new, are not counted.
     Without `runs_here` too little memory is a warning: the stage may be meant for a larger machine, on the same disk.
     """
@@ -41,19 +42,14 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
     trackers.require(config)
     room.require_writable(config.folder, where=config.where("run"), hint="set `run:` to another folder")
     trained, frozen = _counts(config, parents)
-    if "optim" not in getattr(config, "trainer", {}):  # TRL's other optimizers may take less
-        _check_disk(config, trained)
-        _check_memory(config, trained, frozen, runs_here=runs_here)
-
-
-def say_memory(config: Config, parents: Mapping[str, Parent]) -> None:
-    """What a training takes at least, and what there is; nothing where that is not known."""
-    trained, frozen = _counts(config, parents)
-    if (trained or frozen) and "optim" not in getattr(config, "trainer", {}):
-        needed, there = _scaled(config, MEMORY * trained + WEIGHT * frozen), loading.memory()
-        what = "weights, gradients and the optimizer" if trained else "the weights that adapters stand beside"
-        text = f"memory: {room.size(needed)} of {room.size(there)} for {what}"
-        terminal.say(f"{config.stage:<8} {text}; `rlhf plan` counts the rest, and time")
+    if "optim" in getattr(config, "trainer", {}):  # TRL's other optimizers may take less
+        return ""
+    _check_disk(config, trained)
+    needed = _scaled(config, MEMORY * trained + WEIGHT * frozen)
+    _check_memory(config, trained, frozen, needed, runs_here=runs_here)
+    what = "weights, gradients and the optimizer" if trained else "the weights that adapters stand beside"
+    text = f"memory: {room.size(needed)} of {room.size(loading.memory())} for {what}"
+    return f"{text}; `rlhf plan` counts the rest, and time" if needed else ""
 
 
 def usable_here(settings: PPOSettings) -> PPOSettings:
@@ -114,10 +110,9 @@ def _check_disk(config: Config, trained: int) -> None:
         raise RLHFError("E03", text, where=shown(config.folder), hint=hint)
 
 
-def _check_memory(config: Config, trained: int, frozen: int, *, runs_here: bool) -> None:
+def _check_memory(config: Config, trained: int, frozen: int, needed: int, *, runs_here: bool) -> None:
     sharing = processes.local_count() if _on_cpu() else 1  # each has all of the models
     device, there = loading.device_name(), loading.memory() // sharing
-    needed = _scaled(config, MEMORY * trained + WEIGHT * frozen)
     if needed > there:
         what = f"{trained:,} numbers that are trained" + (f" and {frozen:,} that are not" if frozen else "")
         text = f"{what} need {room.size(needed)} of memory at least, {device} has {room.size(there)}"

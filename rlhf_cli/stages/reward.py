@@ -60,12 +60,13 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     if status == "finished":
         terminal.say(f"reward   finished already: {shown(config.folder)}")
         return
-    machine.check(config, parents)
+    memory = machine.check(config, parents)
     tokenizer, model = start(config, options, parent)
     stop = data.stop_token_id(tokenizer)
     with ranks.after_the_first():
         rows, eval_rows = read(config, tokenizer, model.config)
-    machine.say_memory(config, parents)
+    if memory:
+        terminal.say(f"reward   {memory}")
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward", rows)
     loading.set_special_ids(model, tokenizer, stop)
     text = readme(config, parent, len(rows), steps)

@@ -89,13 +89,14 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
     if status == "finished":
         terminal.say(f"sft      finished already: {shown(config.folder)}")
         return
-    machine.check(config, parents)
+    memory = machine.check(config, parents)
     tokenizer, model = start(config, options, parents)
     stop = data.stop_token_id(tokenizer)
     strategy = inputs.packing_strategy(config)
     with ranks.after_the_first():
         rows, eval_rows = read(config, tokenizer, model.config, strategy)
-    machine.say_memory(config, parents)
+    if memory:
+        terminal.say(f"sft      {memory}")
     steps = trl_training.train(
         make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft", rows
     )

@@ -37,10 +37,11 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
     if status == "finished":
         terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")
         return
-    machine.check(config, parents)
+    memory = machine.check(config, parents)
     config = inputs.of_group(config, ranks.count)
     parts = making.load(config, options, parents, ranks)
-    machine.say_memory(config, parents)
+    if memory:
+        terminal.say(f"ppo      {memory}")
     training = Training(config, parts, resume=status == "resume")
     stopped: RunStop | None = None
     step, told = parts.updates, {"model_is": "the last step"}
