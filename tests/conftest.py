@@ -1,5 +1,6 @@
 """A tiny world for tests that train: a few templates of text, a tokenizer and a base model made from them."""
 
+import gc
 import os
 import random
 import shutil
@@ -130,6 +131,11 @@ def _make_base(world: World) -> None:
     model = loading.new_causal(SIZES, tokenizer)
     loading.set_special_ids(model, tokenizer, tokenizer.eos_token_id)
     loading.save_model(model, tokenizer, world.base, "A tiny base model.")
+
+
+def pytest_collection_finish() -> None:
+    """What the modules of the tests imported stays: the collections that a training asks for need not walk over it."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -107,6 +107,34 @@ def test_light_commands_import_no_torch(command: list[str]) -> None:
     assert result.stderr == ""
 
 
+COLLECTOR = """
+import gc, sys
+from rlhf_cli.cli.imports import heavy_imports
+runs = []
+gc.callbacks.append(lambda phase, about: runs.append(phase))
+runs.clear()
+with heavy_imports():
+    import torch
+assert runs == [] and gc.isenabled(), runs
+frozen = gc.get_freeze_count()
+assert frozen > len(torch.__dict__), frozen
+with heavy_imports():
+    import torch
+    mine = [[] for _ in range(10)]
+assert gc.get_freeze_count() <= frozen  # nothing came, so nothing of the caller's is kept
+try:
+    with heavy_imports():
+        import no_such_module
+except ImportError:
+    assert gc.isenabled()
+"""
+
+
+def test_the_collector_does_not_walk_over_what_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTOR], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_stage_names_its_options() -> None:
     said = rlhf("ppo", "-h").stdout
     for option in ("--config", "-c", "--set", "-s", "--dry-run", "--fresh", "--trust-remote-code", "--debug"):

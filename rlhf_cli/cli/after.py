@@ -7,6 +7,7 @@ import typer
 
 from rlhf_cli import room
 from rlhf_cli.cli import completion
+from rlhf_cli.cli.imports import heavy_imports
 from rlhf_cli.cli.options import Debug, Set, Step, Trailing, TrustRemoteCode
 from rlhf_cli.errors import RLHFError
 
@@ -104,8 +105,10 @@ def export(
         )
     if public and push is None:
         raise RLHFError("C11", "--public belongs to --push", hint="leave it out, or add --push OWNER/NAME")
-    from rlhf_cli import export
     from rlhf_cli.config import Options
+
+    with heavy_imports():
+        from rlhf_cli import export
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     to = export.Repository(push, public) if push is not None else None
@@ -143,8 +146,10 @@ def chat(
 
     /help lists the commands. From a pipe each line is a prompt: replies go to stdout, numbers to stderr.
     """
-    from rlhf_cli import chat
     from rlhf_cli.config import Options
+
+    with heavy_imports():
+        from rlhf_cli import chat
 
     wishes = chat.Wishes(stage, step, compare, temperature, max_new_tokens, seed)
     with room.explained(folder):
@@ -167,8 +172,10 @@ def replay(
 
     Exits with 1 where the two do not agree to 1e-6 in float64. Changes nothing in RUN.
     """
-    from rlhf_cli import replay
     from rlhf_cli.config import Options
+
+    with heavy_imports():
+        from rlhf_cli import replay
 
     with room.explained(folder):
         code = replay.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)

@@ -7,6 +7,7 @@ import typer
 
 from rlhf_cli import room, terminal
 from rlhf_cli.cli import completion
+from rlhf_cli.cli.imports import heavy_imports
 from rlhf_cli.cli.options import STAGES, Debug, FileOrFolder, Set, Trailing, TrustRemoteCode
 from rlhf_cli.errors import RLHFError, nearest
 
@@ -131,8 +132,10 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Estimate memory and time of each stage, loading no weights, and say what to change where it does not fit."""
-    from rlhf_cli import plan
     from rlhf_cli.config import Options
+
+    with heavy_imports():
+        from rlhf_cli import plan
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = [*(set_ or []), *(assignments or [])]

@@ -11,6 +11,7 @@ import typer
 
 from rlhf_cli import launch, processes, room, terminal
 from rlhf_cli.cli import completion
+from rlhf_cli.cli.imports import heavy_imports
 from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode, config_of
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.signals import end_with
@@ -64,7 +65,7 @@ def _runner(stage: str) -> Callable[[Any, Any], None]:
     """The stage's `run(config, options)`: importing it is what brings in torch."""
     import importlib
 
-    with redirect_stdout(io.StringIO()):  # transformers prints there that WANDB_MODE is offline
+    with heavy_imports(), redirect_stdout(io.StringIO()):  # transformers prints there that WANDB_MODE is offline
         return importlib.import_module(f"rlhf_cli.stages.{stage}").run
 
 

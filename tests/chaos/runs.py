@@ -1,5 +1,6 @@
 """A small world, and the real CLI on it in forked processes: what takes seconds to import is imported once."""
 
+import gc
 import importlib
 import json
 import os
@@ -109,6 +110,7 @@ def make_world(folder: Path) -> World:
         for name in json.loads((world.origin / stage / "modules.json").read_text()):
             _import(name)
         (world.origin / stage / "modules.json").unlink()
+    gc.freeze()  # else each collection in a forked run copies every page that the imports fill
     return world
 
 
