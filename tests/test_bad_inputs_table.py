@@ -1,6 +1,6 @@
 """Every code that a user may meet, and the tests that put it through the real CLI: code, place, fix and exit code.
 
-The first tests hold the table against `rlhf_cli/codes.py` and, where ../shared is there, against BAD-INPUTS.md.
+The first tests hold the table against `rlhf_cli/codes/` and, where ../shared is there, against BAD-INPUTS.md.
 """
 
 import ast

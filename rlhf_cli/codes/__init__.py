@@ -1,0 +1,9 @@
+"""Every stable code that a message may carry; `rlhf explain CODE` prints this table."""
+
+from rlhf_cli.codes.code import Code
+from rlhf_cli.codes.config import CONFIG
+from rlhf_cli.codes.data import DATA
+from rlhf_cli.codes.machine import MACHINE_AND_RUN
+from rlhf_cli.codes.models import TOKENS_AND_MODELS
+
+CODES: dict[str, Code] = {**CONFIG, **DATA, **TOKENS_AND_MODELS, **MACHINE_AND_RUN}
