@@ -106,7 +106,7 @@ def test_a_finished_run_is_told_in_a_table(tmp_path: Path, monkeypatch: pytest.M
     # No manifest of this one has SFT's loss: the log's last line does.
     assert cells[1][:5] == ["sft", "finished", "loss 2.125", "2 min 5 s", "just now"]
     assert cells[2][:4] == ["reward", "finished", "accuracy 0.750 [0.690, 0.800]", "1 min ago"]
-    assert cells[3][:5] == ["ppo", "finished", "reward 1.900, KL 3.80", "1 min 40 s", "2 h ago"]
+    assert cells[3][:5] == ["ppo", "finished", "reward 1.900 in the last update, KL 3.80", "1 min 40 s", "2 h ago"]
     assert cells[4][:3] == ["eval", "finished", "1 d ago"]
     assert lines[5][0].startswith("next: rlhf run run would be refused: error[C09]: run holds none of sft.yaml, ")
     change(Path("run/sft/manifest.json"), metrics={"eval_loss": 1.5, "eval_rows": 60})
@@ -119,6 +119,7 @@ def test_a_finished_run_is_told_in_a_table(tmp_path: Path, monkeypatch: pytest.M
     assert found["eval"]["headline"] == {"judge": "gold", "win_rate": 0.63, "win_rate_ci95": [0.57, 0.69]}
     assert found["ppo"]["reasons"] == ["KL"] and found["ppo"]["state"] == "finished"
     said = rlhf("status", "run")
+    assert "reward 0.500 on training prompts, KL 2.00" in said
     assert "PPO over SFT 0.630 [0.570, 0.690] by gold" in said and "held-out loss 1.500" in said
     assert "finished, step 20" in said and "ppo      KL" in said  # ended before its time
 
@@ -261,7 +262,9 @@ def test_a_running_stage_tells_its_process_and_the_time_left(run: Path, writer: 
     assert found["stages"]["eval"]["state"] == "stale"  # it judged the one before
     assert found["next"]["action"] == "wait"
     lines = rlhf("status", run).splitlines()
-    assert any(line.startswith("ppo     running, step 6 of 8  reward 0.500, KL 1.00") for line in lines)
+    assert any(
+        line.startswith("ppo     running, step 6 of 8  reward 0.500 in the last update, KL 1.00") for line in lines
+    )
     assert any(line.startswith(f"ppo      process {writer.pid}, for ") for line in lines)
     assert lines[-1] == "next: wait for ppo; rlhf run run would be refused until then"
     writer.kill()

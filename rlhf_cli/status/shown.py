@@ -13,6 +13,7 @@ from rlhf_cli.statistics import with_interval
 from rlhf_cli.status.runs import Next, Run
 from rlhf_cli.status.stages import Stage
 from rlhf_cli.times import ago, duration
+from rlhf_cli.verdict.rewards import LAST_UPDATE, TRAINING, reward
 
 STAGE_COLUMNS = ("stage", "state", "headline", "time", "when", "size")
 RUN_COLUMNS = ("run", "stages", "headline", "when", "size")
@@ -53,7 +54,8 @@ def headline(stage: Stage) -> str:
         return f"accuracy {with_interval(told['accuracy'], told.get('accuracy_ci95'))}{more}"
     if "objective/scores" in told:
         kl = told.get("objective/kl_k1")
-        return f"reward {told['objective/scores']:.3f}" + ("" if kl is None else f", KL {kl:.2f}")
+        said = reward(told, LAST_UPDATE if by_log else TRAINING)
+        return said + ("" if kl is None else f", KL {kl:.2f}")
     if "win_rate" in told:
         return f"PPO over SFT {with_interval(told['win_rate'], told.get('win_rate_ci95'))} by {told['judge']}"
     return ""
