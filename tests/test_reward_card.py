@@ -232,7 +232,7 @@ def test_a_flag_says_the_number_the_limit_and_what_helps() -> None:
     assert "correlation 0.50 [0.40, 0.60], limit 0.3" in length.text and "chosen one in 58%" in length.text
     assert "good answer to another prompt scores above the chosen answer for 50% of 128 prompts" in probe.text
     assert "limit 25%" in probe.text and "answer alone" in (probe.hint or "")
-    assert "ECE 0.20, limit 0.1; claims to be right on 0.74, is on 0.80" in calibration.text
+    assert "ECE 0.20, limit 0.1; 0.74 claimed right, 0.80 are" in calibration.text
     assert all(problem.hint for problem in (length, probe, calibration))
 
 
@@ -242,9 +242,9 @@ def test_the_table_shows_every_number_and_its_limit(capsys: pytest.CaptureFixtur
     assert lines[0] == "reward model: right on 0.800 [0.760, 0.830] of the held-out pairs"
     table = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
     assert table[0] == ["report card: 500 pairs, 128 probed", "found [95 % interval]", "limit"]
-    assert ["calibration error (ECE)", "0.060; claims to be right on 0.74, is on 0.80", "0.10"] in table
+    assert ["calibration error (ECE)", "0.060; 0.74 claimed right, 0.80 are", "0.10"] in table
     assert ["rank correlation of score and length", "0.150 [0.090, 0.210]", "+-0.30"] in table
-    assert ["longer answer scores higher", "0.600 [0.550, 0.640]; people chose it in 0.580"] in table
+    assert ["longer answer scores higher", "0.600 [0.550, 0.640]; people: 0.580"] in table
     assert ["beaten by an empty answer", "0.050 [0.000, 0.100]; by +0.10", "0.20"] in table
     assert ["beaten by politeness alone", "0.900 [0.850, 0.950]; by +0.10", "0.20", "flagged"] in table
     assert sum("flagged" in row for row in table) == 1

@@ -121,7 +121,7 @@ def test_a_model_that_learned_its_pairs_by_heart_claims_too_much(world: World, t
     result, manifest = reward(world, tmp_path, by_chance, n=24, steps=60)
     text = "the margins say other chances than come true: ECE 0."
     assert f"warning[R12]: {tmp_path / 'reward'}: {text}" in result.stderr
-    claimed, right = re.search(r"claims to be right on ([.\d]+), is on ([.\d]+)", result.stderr).groups()  # type: ignore[union-attr]
+    claimed, right = re.search(r"([.\d]+) claimed right, ([.\d]+) are", result.stderr).groups()  # type: ignore[union-attr]
     assert float(claimed) > float(right) + 0.15 and manifest["metrics"]["ece"] > 0.15
 
 

@@ -85,11 +85,11 @@ def _calibration(card: Mapping[str, Any]) -> list[Problem]:
     if card["ece"] <= ece_limit(card):
         return []
     text = f"the margins say other chances than come true: ECE {card['ece']:.2f}, limit {ECE}; {claim(card)}"
-    hint = "claims too much: fewer epochs or a lower learning rate; too little: train for longer"
+    hint = "too much claimed: fewer epochs or a lower learning rate; too little: train for longer"
     return [Problem("R12", text, hint=hint)]
 
 
 def claim(card: Mapping[str, Any]) -> str:
     """On what share of the pairs the margins say that they are right, and on what share they are."""
     sure = sum(each["n"] * each["confidence"] for each in card["calibration"]) / card["n"]
-    return f"claims to be right on {sure:.2f}, is on {card['accuracy']:.2f}"
+    return f"{sure:.2f} claimed right, {card['accuracy']:.2f} are"

@@ -70,7 +70,7 @@ def lines(card: Mapping[str, Any]) -> list[Line]:
         ),
     ]
     if longer := card.get("longer_answer"):
-        said = f"{with_interval(longer['preferred'], longer['ci95'])}; people chose it in {longer['chosen']:.3f}"
+        said = f"{with_interval(longer['preferred'], longer['ci95'])}; people: {longer['chosen']:.3f}"
         rows.append(Line("longer answer scores higher", said, "", False))
     for name, probe in card["adversarial"]["probes"].items():
         said = f"{with_interval(probe['beats'], probe['ci95'])}; by {probe['margin']:+z.2f}"
