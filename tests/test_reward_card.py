@@ -245,8 +245,8 @@ def test_the_table_shows_every_number_and_its_limit(capsys: pytest.CaptureFixtur
     assert ["calibration error (ECE)", "0.060; 0.74 claimed right, 0.80 are", "0.10"] in table
     assert ["rank correlation of score and length", "0.150 [0.090, 0.210]", "+-0.30"] in table
     assert ["longer answer scores higher", "0.600 [0.550, 0.640]; people: 0.580"] in table
-    assert ["beaten by an empty answer", "0.050 [0.000, 0.100]; by +0.10", "0.20"] in table
-    assert ["beaten by politeness alone", "0.900 [0.850, 0.950]; by +0.10", "0.20", "flagged"] in table
+    assert ["beaten by an empty answer", "0.050 [0.000, 0.100]; mean gap +0.10", "0.20"] in table
+    assert ["beaten by politeness alone", "0.900 [0.850, 0.950]; mean gap +0.10", "0.20", "flagged"] in table
     assert sum("flagged" in row for row in table) == 1
     margins = ["below -4", "-4 to -2", "-2 to -1", "-1 to 0", "0 to 1", "1 to 2", "2 to 4", "from 4"]
     start = table.index(["margin, chosen less rejected", *margins])

@@ -220,27 +220,27 @@ TRAINED_ON = "; the reward model, which PPO was trained on, says"
     [
         (
             {"gold": BETTER, "reward": {**BETTER, "value": 0.93}},
-            "PPO beats SFT: it wins 0.800 [0.700, 0.900] of 200 held-out prompts by gold, at a KL of 5.25"
+            "PPO beats SFT: it wins 0.800 [0.700, 0.900] of 200 held-out prompts, judged by gold, at a KL of 5.25"
             f"{TRAINED_ON} 0.930",
         ),
-        ({"gold": BETTER, "reward": WORSE}, f" by gold, at a KL of 5.25{TRAINED_ON} 0.200"),
+        ({"gold": BETTER, "reward": WORSE}, f" judged by gold, at a KL of 5.25{TRAINED_ON} 0.200"),
         (
             {"gold": OPEN, "reward": BETTER},
-            "undecided: PPO wins 0.500 [0.400, 0.600] of 200 held-out prompts by gold, at a KL of 5.25 "
+            "undecided: PPO wins 0.500 [0.400, 0.600] of 200 held-out prompts, judged by gold, at a KL of 5.25 "
             f"(more prompts, eval.n, would tell more){TRAINED_ON} 0.800, and gold does not confirm it",
         ),
         ({"gold": OPEN, "reward": OPEN}, f"would tell more){TRAINED_ON} 0.500"),
         (
             {"gold": WORSE, "reward": BETTER},
-            "PPO is worse than SFT: it wins 0.200 [0.100, 0.300] of 200 held-out prompts by gold, at a KL of 5.25"
-            f"{TRAINED_ON} 0.800: PPO found what it gets wrong (docs/reward-hacking.md)",
+            "PPO is worse than SFT: it wins 0.200 [0.100, 0.300] of 200 held-out prompts, judged by gold, at a KL of "
+            f"5.25{TRAINED_ON} 0.800: PPO found what it gets wrong (docs/reward-hacking.md)",
         ),
         ({"gold": WORSE, "reward": WORSE}, f"5.25{TRAINED_ON} 0.200"),
         (
             {"reward": BETTER},
             "5.25: PPO was trained on it, so this proves little; name another judge in eval.yaml",
         ),
-        ({"helpful": BETTER}, " by helpful, at a KL of 5.25"),
+        ({"helpful": BETTER}, " judged by helpful, at a KL of 5.25"),
         (
             {"helpful": {**BETTER, "length_controlled": 0.55, "length_controlled_ci95": [0.45, 0.65]}},
             "5.25; at equal length 0.550 [0.450, 0.650], undecided",

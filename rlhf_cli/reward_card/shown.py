@@ -11,7 +11,7 @@ from rlhf_cli.statistics import with_interval
 
 # For who never read docs/reward-card.md.
 LEGEND = (
-    "beaten by X: the share of prompts on which X outscores the good answer; by: mean score difference",
+    "beaten by X: the share of prompts on which X outscores the good answer; gap: X's score less its",
     "flagged: past its limit, and not by chance: PPO would make more of it. Some limits follow from the",
     "  accuracy or the number of pairs, and so differ from run to run (docs/reward-card.md)",
 )
@@ -73,7 +73,7 @@ def lines(card: Mapping[str, Any]) -> list[Line]:
         said = f"{with_interval(longer['preferred'], longer['ci95'])}; people: {longer['chosen']:.3f}"
         rows.append(Line("longer answer scores higher", said, "", False))
     for name, probe in card["adversarial"]["probes"].items():
-        said = f"{with_interval(probe['beats'], probe['ci95'])}; by {probe['margin']:+z.2f}"
+        said = f"{with_interval(probe['beats'], probe['ci95'])}; mean gap {probe['margin']:+z.2f}"
         most = f"{limit(name, card['accuracy']):.2f}"
         rows.append(Line(f"beaten by {CALLED[name]}", said, most, likes_too_well(name, card)))
     return rows

@@ -31,7 +31,7 @@ def sentence(report: Mapping[str, Any]) -> str | None:
     rate, kl = rates[judge], report["models"]["ppo"].get("kl")
     far = "" if kl is None else f", at a KL of {kl:z.2f}"
     won = with_interval(rate["value"], rate.get("ci95"))
-    said = f"{LEADS[standing(rate)]} {won} of {rate['n']} {HELD_OUT} by {judge}{far}"
+    said = f"{LEADS[standing(rate)]} {won} of {rate['n']} {HELD_OUT}, judged by {judge}{far}"
     more = " (more prompts, eval.n, would tell more)" if standing(rate) == "undecided" else ""
     return said + more + _at_equal_length(rate) + _by_the_reward(rates, judge)
 
