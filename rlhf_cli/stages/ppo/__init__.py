@@ -65,7 +65,7 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
         "trust_remote_code": options.trust_remote_code,
     }
     ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
-    terminal.say(f"ppo      finished: {reward(metrics, TRAINING)} ({UNPENALISED}), KL {metrics['objective/kl_k1']:.2f}")
+    terminal.say(f"ppo      {reward(metrics, TRAINING)} ({UNPENALISED}), KL {metrics['objective/kl_k1']:.2f}")
     if stopped:
         raise _kept(stopped, config, step)
 
