@@ -243,8 +243,8 @@ def test_the_table_shows_every_number_and_its_limit(capsys: pytest.CaptureFixtur
     table = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
     assert table[0] == ["report card: 500 pairs, 128 probed", "found [95 % interval]", "limit"]
     assert ["calibration error (ECE)", "0.060; 0.74 claimed right, 0.80 are", "0.10"] in table
-    assert ["rank correlation of score and length", "0.150 [0.090, 0.210]", "+-0.30"] in table
-    assert ["longer answer scores higher", "0.600 [0.550, 0.640]; people: 0.580"] in table
+    assert ["score with length, rank correlation", "0.150 [0.090, 0.210]", "+-0.30"] in table
+    assert ["longer answer preferred", "0.600 [0.550, 0.640]; people: 0.580"] in table
     assert ["beaten by an empty answer", "0.050 [0.000, 0.100]; mean gap +0.10", "0.20"] in table
     assert ["beaten by politeness alone", "0.900 [0.850, 0.950]; mean gap +0.10", "0.20", "flagged"] in table
     assert sum("flagged" in row for row in table) == 1

@@ -1,11 +1,14 @@
 """What a command told in one of its processes it does not tell again in another."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
-from rlhf_cli import terminal, told
+from rlhf_cli import pipeline, terminal, told
+from rlhf_cli.cli import app
 
 WARN = "from rlhf_cli import terminal; terminal.warn('R10', 'too long', where='run/reward', hint='shorter')"
 LINE = "warning[R10]: run/reward: too long\nhint: shorter\n"
@@ -24,6 +27,13 @@ def test_what_a_child_told_no_other_tells_again() -> None:
         assert child("from rlhf_cli import told; assert not told.is_new('ours')") == ""
         assert not told.is_new(LINE.partition("\n")[0])
     assert child() == LINE, "another command"
+
+
+def test_the_stages_of_rlhf_run_are_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(pipeline, "run", lambda *_: said.extend(child() for _ in range(2)) or 0)
+    assert CliRunner().invoke(app, ["run", "."]).exit_code == 0
+    assert said == [LINE, ""] and told.FILE not in os.environ
 
 
 def test_a_warning_that_was_told_is_kept_for_the_report() -> None:

@@ -63,7 +63,7 @@ def lines(card: Mapping[str, Any]) -> list[Line]:
             card["ece"] > ece_limit(card),
         ),
         Line(
-            "rank correlation of score and length",
+            "score with length, rank correlation",
             with_interval(card["length_correlation"], card["length_correlation_ci95"]),
             f"+-{LENGTH:.2f}",
             follows_length(card),
@@ -71,7 +71,7 @@ def lines(card: Mapping[str, Any]) -> list[Line]:
     ]
     if longer := card.get("longer_answer"):
         said = f"{with_interval(longer['preferred'], longer['ci95'])}; people: {longer['chosen']:.3f}"
-        rows.append(Line("longer answer scores higher", said, "", False))
+        rows.append(Line("longer answer preferred", said, "", False))
     for name, probe in card["adversarial"]["probes"].items():
         said = f"{with_interval(probe['beats'], probe['ci95'])}; mean gap {probe['margin']:+z.2f}"
         most = f"{limit(name, card['accuracy']):.2f}"
