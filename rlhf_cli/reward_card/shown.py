@@ -41,8 +41,7 @@ def print_card(card: Mapping[str, Any]) -> None:
         return
     rows = [[line.name, line.said, line.limit, "flagged" if line.flagged else ""] for line in lines(card)]
     if not told.is_new(f"{text}\n{rows}"):
-        flagged = sum(line.flagged for line in lines(card))
-        terminal.out(f"{text}; its report card, {flagged} of {len(rows)} lines flagged, stands above")
+        terminal.out(f"{text}; its report card stands above")
         return
     terminal.out(text)
     title = f"report card: {card['n']} pairs, {card['adversarial']['n']} probed"
