@@ -23,17 +23,17 @@ help: ## list these commands
 	@sed -n 's/^\([a-z -]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
 
 demo: $(VENV)/.installed ## the whole chain on a small world of its own: minutes on a CPU, no network
-	test -e runs/demo || $(RLHF) init demo runs/demo
-	test -e runs/demo/base/sft/manifest.json || $(RLHF) run runs/demo/base
-	$(RLHF) run runs/demo
+	@test -e runs/demo || $(RLHF) init demo runs/demo
+	@test -e runs/demo/base/sft/manifest.json || $(RLHF) run runs/demo/base
+	@$(RLHF) run runs/demo
 
 reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews POS=good.txt NEG=bad.txt (docs/reviews.md)
 	@test -e runs/reviews/data || test -f "$(POS)" -a -f "$(NEG)" || \
 		{ echo 'make reviews POS=good.txt NEG=bad.txt: two files of sentences, one a line; see docs/reviews.md' >&2; exit 2; }
-	test -e runs/reviews/sft.yaml || $(RLHF) init reviews runs/reviews
-	test -e runs/reviews/data || $(VENV)/bin/python scripts/prepare_reviews.py "$(POS)" "$(NEG)" runs/reviews
-	$(RLHF) run runs/reviews
-	$(VENV)/bin/python runs/reviews/judge.py
+	@test -e runs/reviews/sft.yaml || $(RLHF) init reviews runs/reviews
+	@test -e runs/reviews/data || $(VENV)/bin/python scripts/prepare_reviews.py "$(POS)" "$(NEG)" runs/reviews
+	@$(RLHF) run runs/reviews
+	@$(VENV)/bin/python runs/reviews/judge.py
 
 bench: $(VENV)/.installed-reviews $(PEER)/.installed ## PPO's speed and memory beside TRL's, about half an hour; SHARED=, or POS=good.txt NEG=bad.txt
 	$(VENV)/bin/python -m benchmarks.speed --out runs/bench --peer $(PEER)/bin/python --shared $(SHARED) \
@@ -91,11 +91,11 @@ smoke: $(VENV)/.installed ## the tiny chain from init to report in a temporary f
 
 sft reward ppo eval: $(VENV)/.installed ## one stage of CONFIG=configs/demo, or of another folder
 	@$(INIT)
-	$(RLHF) $@ --config $(RUN)/$@.yaml
+	@$(RLHF) $@ --config $(RUN)/$@.yaml
 
 pipeline: $(VENV)/.installed ## the stages of CONFIG=configs/demo that are not up to date
 	@$(INIT)
-	$(RLHF) run $(RUN)
+	@$(RLHF) run $(RUN)
 
 schemas: $(VENV)/.installed ## the JSON Schemas that editors read beside configs/, as the code has them now
 	for stage in sft reward ppo eval; do $(RLHF) schema $$stage > schemas/$$stage.json; done
@@ -112,21 +112,21 @@ TESTING := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # The stamps: installed once, and again when one of these files changes.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV), torch and transformers among it: minutes, once"
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
-	touch $@
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
+	@touch $@
 
 $(VENV)/.installed-reviews: pyproject.toml constraints.txt
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[reviews]'
-	touch $(VENV)/.installed $@
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[reviews]'
+	@touch $(VENV)/.installed $@
 
 $(PEER)/.installed: benchmarks/speed/peer.txt
-	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
-	$(PEER)/bin/python -m pip install -q -r $<
-	touch $@
+	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	@$(PEER)/bin/python -m pip install -q -r $<
+	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
-	touch $(VENV)/.installed $@
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
+	@touch $(VENV)/.installed $@

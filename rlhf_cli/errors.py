@@ -10,6 +10,8 @@ from typing import Any
 
 from rlhf_cli.codes import CODES
 
+OVERRIDE = "--set "  # and a key: the place of what a command line said
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -25,10 +27,12 @@ class Problem:
 
     def line(self, kind: str = "error") -> str:
         """The message as printed, led by `error[CODE]` or `warning[CODE]`."""
-        place = f"{self.where}: " if self.where else ""
+        place, text = f"{self.where}: " if self.where else "", self.text
+        if place.startswith(OVERRIDE):  # which names the key that most texts begin with
+            text = text.removeprefix(place.removeprefix(OVERRIDE))
         hint = "\nhint: " + " ".join(self.hint.splitlines()) if self.hint else ""
         # A key or a value of the user's may hold a line break; a message is one line.
-        first = " ".join(f"{kind}[{self.code}]: {place}{self.text}".splitlines())
+        first = " ".join(f"{kind}[{self.code}]: {place}{text}".splitlines())
         return first + hint
 
     def __str__(self) -> str:

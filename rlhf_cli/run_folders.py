@@ -18,6 +18,11 @@ def configs_in(folder: Path) -> list[Path]:
     return [path for stage in STAGES if (path := folder / f"{stage}.yaml").is_file()]
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a stage's config or its output."""
+    return bool(configs_in(folder)) or any(is_begun(folder / stage) for stage in STAGES)
+
+
 def below(folder: Path, depth: int, most: int | None = None) -> Iterator[Path]:
     """The run's folders at or below `folder`, the nearest first, but those inside of a stage's output.
 

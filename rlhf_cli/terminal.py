@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TextIO
 from unicodedata import combining, east_asian_width
 
-from rlhf_cli import processes
+from rlhf_cli import processes, told
 from rlhf_cli.errors import Problem
 from rlhf_cli.redaction import redacted
 
@@ -94,13 +94,13 @@ def say_here(text: str) -> None:
 
 
 def warn(code: str, text: str, *, where: str | None = None, hint: str | None = None) -> None:
-    """`warning[CODE]: ...` on stderr. The same warning is said once in a process, and kept for `warnings_said`."""
+    """`warning[CODE]: ...` on stderr. The same warning is said once in a command, and kept for `warnings_said`."""
     where = where and clean(where)  # a file's name is no better than a model's text
     problem = Problem(code, clean(text), where, hint and clean(hint))
     line = Problem(code, problem.text, where).line("warning")
     if line not in _said:
         _said[line] = problem
-        if not _muted:
+        if not _muted and told.is_new(line):
             say(problem.line("warning"))
 
 
@@ -128,6 +128,7 @@ def problems_warned_of() -> list[Problem]:
 def forget_warnings() -> None:
     """Starts a new command in the same process: what it warns about is said again."""
     _said.clear()
+    told.forget()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:

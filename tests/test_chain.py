@@ -29,12 +29,18 @@ def told(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run of the `ci` preset in run/."""
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder with a run of the `ci` preset in run/, and what its first `rlhf run` said."""
     folder = tmp_path_factory.mktemp("chain")
     assert rlhf(folder, "init", "ci", "run").returncode == 0
-    assert told(rlhf(folder, "run", "run")) == dict.fromkeys(STAGES, "new")
-    return folder
+    return folder, rlhf(folder, "run", "run")
+
+
+@pytest.fixture(scope="module")
+def folder(first: tuple[Path, subprocess.CompletedProcess[str]]) -> Path:
+    """The folder, with the finished run."""
+    assert told(first[1]) == dict.fromkeys(STAGES, "new")
+    return first[0]
 
 
 @pytest.mark.training
@@ -52,12 +58,28 @@ def test_every_stage_leaves_what_it_promises(folder: Path) -> None:
 
 
 @pytest.mark.training
+def test_what_a_stage_found_the_next_ones_do_not_say_again(
+    first: tuple[Path, subprocess.CompletedProcess[str]], folder: Path
+) -> None:
+    result = first[1]
+    warnings = json.loads((folder / "run/eval/report.json").read_text())["warnings"]
+    assert [line for line in result.stderr.splitlines() if line.startswith("warning[R11]")] == warnings != []
+    assert f"noted: {len(warnings)} warnings above" in result.stdout and "noted: warning" not in result.stdout
+    assert result.stdout.count("\nreport card: ") == 1 and result.stdout.count("of the held-out pairs; its report") == 1
+    ppo = json.loads((folder / "run/ppo/manifest.json").read_text())["metrics"]["objective/scores"]
+    assert f"ppo      reward {ppo:.3f} on training prompts (before the KL penalty), KL " in result.stderr
+    *_, verdict, last = result.stdout.splitlines()
+    assert verdict.startswith("verdict: ") and last.startswith("next: rlhf chat run")
+
+
+@pytest.mark.training
 def test_a_second_run_skips_all_in_seconds_and_shows_the_table(folder: Path) -> None:
     began = time.monotonic()
     again = rlhf(folder, "run", "run")
     assert time.monotonic() - began < 10
     assert all(line.startswith("up to date (") for line in told(again).values())
     assert "win rate" in again.stdout and "report: run/eval/report.json" in again.stdout
+    assert "\nreport card: " in again.stdout and "noted: warning[R11]: run/reward: " in again.stdout
     assert again.stderr == ""
 
 

@@ -156,7 +156,7 @@ def test_the_version_is_the_packages() -> None:
         (["ppo", "--config"], "--config"),
         (["ppo", "-c", "x.yaml", "--frsh"], "--frsh"),
         (["--nope"], "--nope"),
-        (["run"], "DIR"),
+        (["run", "runs/x", "--only"], "--only"),
     ],
 )
 def test_usage_errors_have_our_form_and_name_the_help(arguments: list[str], text: str) -> None:

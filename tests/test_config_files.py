@@ -112,10 +112,10 @@ def test_a_byte_order_mark_and_windows_lines_are_fine() -> None:
         ("ppo.lam=[1", "error[C11]: --set ppo.lam: not valid YAML: "),
         ("ppo.lam=!!python/none x", "error[C11]: --set ppo.lam: the tag !!python/none is not allowed"),
         ("seed.x=1", "error[C11]: --set seed.x: seed holds a single value, no keys"),
-        ("ppo.lam=x", 'error[C05]: --set ppo.lam: ppo.lam: expected a number >= 0 and <= 1, got "x"'),
+        ("ppo.lam=x", 'error[C05]: --set ppo.lam: expected a number >= 0 and <= 1, got "x"'),
         ("ppo.kl_coeff=1", "error[C01]: --set ppo.kl_coeff: unknown key ppo.kl_coeff\nhint: did you mean kl_coef?"),
         ("kl_coef=1", "error[C02]: --set kl_coef: kl_coef belongs under ppo:\nhint: write it as ppo.kl_coef"),
-        ("ppo=3", "error[C05]: --set ppo: ppo: expected keys and values, got 3"),
+        ("ppo=3", "error[C05]: --set ppo: expected keys and values, got 3"),
     ],
 )
 def test_a_bad_override(override: str, start: str) -> None:

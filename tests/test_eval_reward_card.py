@@ -45,10 +45,15 @@ def test_the_card_is_in_the_report_and_on_the_terminal(trained: Path, named: str
     told = found["reward_model"]
     assert (told["accuracy"], told["ci95"], told["ece"], told["length_correlation"]) == (0.8, [0.76, 0.83], 0.06, 0.15)
     assert told["adversarial"] == TOLD["adversarial"] and "accuracy_ci95" not in told and "no_reward_card" not in found
-    assert "reward model: right on 0.800 [0.760, 0.830] of the held-out pairs\nreport card  " in result.stdout
-    assert "beaten by one token repeated" in result.stdout and "\nmargins: below -4: 0" in result.stdout
+    assert "reward model: right on 0.800 [0.760, 0.830] of the held-out pairs\nreport card: 500 pairs" in result.stdout
+    assert (
+        "beaten by one token repeated" in result.stdout and "\nmargin, chosen less rejected  below -4" in result.stdout
+    )
     line = f"warning[R10]: {trained / 'reward'}: {FLAG['text']}"
-    assert found["warnings"].count(line) == 1 and f"noted: {line}" in result.stdout and line in result.stderr
+    assert found["warnings"].count(line) == 1 and line in result.stderr
+    assert line not in result.stdout and "noted: 1 warning above" in result.stdout
+    again = rlhf("eval", "-c", trained / "eval.yaml")  # finished: nobody warns, the verdict tells it
+    assert f"noted: {line}" in again.stdout and "warning[R10]" not in again.stderr
 
 
 def test_a_reward_model_made_anew_says_nothing_of_what_ppo_was_trained_on(trained: Path) -> None:

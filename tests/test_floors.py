@@ -12,6 +12,7 @@ FLOORS = [
     {"__init__", "codes.*", "redaction", "run_folders", "times"},
     {"errors"},
     {"processes"},
+    {"told"},
     {"rows", "terminal", "statistics", "signals", "room"}
     | {"ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.noise", "ppo.seeds"},
     {"ppo.records", "progress", "replay.naive.*"},
@@ -58,7 +59,7 @@ FLOORS = [
 ]
 TORCH_FREE = (
     "check cli checkpoints config explain from_trl pipeline ppo.settings presets processes progress report reward_card "
-    "room rows run_folders signals sources statistics status terminal times trackers verdict"
+    "room rows run_folders signals sources statistics status terminal times told trackers verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -123,3 +124,16 @@ def test_make_runs_a_stage_of_a_preset_or_of_a_folder(config: str, run: str, pre
     assert f"rlhf ppo --config {run}/ppo.yaml" in planned
     assert (f'rlhf init "{preset}" "{run}"' in planned) == (preset is not None)
     assert f"rlhf run {run}" in make("-n", "pipeline", f"CONFIG={config}")
+
+
+def test_make_demo_lets_rlhf_speak(tmp_path: Path) -> None:
+    """Its recipes are not printed: what one sees is what rlhf says, here a stand-in."""
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/.installed").touch()
+    (tmp_path / "venv/bin/rlhf").write_text('#!/bin/sh\necho "rlhf $*"\n')
+    (tmp_path / "venv/bin/rlhf").chmod(0o755)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    os.utime(tmp_path / "venv/.installed", (time.time() + 60,) * 2)
+    said = make("-C", str(tmp_path), "demo", "VENV=venv").splitlines()
+    assert said == ["rlhf init demo runs/demo", "rlhf run runs/demo/base", "rlhf run runs/demo"]

@@ -119,8 +119,10 @@ def test_rows_of_data_are_counted_where_it_is_what_was_read(run: Path) -> None:
 
 def test_the_report_card_marks_what_is_flagged(run: Path) -> None:
     said = words(run)
-    assert "beaten by an empty answer 0.500 [0.410, 0.590]; score +0.10 0.25 flagged" in said
-    assert "calibration (ECE) 0.050, sure of too little (0.74 said) 0.10 score with length" in said, "within its limit"
+    assert "beaten by an empty answer 0.500 [0.410, 0.590]; mean gap +0.10 0.25 flagged" in said
+    assert "calibration error (ECE) 0.050; 0.74 claimed right, 0.75 are 0.10 score with length" in said, (
+        "within its limit"
+    )
     assert "50 of 200 margins lie below 0" in said
     probes = {"n": 128, "probes": {"empty": {"beats": 0.1, "ci95": [0.05, 0.2], "margin": -1.0}}}
     change(run / "reward/manifest.json", card=CARD | {"adversarial": probes})

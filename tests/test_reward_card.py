@@ -232,23 +232,36 @@ def test_a_flag_says_the_number_the_limit_and_what_helps() -> None:
     assert "correlation 0.50 [0.40, 0.60], limit 0.3" in length.text and "chosen one in 58%" in length.text
     assert "good answer to another prompt scores above the chosen answer for 50% of 128 prompts" in probe.text
     assert "limit 25%" in probe.text and "answer alone" in (probe.hint or "")
-    assert "ECE 0.20, limit 0.1, sure of too little (0.74 said)" in calibration.text
+    assert "ECE 0.20, limit 0.1; 0.74 claimed right, 0.80 are" in calibration.text
     assert all(problem.hint for problem in (length, probe, calibration))
 
 
 def test_the_table_shows_every_number_and_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    shown.print_card(card())
-    told = capsys.readouterr().out
-    lines = told.splitlines()
+    shown.print_card(card(beats={"politeness": 0.9}))
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "reward model: right on 0.800 [0.760, 0.830] of the held-out pairs"
-    assert "500 pairs, 128 probed" in lines[1]
-    row = {line.split("  ")[0]: line for line in lines[2:]}
-    assert row["calibration (ECE)"].endswith(" 0.10") and "0.060, sure of too little" in row["calibration (ECE)"]
-    assert "0.150 [0.090, 0.210]" in row["score with length"] and row["score with length"].endswith("+-0.30")
-    assert "0.600 [0.550, 0.640]; chosen in 0.580" in row["longer answer preferred"]
-    assert row["beaten by an empty answer"].endswith(" 0.20") and "0.050" in row["beaten by an empty answer"]
-    assert row["beaten by the good answer three times over"].endswith(" 0.50")
-    assert lines[-1].startswith("margins: below -4: 0, to -2: 7, ") and lines[-1].endswith("to 4: 113, above: 5")
+    table = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
+    assert table[0] == ["report card: 500 pairs, 128 probed", "found [95 % interval]", "limit"]
+    assert ["calibration error (ECE)", "0.060; 0.74 claimed right, 0.80 are", "0.10"] in table
+    assert ["score with length, rank correlation", "0.150 [0.090, 0.210]", "+-0.30"] in table
+    assert ["longer answer preferred", "0.600 [0.550, 0.640]; people: 0.580"] in table
+    assert ["beaten by an empty answer", "0.050 [0.000, 0.100]; mean gap +0.10", "0.20"] in table
+    assert ["beaten by politeness alone", "0.900 [0.850, 0.950]; mean gap +0.10", "0.20", "flagged"] in table
+    assert sum("flagged" in row for row in table) == 1
+    margins = ["below -4", "-4 to -2", "-2 to -1", "-1 to 0", "0 to 1", "1 to 2", "2 to 4", "from 4"]
+    start = table.index(["margin, chosen less rejected", *margins])
+    assert table[start + 1] == ["pairs", "0", "7", "19", "74", "149", "133", "113", "5"]
+    assert [line.partition(":")[0] for line in lines[-3:-1]] == ["beaten by X", "flagged"]
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_command_tells_the_table_of_a_card_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for card_ in (card(), card(beats={"politeness": 0.9}), card(beats={"politeness": 0.9})):
+        shown.print_card(card_)
+    told = capsys.readouterr().out
+    assert told.count("beaten by an empty answer") == 2, "another card is another table"
+    headline = "reward model: right on 0.800 [0.760, 0.830] of the held-out pairs"
+    assert told.splitlines()[-1] == f"{headline}; its report card stands above"
 
 
 def test_the_page_has_the_limits_and_the_keys_of_the_code() -> None:

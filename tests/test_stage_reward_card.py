@@ -76,9 +76,12 @@ def reward(
 def test_a_planted_length_bias_is_flagged(world: World, tmp_path: Path) -> None:
     result, manifest = reward(world, tmp_path, longer_is_better, n=96, steps=60)
     card = manifest["card"]
-    assert "warning[R10]: the score follows the length of the answer: correlation 0.9" in result.stderr
+    assert (
+        f"warning[R10]: {tmp_path / 'reward'}: the score follows the length of the answer: correlation 0.9"
+        in result.stderr
+    )
     assert "the longer answer is the chosen one in 100% of the evaluation pairs\nhint: balance" in result.stderr
-    assert "warning[R11]: the good answer to another prompt scores above" in result.stderr
+    assert f"warning[R11]: {tmp_path / 'reward'}: the good answer to another prompt scores above" in result.stderr
     assert {"R10", "R11"} <= {flag["code"] for flag in card["flags"]}
     assert card["longer_answer"]["preferred"] > 0.95 and card["longer_answer"]["chosen"] == 1
     # The headline's numbers are the card's, and those of a plain reader of the folder.
@@ -114,10 +117,12 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
     assert max(longest) == 128, "probes are cut to the model's context"
 
 
-def test_a_model_that_learned_its_pairs_by_heart_is_sure_of_too_much(world: World, tmp_path: Path) -> None:
+def test_a_model_that_learned_its_pairs_by_heart_claims_too_much(world: World, tmp_path: Path) -> None:
     result, manifest = reward(world, tmp_path, by_chance, n=24, steps=60)
-    assert "warning[R12]: the margins say other chances than come true: ECE 0." in result.stderr
-    assert "sure of too much" in result.stderr and manifest["metrics"]["ece"] > 0.15
+    text = "the margins say other chances than come true: ECE 0."
+    assert f"warning[R12]: {tmp_path / 'reward'}: {text}" in result.stderr
+    claimed, right = re.search(r"([.\d]+) claimed right, ([.\d]+) are", result.stderr).groups()  # type: ignore[union-attr]
+    assert float(claimed) > float(right) + 0.15 and manifest["metrics"]["ece"] > 0.15
 
 
 def test_without_evaluation_pairs_there_is_no_card(world: World, tmp_path: Path) -> None:

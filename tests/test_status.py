@@ -106,7 +106,7 @@ def test_a_finished_run_is_told_in_a_table(tmp_path: Path, monkeypatch: pytest.M
     # No manifest of this one has SFT's loss: the log's last line does.
     assert cells[1][:5] == ["sft", "finished", "loss 2.125", "2 min 5 s", "just now"]
     assert cells[2][:4] == ["reward", "finished", "accuracy 0.750 [0.690, 0.800]", "1 min ago"]
-    assert cells[3][:5] == ["ppo", "finished", "reward 1.900, KL 3.80", "1 min 40 s", "2 h ago"]
+    assert cells[3][:5] == ["ppo", "finished", "reward 1.900 in the last update, KL 3.80", "1 min 40 s", "2 h ago"]
     assert cells[4][:3] == ["eval", "finished", "1 d ago"]
     assert lines[5][0].startswith("next: rlhf run run would be refused: error[C09]: run holds none of sft.yaml, ")
     change(Path("run/sft/manifest.json"), metrics={"eval_loss": 1.5, "eval_rows": 60})
@@ -119,6 +119,7 @@ def test_a_finished_run_is_told_in_a_table(tmp_path: Path, monkeypatch: pytest.M
     assert found["eval"]["headline"] == {"judge": "gold", "win_rate": 0.63, "win_rate_ci95": [0.57, 0.69]}
     assert found["ppo"]["reasons"] == ["KL"] and found["ppo"]["state"] == "finished"
     said = rlhf("status", "run")
+    assert "reward 0.500 on training prompts, KL 2.00" in said
     assert "PPO over SFT 0.630 [0.570, 0.690] by gold" in said and "held-out loss 1.500" in said
     assert "finished, step 20" in said and "ppo      KL" in said  # ended before its time
 
@@ -147,7 +148,7 @@ def test_json_has_all_keys_always(run: Path) -> None:
     new = told(run)
     for stage in [*finished["stages"].values(), *new["stages"].values()]:
         assert list(stage) == keys.split()
-    assert list(finished) == list(new) == ["run", "changed", "bytes", "old_bytes", "stages", "next"]
+    assert list(finished) == list(new) == ["run", "changed", "bytes", "old_bytes", "bases", "stages", "next"]
     assert states(run) == ["new"] * 4 and new["stages"]["sft"]["changed"] is None
     assert rlhf("status", run).endswith("next: rlhf run run runs sft (new), then reward, ppo and eval\n")
 
@@ -261,7 +262,9 @@ def test_a_running_stage_tells_its_process_and_the_time_left(run: Path, writer: 
     assert found["stages"]["eval"]["state"] == "stale"  # it judged the one before
     assert found["next"]["action"] == "wait"
     lines = rlhf("status", run).splitlines()
-    assert any(line.startswith("ppo     running, step 6 of 8  reward 0.500, KL 1.00") for line in lines)
+    assert any(
+        line.startswith("ppo     running, step 6 of 8  reward 0.500 in the last update, KL 1.00") for line in lines
+    )
     assert any(line.startswith(f"ppo      process {writer.pid}, for ") for line in lines)
     assert lines[-1] == "next: wait for ppo; rlhf run run would be refused until then"
     writer.kill()
@@ -297,6 +300,92 @@ def test_steps_of_sft_are_told_from_its_log_as_they_are_counted_beforehand(
         unfinished(run, "sft", {"step": step, "loss": 1.0, "epoch": epoch, "time_s": 1.0 * step})
         found = stages.read_stage("sft", run / "sft")
         assert (found.steps, found.headline) == (whole, {"loss": 1.0}), step
+
+
+# A run that starts from another one, inside of it
+
+
+@pytest.fixture
+def demo(run: Path) -> Path:
+    """The run, with an SFT model to start from that is to be trained in its own folder, as the demo's is."""
+    for stage in CONFIGS:
+        shutil.rmtree(run / stage)
+    shutil.rmtree(run / "base")
+    (run / "base").mkdir()
+    (run / "base/sft.yaml").write_text("model: {path: ../plain}\ndata: {train: ../sft.jsonl}\n")
+    (run / "plain").mkdir()
+    (run / "plain/config.json").write_text("{}")
+    (run / "sft.yaml").write_text(CONFIGS["sft"].replace("./base", "base/sft"))
+    return run
+
+
+def test_a_base_that_is_not_trained_yet_comes_first(demo: Path) -> None:
+    first, *rest = rlhf("status", demo).splitlines()[1:]
+    assert first.split() == ["base/sft", "not", "begun"] and [line.split()[0] for line in rest[:4]] == [*CONFIGS]
+    assert rest[-1] == "next: rlhf run run/base, which run starts from; then rlhf run run"
+    assert told(demo)["next"]["action"] == "refused" and told(demo)["bases"][0]["state"] == "new"
+    (demo / "ppo.yaml").write_text("ppo: {kl_coeff: 1}\n")
+    assert "would be refused: error[C" in rlhf("status", demo).splitlines()[-1], "what is wrong besides is said"
+
+
+def test_a_base_in_training_is_waited_for(demo: Path) -> None:
+    (demo / "base/sft").mkdir()
+    unfinished(demo / "base", "sft", {"step": 3, "loss": 2.5, "time_s": 1.0})
+    command = [sys.executable, "-c", HOLDER, str(demo.resolve() / "base/sft")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"held\n"
+        lines = rlhf("status", demo).splitlines()
+        assert lines[1].startswith("base/sft  running, step 3  loss 2.500")
+        assert f"base/sft process {other.pid}, for " in "\n".join(lines)
+        assert lines[-1] == "next: wait for base/sft; rlhf run run would be refused until then"
+        (line,) = rlhf("ls").splitlines()[1:]
+        assert line.split("  ")[:2] == ["run", "base/sft (running, step 3)"]
+        other.kill()
+
+
+def test_a_base_is_no_run_of_its_own_unless_nothing_starts_from_it(demo: Path) -> None:
+    assert [line.split()[0] for line in rlhf("ls").splitlines()[1:]] == ["run"]
+    assert fake_stage.main(["sft", "--config", str(demo / "base/sft.yaml")]) == 0
+    assert [line.split()[0] for line in rlhf("ls").splitlines()[1:]] == ["run"]
+    assert told(demo)["bases"] == [] and rlhf("status", demo).splitlines()[1].startswith("sft  ")
+    assert rlhf("ls", "run/base").splitlines()[1].startswith("run/base  sft")
+    (demo / "sft.yaml").write_text(CONFIGS["sft"].replace("./base", "plain"))
+    assert {line.split()[0] for line in rlhf("ls").splitlines()[1:]} == {"run", "run/base"}
+
+
+# A run that was not named
+
+
+@pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "replay", "export"])
+def test_a_command_without_a_run_names_those_that_lie_here(
+    run: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def said(*options: str) -> tuple[str, str]:
+        result = CliRunner().invoke(app, [command, *options])
+        error, hint = result.stderr.splitlines()
+        assert (result.exit_code, result.stdout) == (2, "") and error.startswith(
+            f"error[C11]: rlhf {command}: which run? "
+        )
+        return error.partition("? ")[2], hint
+
+    shutil.copytree(run, "other run")
+    os.utime(run / "eval/manifest.json", (time.time() + 5,) * 2)  # the newer one comes first
+    assert said() == ("There are run, other run", f"hint: rlhf {command} run")
+    if command == "run":  # the options that were typed stay
+        assert said("--only", "ppo", "-s", "*.seed=3")[1] == "hint: rlhf run run --only ppo -s '*.seed=3'"
+    shutil.move(run, "runs/old")
+    assert said() == ("There are runs/old", f"hint: rlhf {command} runs/old"), "as `rlhf ls` looks for them"
+    for number in range(6):
+        Path(f"runs/{number}").mkdir()
+        Path(f"runs/{number}/sft.yaml").touch()
+    assert said()[0].endswith(" and 2 more (rlhf ls)")
+    shutil.rmtree("runs")
+    assert said() == ("There are other run", f"hint: rlhf {command} 'other run'")
+    monkeypatch.chdir("other run")
+    assert said() == ("This folder is one", f"hint: rlhf {command} .")
+    Path("empty").mkdir()
+    monkeypatch.chdir("empty")
+    assert said() == ("There is none here", "hint: rlhf init demo runs/demo makes one")
 
 
 # Quick, and without a trace

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli import verdict
+from rlhf_cli import terminal, verdict
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.verdict.frontier import deciding_judge
 
@@ -66,7 +66,7 @@ def test_models_best_of_and_win_rates_are_told_with_intervals(
     assert ["PPO over SFT, near-greedy", "gold", "0.700 [0.650, 0.750]", "-", "3"] in told
     assert ["PPO over SFT's best of 4", "gold", "0.660 [0.610, 0.710]", "-", "7"] in told
     assert ["noted: warning[R03]: no response ends"] in told
-    assert told[-1] == [f"report: {tmp_path}/report.json"]
+    assert told[-2] == [f"report: {tmp_path}/report.json"] and told[-1][0].startswith("verdict: PPO beats SFT: it wins")
 
 
 def test_three_pairs_stand_at_the_quartiles_of_the_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +200,62 @@ def test_an_interval_that_holds_a_half_is_undecided(tmp_path: Path, capsys: pyte
     verdict.print_verdict(write(tmp_path, {**REPORT, "win_rate": {"ppo_vs_sft": rates}, "greedy": {}}, []))
     told = capsys.readouterr().out
     assert "0.600 [0.500, 0.700], undecided" in told and "0.600 [0.510, 0.700]  " in told
+
+
+def test_a_warning_that_the_command_said_is_not_noted_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.warn("R03", "no response ends")
+    capsys.readouterr()
+    more = [*REPORT["warnings"], "warning[D13]: eval.yaml:3: shared"]
+    verdict.print_verdict(write(tmp_path, {**REPORT, "warnings": more}, []))
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("noted")]
+    assert told == [f"noted: {more[1]}", "noted: 1 warning above, which report.json has too"]
+
+
+BETTER, OPEN, WORSE = ({"value": value, "ci95": [value - 0.1, value + 0.1], "n": 200} for value in (0.8, 0.5, 0.2))
+TRAINED_ON = "; the reward model, which PPO was trained on, says"
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        (
+            {"gold": BETTER, "reward": {**BETTER, "value": 0.93}},
+            "PPO beats SFT: it wins 0.800 [0.700, 0.900] of 200 held-out prompts, judged by gold, at a KL of 5.25"
+            f"{TRAINED_ON} 0.930",
+        ),
+        ({"gold": BETTER, "reward": WORSE}, f" judged by gold, at a KL of 5.25{TRAINED_ON} 0.200"),
+        (
+            {"gold": OPEN, "reward": BETTER},
+            "undecided: PPO wins 0.500 [0.400, 0.600] of 200 held-out prompts, judged by gold, at a KL of 5.25 "
+            f"(more prompts, eval.n, would tell more){TRAINED_ON} 0.800, and gold does not confirm it",
+        ),
+        ({"gold": OPEN, "reward": OPEN}, f"would tell more){TRAINED_ON} 0.500"),
+        (
+            {"gold": WORSE, "reward": BETTER},
+            "PPO is worse than SFT: it wins 0.200 [0.100, 0.300] of 200 held-out prompts, judged by gold, at a KL of "
+            f"5.25{TRAINED_ON} 0.800: PPO found what it gets wrong (docs/reward-hacking.md)",
+        ),
+        ({"gold": WORSE, "reward": WORSE}, f"5.25{TRAINED_ON} 0.200"),
+        (
+            {"reward": BETTER},
+            "5.25: PPO was trained on it, so this proves little; name another judge in eval.yaml",
+        ),
+        ({"helpful": BETTER}, " judged by helpful, at a KL of 5.25"),
+        (
+            {"helpful": {**BETTER, "length_controlled": 0.55, "length_controlled_ci95": [0.45, 0.65]}},
+            "5.25; at equal length 0.550 [0.450, 0.650], undecided",
+        ),
+        ({"helpful": {**BETTER, "length_controlled": 0.7, "length_controlled_ci95": [0.6, 0.8]}}, "KL of 5.25"),
+    ],
+)
+def test_the_verdict_is_one_sentence_with_its_caveat(rates: dict[str, Any], said: str) -> None:
+    told = verdict.sentence({**REPORT, "win_rate": {"ppo_vs_sft": rates}})
+    assert told and told.endswith(said), told
+
+
+def test_without_a_comparison_there_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict.print_verdict(write(tmp_path, {**REPORT, "win_rate": {}}, []))
+    assert "verdict" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("low", "guessing"), [(0.51, False), (0.5, True), (0.45, True)])

@@ -1,5 +1,6 @@
 """The one place where errors become lines and exit codes."""
 
+import shlex
 import signal
 import sys
 import threading
@@ -17,6 +18,8 @@ from rlhf_cli import processes, terminal
 from rlhf_cli.cli.options import STAGES, config_of
 from rlhf_cli.errors import RLHFError, shown
 
+RUNS = ("folder", "folders", "path")  # the arguments that name a run
+NAMED = 5  # runs, where more could be meant
 TO_SPEAK = 5.0  # seconds that another process has to say what it found
 
 
@@ -68,6 +71,8 @@ def _explain(error: Exception, arguments: Sequence[str] = ()) -> int:
     if isinstance(error, typer.Abort):
         return 130
     if hasattr(error, "format_message"):  # typer's errors of usage
+        if getattr(getattr(error, "param", None), "name", None) in RUNS and type(error).__name__ == "MissingParameter":
+            return _explain(_no_run(arguments))
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "rlhf"
         hint = _meant(arguments) or f"{command} --help"
@@ -86,6 +91,21 @@ def _meant(arguments: Sequence[str]) -> str | None:
         return None
     files = [file for word in arguments[1:] if (file := config_of(stage, Path(word)))]
     return f"rlhf {stage} --config {shown(files[0])}" if files else None
+
+
+def _no_run(arguments: Sequence[str]) -> RLHFError:
+    """Which runs a command that was given none could have meant."""
+    from rlhf_cli import status
+
+    found = status.runs_here()
+    command, *options = arguments
+    if not found:
+        text, hint = "There is none here", "rlhf init demo runs/demo makes one"
+    else:
+        more = f" and {len(found) - NAMED} more (rlhf ls)" if len(found) > NAMED else ""
+        text = "This folder is one" if found == ["."] else f"There are {', '.join(found[:NAMED])}{more}"
+        hint = shlex.join(["rlhf", command, found[0], *options])
+    return RLHFError("C11", f"rlhf {command}: which run? {text}", hint=hint)
 
 
 def _told_by_others(error: RLHFError) -> bool:

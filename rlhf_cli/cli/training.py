@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf_cli import launch, processes, room, terminal
+from rlhf_cli import launch, processes, room, terminal, told
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.imports import heavy_imports
 from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode, config_of
@@ -124,4 +124,6 @@ def run(
     processes.refuse_several("run")
     selection = pipeline.Selection(tuple(only or ()), start, tuple(force or ()))
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
-    raise typer.Exit(pipeline.run(folder, [*(set_ or []), *(assignments or [])], selection, options))
+    with told.together():
+        code = pipeline.run(folder, [*(set_ or []), *(assignments or [])], selection, options)
+    raise typer.Exit(code)

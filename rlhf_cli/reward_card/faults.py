@@ -84,12 +84,12 @@ def _probes(card: Mapping[str, Any]) -> list[Problem]:
 def _calibration(card: Mapping[str, Any]) -> list[Problem]:
     if card["ece"] <= ece_limit(card):
         return []
-    text = f"the margins say other chances than come true: ECE {card['ece']:.2f}, limit {ECE}, {leaning(card)}"
-    hint = "sure of too much: fewer epochs or a lower learning rate; of too little: train for longer"
+    text = f"the margins say other chances than come true: ECE {card['ece']:.2f}, limit {ECE}; {claim(card)}"
+    hint = "too much claimed: fewer epochs or a lower learning rate; too little: train for longer"
     return [Problem("R12", text, hint=hint)]
 
 
-def leaning(card: Mapping[str, Any]) -> str:
-    """Whether the margins claim more than comes true, or less."""
+def claim(card: Mapping[str, Any]) -> str:
+    """On what share of the pairs the margins say that they are right, and on what share they are."""
     sure = sum(each["n"] * each["confidence"] for each in card["calibration"]) / card["n"]
-    return f"{'sure of too much' if sure > card['accuracy'] else 'sure of too little'} ({sure:.2f} said)"
+    return f"{sure:.2f} claimed right, {card['accuracy']:.2f} are"

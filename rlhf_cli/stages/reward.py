@@ -224,7 +224,7 @@ def report_card(config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows, r
     card["adversarial"] = reward_card.judge(scores, [chosen[i] for i in picked])
     faults = reward_card.flags(card)
     for fault in faults:
-        terminal.warn(fault.code, fault.text, hint=fault.hint)
+        terminal.warn(fault.code, fault.text, where=shown(config.folder), hint=fault.hint)
     return {**card, "flags": [{"code": fault.code, "text": fault.text} for fault in faults]}
 
 

@@ -1,14 +1,15 @@
 """A run: its stages, and what `rlhf run` would do next; and the runs that lie below a folder."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from rlhf_cli import checkpoints, pipeline, room, verdict
 from rlhf_cli.checkpoints import Status
-from rlhf_cli.config import Config, EvalConfig
+from rlhf_cli.config import Config, EvalConfig, load
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.pipeline import STAGES, Step
 from rlhf_cli.run_folders import below, configs_in, is_begun
@@ -35,6 +36,7 @@ class Run:
 
     folder: Path
     stages: tuple[Stage, ...]
+    bases: tuple[Stage, ...]  # unfinished stages of runs inside of this one that it starts from: base/sft of the demo
     bytes: int  # of the whole folder, data and what was moved aside among it
     old_bytes: int  # of what was moved aside, in .old/
     next: Next | None = None
@@ -42,7 +44,7 @@ class Run:
     @property
     def changed(self) -> float:
         """When a stage last wrote; of a run that has none, its newest config."""
-        times = [stage.changed for stage in self.stages if stage.changed is not None]
+        times = [stage.changed for stage in (*self.stages, *self.bases) if stage.changed is not None]
         files = [path.stat().st_mtime for path in configs_in(self.folder)]
         return max(times or files, default=0.0)
 
@@ -69,13 +71,27 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
         except RLHFError as error:
             problems += error.problems
     looked = {stage: _look(config) for stage, config in configs.items()}
-    stages = []
+    bases, stages = _unfinished(_bases(root, configs.values())), []
     for stage in STAGES:
         if stage in files or stage in begun:
             place = configs[stage].folder if stage in configs else root / stage
             found = looked.get(stage)
             stages.append(read_stage(stage, place, found if isinstance(found, Status) else None))
-    return _run(root, stages, _next(configs, looked, problems, stages))
+    return _run(root, stages, bases, _next(configs, looked, problems, [*bases, *stages]))
+
+
+def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
+    """The folders of stages of other runs, inside of this one, that its configs start from."""
+    here = Path(os.path.abspath(root))
+    # What is not there yet may be a hub id, and stands as it was written.
+    named = [config.file.parent / one.path for config in configs for one in checkpoints.references(config)]
+    inside = [path for path in named if path.name in STAGES and here in path.parent.parents]
+    return [path for path in dict.fromkeys(inside) if is_begun(path) or configs_in(path.parent)]
+
+
+def _unfinished(folders: Iterable[Path]) -> list[Stage]:
+    found = [read_stage(folder.name, folder) for folder in folders]
+    return [stage for stage in found if stage.state != "finished"]
 
 
 def _look(config: Config) -> Status | RLHFError:
@@ -124,17 +140,36 @@ def _not_met(config: Config | None) -> tuple[Problem, ...]:
     return ()
 
 
-def find_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs at or below folders by their files alone, newest first. Raises RLHFError C09 for what is no folder."""
+def find_runs(folders: Sequence[Path], most: int | None = None) -> list[Run]:
+    """The runs at or below folders by their files alone, newest first; `most`: see `below`.
+
+    One inside of another that starts from it belongs to that. Raises RLHFError C09 for what is no folder.
+    """
     for folder in folders:
         if not os.path.isdir(folder):
             raise RLHFError("C09", f"no such folder: {checkpoints.shown(folder)}")
-    found = dict.fromkeys(Path(os.path.abspath(path)) for folder in folders for path in below(folder, DEPTH))
+    found = dict.fromkeys(Path(os.path.abspath(path)) for folder in folders for path in below(folder, DEPTH, most))
+    outer = {path for inner in found for path in inner.parents if path in found}
+    bases = {path: _bases(path, _readable(path)) for path in outer}
+    owned = {base.parent for named in bases.values() for base in named}
     runs = [
-        _run(path, [read_stage(stage, path / stage) for stage in STAGES if is_begun(path / stage)]) for path in found
+        _run(
+            path,
+            [read_stage(stage, path / stage) for stage in STAGES if is_begun(path / stage)],
+            _unfinished(bases.get(path, ())),
+        )
+        for path in found
+        if path not in owned
     ]
     return sorted(runs, key=lambda run: -run.changed)
 
 
-def _run(folder: Path, stages: Sequence[Stage], next: Next | None = None) -> Run:
-    return Run(folder, tuple(stages), room.used(folder), room.used(folder / ".old"), next)
+def _readable(folder: Path) -> Iterator[Config]:
+    """Those configs of a run in which nothing is wrong."""
+    for path in configs_in(folder):
+        with suppress(RLHFError):
+            yield load(path.stem, path)
+
+
+def _run(folder: Path, stages: Sequence[Stage], bases: Sequence[Stage], next: Next | None = None) -> Run:
+    return Run(folder, tuple(stages), tuple(bases), room.used(folder), room.used(folder / ".old"), next)

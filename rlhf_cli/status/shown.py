@@ -1,5 +1,6 @@
 """What is known of runs, in words and as JSON."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,15 +14,26 @@ from rlhf_cli.statistics import with_interval
 from rlhf_cli.status.runs import Next, Run
 from rlhf_cli.status.stages import Stage
 from rlhf_cli.times import ago, duration
+from rlhf_cli.verdict.rewards import LAST_UPDATE, TRAINING, reward
 
 STAGE_COLUMNS = ("stage", "state", "headline", "time", "when", "size")
+NOT_THERE = {"M01", "M10"}  # a model that is not made yet
 RUN_COLUMNS = ("run", "stages", "headline", "when", "size")
 
 
-def stage_row(stage: Stage) -> list[str]:
-    """A stage in a line of `rlhf status`."""
+def stage_rows(run: Run) -> list[list[str]]:
+    """The stages in the lines of `rlhf status`, those of a base that is not finished first."""
+    return [_stage_row(name(run, stage), stage) for stage in (*run.bases, *run.stages)]
+
+
+def name(run: Run, stage: Stage) -> str:
+    """A stage as the run calls it: by its path where it is another run's."""
+    return stage.stage if stage in run.stages else os.path.relpath(stage.folder, run.folder)
+
+
+def _stage_row(name: str, stage: Stage) -> list[str]:
     return [
-        stage.stage,
+        name,
         _state(stage),
         headline(stage),
         duration(stage.time_s) if stage.time_s else "",
@@ -53,7 +65,8 @@ def headline(stage: Stage) -> str:
         return f"accuracy {with_interval(told['accuracy'], told.get('accuracy_ci95'))}{more}"
     if "objective/scores" in told:
         kl = told.get("objective/kl_k1")
-        return f"reward {told['objective/scores']:.3f}" + ("" if kl is None else f", KL {kl:.2f}")
+        said = reward(told, LAST_UPDATE if by_log else TRAINING)
+        return said + ("" if kl is None else f", KL {kl:.2f}")
     if "win_rate" in told:
         return f"PPO over SFT {with_interval(told['win_rate'], told.get('win_rate_ci95'))} by {told['judge']}"
     return ""
@@ -62,12 +75,12 @@ def headline(stage: Stage) -> str:
 def notes(run: Run) -> list[str]:
     """What the table has no room for, a line each."""
     lines = []
-    for stage in run.stages:
+    for stage in (*run.bases, *run.stages):
         if stage.process:
             left = "" if stage.left_s is None else f"; about {duration(stage.left_s)} left"
-            lines.append(f"{stage.stage:<8} {stage.process}{left}")
+            lines.append(f"{name(run, stage):<8} {stage.process}{left}")
         elif stage.reasons:
-            lines.append(f"{stage.stage:<8} {'; '.join(stage.reasons)}")
+            lines.append(f"{name(run, stage):<8} {'; '.join(stage.reasons)}")
         if stage.unread:
             names = ", ".join(stage.unread)
             text = f"{names}: large, with a date later than this stage's start, taken for unchanged; --dry-run reads it"
@@ -82,9 +95,12 @@ def next_line(run: Run) -> str:
     upcoming, command = run.next, f"rlhf run {shown(run.folder)}"
     assert upcoming, "a run that was looked at with its configs"
     if upcoming.action == "wait":
-        names = " and ".join(stage.stage for stage in run.stages if stage.process)
+        names = " and ".join(name(run, stage) for stage in (*run.bases, *run.stages) if stage.process)
         return f"next: wait for {names}; {command} would be refused until then"
     told = _problems(upcoming)
+    if upcoming.action == "refused" and run.bases and {problem.code for problem in upcoming.problems} <= NOT_THERE:
+        first = dict.fromkeys(f"rlhf run {shown(stage.folder.parent)}" for stage in run.bases)
+        return f"next: {'; '.join(first)}, which {shown(run.folder)} starts from; then {command}"
     if upcoming.action == "refused":
         return f"next: {command} would be refused: {told}"
     if upcoming.action == "run":
@@ -118,7 +134,8 @@ def _problems(upcoming: Next) -> str:
 
 def run_row(run: Run) -> list[str]:
     """A run in a line of `rlhf ls`."""
-    marks = [each.stage if each.state == "finished" else f"{each.stage} ({_state(each)})" for each in run.stages]
+    each = [(name(run, stage), stage) for stage in (*run.bases, *run.stages)]
+    marks = [called if stage.state == "finished" else f"{called} ({_state(stage)})" for called, stage in each]
     told = [
         text for stage in reversed(run.stages) if stage.headline_from == "manifest.json" and (text := headline(stage))
     ]
@@ -138,6 +155,7 @@ def as_json(run: Run) -> dict[str, Any]:
         "changed": _iso(run.changed),
         "bytes": run.bytes,
         "old_bytes": run.old_bytes,
+        "bases": [_stage(stage) for stage in run.bases],
         "stages": [_stage(stage) for stage in run.stages],
     }
     if run.next:

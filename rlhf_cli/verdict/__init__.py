@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import terminal
+from rlhf_cli import terminal, told
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.checkpoints.outputs import REPORT
 from rlhf_cli.config.eval import COMPARISON
@@ -15,6 +15,8 @@ from rlhf_cli.rows import read_jsonl
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.verdict.frontier import print_frontier
 from rlhf_cli.verdict.pairs import judge_of, pairs
+from rlhf_cli.verdict.rewards import HELD_OUT, UNPENALISED
+from rlhf_cli.verdict.sentence import sentence, standing
 
 QUANTILES = (0.25, 0.5, 0.75)
 HOLDS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
@@ -32,7 +34,7 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 def print_verdict(eval_folder: Path) -> None:
     """Print an eval folder: models and best-of-n, win rates, the frontier and what was picked of it, three pairs of
-    answers before and after, warnings."""
+    answers before and after, warnings, and all in one sentence."""
     report = read_report(eval_folder)
     _print_models(report)
     _print_win_rates(report)
@@ -44,11 +46,21 @@ def print_verdict(eval_folder: Path) -> None:
         print_card(report["reward_model"])
     elif "no_reward_card" in report:
         terminal.out(f"reward model: no report card: {report['no_reward_card']}")
-    for warning in report.get("warnings", []):
-        terminal.out(f"noted: {warning}")
+    _print_warnings(report.get("warnings", []))
     terminal.out(f"report: {shown(eval_folder / 'report.json')}")
     if (eval_folder / REPORT).is_file():
         terminal.out(f"page: {shown(eval_folder / REPORT)} (open it in a browser)")
+    if said := sentence(report):
+        terminal.out(f"verdict: {said}")
+
+
+def _print_warnings(warnings: Sequence[str]) -> None:
+    """Those that this command told before are counted."""
+    new = [warning for warning in warnings if told.is_new(warning)]
+    for warning in new:
+        terminal.out(f"noted: {warning}")
+    if before := len(warnings) - len(new):
+        terminal.out(f"noted: {before} warning{'s' if before > 1 else ''} above, which report.json has too")
 
 
 def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *, where: Callable[[str], str]) -> None:
@@ -91,7 +103,8 @@ def _print_models(report: Mapping[str, Any]) -> None:
         for row in report.get("best_of", [])
     ]
     columns = ["model", "reward", "KL", "length", "ended", *judges]
-    terminal.table(columns, cells, title=f"{report['n']} held-out prompts, 95 % intervals in brackets")
+    title = f"{report['n']} {HELD_OUT}, 95 % intervals in brackets; the reward is {UNPENALISED}"
+    terminal.table(columns, cells, title=title)
 
 
 def label(model: str) -> str:
@@ -112,18 +125,12 @@ def _model_row(name: str, row: Mapping[str, Any], judges: Sequence[str], kl: str
     return [name, reward, distance, f"{row['response_length_mean']:.1f}", f"{row['eos_fraction']:.0%}", *told]
 
 
-def _undecided(rate: Mapping[str, Any]) -> str:
-    """What a win rate's interval leaves open; more prompts (eval.n) make it narrower."""
-    low, high = rate.get("ci95") or (0.0, 0.0)
-    return ", undecided" if low <= 0.5 <= high else ""
-
-
 def _print_win_rates(report: Mapping[str, Any]) -> None:
     rows = [
         [
             pair + how,
             judge,
-            with_interval(rate["value"], rate.get("ci95")) + _undecided(rate),
+            with_interval(rate["value"], rate.get("ci95")) + (", undecided" if standing(rate) == "undecided" else ""),
             controlled(rate),
             f"{rate['ties']}",
         ]

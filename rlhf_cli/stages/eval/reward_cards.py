@@ -12,7 +12,7 @@ from rlhf_cli.inputs.reward_cards import no_card
 
 def section(parents: Mapping[str, Parent]) -> dict[str, Any]:
     """{reward_model: the card} of models.reward, or of a reward model that PPO's manifest names; without one
-    {no_reward_card: why}. What the card flagged is warned of again."""
+    {no_reward_card: why}. What the card flagged is warned of, in the words of the reward stage."""
     reward = parents.get("models.reward")
     if reward is not None:
         return _card(reward.path, reward.stage, reward.manifest)

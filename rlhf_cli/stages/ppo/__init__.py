@@ -12,6 +12,7 @@ from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.stages.ppo import parts as making
 from rlhf_cli.stages.ppo.training import Training
+from rlhf_cli.verdict.rewards import TRAINING, UNPENALISED, reward
 
 HEADLINE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
 
@@ -54,15 +55,17 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
         told = {"model_is": "the best step", "stopped": stop.problems[0].text}
         training.snapshots.tidy(parts.trainer.updates, at_the_end=True)
     save_models(config, parts, step)
+    metrics = headline(config, parts)
     fields = {
         **tokenizers.token_fields(parts.tokenizer, parts.stop_token_id),
-        "metrics": headline(config, parts),
+        "metrics": metrics,
         **told,
         "step": step,
         **training.snapshots.fields(),
         "trust_remote_code": options.trust_remote_code,
     }
     ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    terminal.say(f"ppo      {reward(metrics, TRAINING)} ({UNPENALISED}), KL {metrics['objective/kl_k1']:.2f}")
     if stopped:
         raise _kept(stopped, config, step)
 

@@ -23,6 +23,7 @@ from rlhf_cli.stages.ppo.samples import SampleTables
 from rlhf_cli.stages.ppo.snapshots import Snapshots
 from rlhf_cli.trackers import Trackers
 from rlhf_cli.tracking import Log, MetricsLog
+from rlhf_cli.verdict.rewards import LAST_UPDATE, reward
 
 RATIO_TOLERANCE = 1e-3  # in float32 it is 0, the update runs on the judge's own micro-batches
 
@@ -179,5 +180,6 @@ class Training:
 
 
 def status_line(stats: Stats) -> str:
-    reward, kl, length = (stats[name] for name in ("objective/scores", "objective/kl_k1", "objective/response_length"))
-    return f"reward {reward:.3f}  KL {kl:.2f}  length {length:.1f}  {stats['tokens_per_s']:.0f} tokens/s"
+    """What an update came to, behind its number."""
+    kl, length = stats["objective/kl_k1"], stats["objective/response_length"]
+    return f"{reward(stats, LAST_UPDATE)}  KL {kl:.2f}  length {length:.1f}  {stats['tokens_per_s']:.0f} tokens/s"
