@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_cli import reward_card
 from rlhf_cli.report import charts, frontier
 from rlhf_cli.report.health import Reading, readings
 from rlhf_cli.report.runs import Run, Stage, at
@@ -60,7 +59,16 @@ def ppo(run: Run) -> list[Figure]:
     alarms = sorted({row["step"] for row in run.firings})
     for reading in readings(stage):
         drawing = _curve(reading, stage, alarms) if reading.moves else None
-        found.append(Figure(reading.title, drawing, reading.sentence, reading.verdict, reading.advice, reading.key))
+        found.append(
+            Figure(
+                reading.title,
+                drawing,
+                reading.sentence,
+                reading.verdict,
+                reading.advice.text(stage.config),
+                reading.key,
+            )
+        )
     return sorted(found, key=lambda figure: figure.drawing is None)
 
 
@@ -81,14 +89,20 @@ def card(told: Mapping[str, Any]) -> list[Figure]:
     """Calibration and margins of a reward model's report card."""
     found = []
     if bins := told.get("calibration"):
-        said = f"Expected calibration error {number(told['ece'])}; a dot is larger where more pairs are."
+        said = (
+            f"Expected calibration error {number(told['ece'])}: on the mean so far from the dashed line, on which what "
+            "the scores say comes true. A dot is larger where more pairs are."
+        )
         found.append(Figure("Calibration", charts.calibration("card-calibration", f"Calibration. {said}", bins), said))
     if "margin_histogram" in told:
-        counts, n = reward_card.margins(told), told["n"]
-        wrong = sum(list(counts.values())[: 1 + told["margin_histogram"]["edges"].index(0.0)])
-        said = f"{wrong} of {n} margins lie below 0: there the rejected answer scores higher."
+        edges, counts = told["margin_histogram"]["edges"], told["margin_histogram"]["counts"]
+        wrong = sum(counts[: 1 + edges.index(0.0)])
+        said = (
+            "A margin is the chosen answer's score less the rejected one's, a bar the number of pairs between two. "
+            f"{wrong} of {told['n']} lie below 0: there the rejected answer scores higher."
+        )
         about = f"Margins between chosen and rejected answers. {said}"
-        drawing = charts.bars("card-margins", about, counts, "margin, chosen less rejected", "pairs")
+        drawing = charts.bars("card-margins", about, counts, edges, "margin, chosen less rejected", "pairs")
         found.append(Figure("Margins", drawing, said))
     return found
 
