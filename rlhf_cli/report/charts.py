@@ -95,7 +95,7 @@ def histograms(name: str, about: str, values: Mapping[str, Sequence[float]], x: 
             outline.set_label(label)
             mark(outline, label)
         axis.set(xlabel=x, ylabel="answers")
-        axis.legend(loc="upper right")
+        axis.legend(loc="best")
 
     return drawing(name, about, CARD, draw)
 

@@ -141,16 +141,19 @@ def of_reward(run: Run) -> Iterator[Finding]:
         else:
             yield Finding("good", told)
     for flag in stage.told("card").get("flags", []):
-        yield Finding("look", str(flag["text"]), _flagged(str(flag.get("code")), stage), "the report card")
+        yield Finding(
+            "look", str(flag["text"]), _flagged(str(flag.get("code")), str(flag["text"]), stage), "the report card"
+        )
 
 
-def _flagged(code: str, stage: Stage) -> Advice:
+def _flagged(code: str, text: str, stage: Stage) -> Advice:
     """What to do about a flag of the report card, as docs/reward-card.md has it."""
     card = stage.told("card")
     if code == "R10":
         return Advice((Move("set", "ppo.overlong_penalty"),), "add pairs in which the shorter answer is the chosen one")
     if code == "R11":
-        return Advice((), "add pairs in which such answers are rejected: PPO will find them")
+        what, scores, _ = text.partition(" scores above")
+        return Advice((), f"add pairs in which {what if scores else 'such an answer'} is rejected: PPO will find it")
     sure = sum(each["n"] * each["confidence"] for each in card.get("calibration", [])) / card.get("n", 1)
     if code == "R12" and sure > card.get("accuracy", 0.0):
         return Advice((Move("lower", _how_long(stage)), Move("lower", "reward.learning_rate")))
