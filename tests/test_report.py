@@ -434,7 +434,8 @@ def test_a_policy_that_no_evaluation_tells_of_is_refused(snapshot: Path) -> None
 
 def test_the_page_is_written_beside_the_evaluation_and_its_path_is_printed(run: Path) -> None:
     result = rlhf("report", run)
-    assert (result.exit_code, result.stdout) == (0, f"{run}/eval/report.html\n")
+    assert (result.exit_code, result.stdout) == (0, f"{run}/eval/report.html\n"), "the path alone: a script can take it"
+    assert result.stderr == "report   No stage looks bad.\nnext: open it in a browser\n"
     assert (run / "eval/report.html").read_text().startswith("<!DOCTYPE html>")
     shutil.rmtree(run / "eval")
     assert rlhf("report", run).stdout == f"{run}/report.html\n"
@@ -445,7 +446,9 @@ def test_out_and_several_runs(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     assert rlhf("report", "demo", "--out", "new/page.html").stdout == "new/page.html\n"
     write_run(tmp_path / "second")
-    assert rlhf("report", "demo", "second").stdout == "report.html\n"
+    result = rlhf("report", "demo", "second")
+    assert result.stdout == "report.html\n"
+    assert result.stderr == "report   2 runs are compared: demo, second\nnext: open it in a browser\n"
     assert "<title>2 runs</title>" in (tmp_path / "report.html").read_text()
 
 
