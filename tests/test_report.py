@@ -235,6 +235,8 @@ def test_the_watchdog_is_told(run: Path) -> None:
     write_jsonl(run / "ppo/watchdog.jsonl", [row, row | {"step": 17}, {"step": 18, "signal": "<b>"}])
     said = words(run)
     assert "Update 14: KL to the SFT policy is 0.625 nats a token; 0.5 is allowed (warn)." in said
+    assert "is allowed (warn). After that 1 time more, up to update 17. Update 18: <b> (None)." in said
+    assert "ppo : read the responses of update 14 and later ones in ppo/samples.jsonl" in said
     assert "the watchdog fired 3 times (kl, <b>)" in said and "The stage to mend first: ppo." in said
 
 
@@ -343,9 +345,21 @@ def test_what_to_do_is_one_thing_a_stage_in_the_order_of_the_stages(run: Path) -
     )
     (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
     finish(run / "eval")
-    hacked = words(run)
-    assert "reward bad PPO raised the reward and lost by gold" in hacked
-    assert "reward : add pairs that reject what paid" in hacked and "eval : read where PPO lost most" in hacked
+    assert "builds on what comes before ppo : lower ppo.learning_rate" in words(run), "what lost comes first"
+
+
+def test_a_loss_by_a_better_judge_is_laid_to_ppo_where_ppo_is_ill(run: Path) -> None:
+    (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
+    finish(run / "eval")
+    healthy = words(run)
+    assert "it found what the reward model gets wrong. The stage to mend first: reward." in healthy
+    assert "reward bad PPO raised the reward and lost by gold" in healthy and "ppo good" in healthy
+    assert "reward : add pairs that reject what paid" in healthy and "eval : read where PPO lost most" in healthy
+    write_jsonl(run / "ppo/metrics.jsonl", metrics(objective__kl_k1=[0.0] + [30.0] * 19))
+    ill = words(run)
+    assert "it went farther than its reward model is right. The stage to mend first: ppo." in ill
+    assert "ppo bad it raised the reward and lost by gold" in ill and "reward good" in ill
+    assert "ppo : raise ppo.kl_coef (here 0.2), or lower" in ill and "add pairs that reject" not in ill
 
 
 def test_few_updates_are_neither_good_nor_bad(run: Path) -> None:

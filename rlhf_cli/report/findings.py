@@ -114,18 +114,25 @@ def _ended(run: Run, *, too_long: bool) -> Iterator[Finding]:
 
 
 def found_out(run: Run) -> str:
-    """The judge by which PPO lost though it won by the reward, whose faults it found; else empty."""
+    """The judge by which PPO lost though it won by the reward; else empty."""
     rates = at(run.report, "win_rate.ppo_vs_sft") or {}
     judge = deciding_judge(rates) if rates else "reward"
     hacked = judge != "reward" and "reward" in rates and rates["reward"]["value"] > GUESS > rates[judge]["value"]
     return judge if hacked else ""
 
 
+def blamed(run: Run) -> str:
+    """The stage to which that is laid: ppo where its own numbers are ill, which costs no pairs to mend, else reward."""
+    if not found_out(run):
+        return ""
+    return "ppo" if any(finding.grade in ("look", "bad") for finding in _by_its_log(run)) else "reward"
+
+
 def of_reward(run: Run) -> Iterator[Finding]:
     stage = run.stages["reward"]
-    if judge := found_out(run):
+    if blamed(run) == "reward":
         beside = "add pairs that reject what paid: it stands under Samples, where PPO lost most"
-        yield Finding("bad", f"PPO raised the reward and lost by {judge}", Advice((), beside))
+        yield Finding("bad", f"PPO raised the reward and lost by {found_out(run)}", Advice((), beside))
     yield from _losses(stage)
     metrics = stage.told("metrics")
     accuracy, interval = metrics.get("accuracy"), metrics.get("accuracy_ci95")
@@ -161,9 +168,17 @@ def _flagged(code: str, text: str, stage: Stage) -> Advice:
 
 
 def of_ppo(run: Run) -> Iterator[Finding]:
+    if blamed(run) == "ppo":
+        yield Finding("bad", f"it raised the reward and lost by {found_out(run)}")
+    yield from _by_its_log(run)
+
+
+def _by_its_log(run: Run) -> Iterator[Finding]:
+    """What is found in PPO by what it left alone, without the evaluation."""
     stage = run.stages["ppo"]
     stopped = (stage.manifest or {}).get("stopped")
-    read = Advice((), "read ppo/samples.jsonl from that update on: what the policy says there is what pays")
+    since = f" of update {run.firings[0]['step']} and later ones" if run.firings else ""
+    read = Advice((), f"read the responses{since} in ppo/samples.jsonl: what the policy says there is what pays")
     if stopped:
         yield Finding("bad", f"it was stopped: {stopped}", read)
     names = dict.fromkeys(str(row.get("signal")) for row in run.firings)

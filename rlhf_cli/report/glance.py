@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_cli.report.advice import one_voice
-from rlhf_cli.report.findings import GUESS, Finding, Grade, found_out, of_eval, of_ppo, of_reward, of_sft
+from rlhf_cli.report.advice import NONE, one_voice
+from rlhf_cli.report.findings import GUESS, Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
 from rlhf_cli.verdict.frontier import deciding_judge
@@ -48,9 +48,13 @@ def _badge(stage: Stage, found: list[Finding]) -> Badge:
 
 
 def _todo(stage: Stage, found: list[Finding]) -> str:
-    """What to do about a stage's findings, the gravest first: one thing, since it may be the cause of the others."""
-    heard = one_voice([(finding.name, finding.advice) for finding in found])
-    return next((advice.text(stage.config) for advice in heard if advice), "")
+    """What to do about a stage's findings, the gravest first: one thing, since it may be the cause of the others.
+
+    A key that can be moved is told before a file that can be read.
+    """
+    heard = [advice for advice in one_voice([(finding.name, finding.advice) for finding in found]) if advice]
+    first = next((advice for advice in heard if advice.moves), heard[0] if heard else NONE)
+    return first.text(stage.config)
 
 
 def _progress(stage: Stage) -> str:
@@ -61,11 +65,16 @@ def _progress(stage: Stage) -> str:
 def suspect(run: Run, found: list[Badge]) -> str:
     """Which stage to look at first, in a sentence: the earliest bad one, for what follows builds on it.
 
-    Except that a policy that won by the reward and lost by a better judge tells of the reward model first.
+    Except that a policy that won by the reward and lost by a better judge comes before all.
     """
     if judge := found_out(run):
-        text = f"PPO raised the reward and lost by {judge}: it found what the reward model gets wrong."
-        return f"{text} The stage to mend first: reward, or stop PPO earlier."
+        stage, text = blamed(run), f"PPO raised the reward and lost by {judge}"
+        why = (
+            "went farther than its reward model is right"
+            if stage == "ppo"
+            else "found what the reward model gets wrong"
+        )
+        return f"{text}: it {why}. The stage to mend first: {stage}."
     for grade, lead in (("bad", "The stage to mend first"), ("look", "No stage is bad. Worth a look first")):
         for badge in found:
             if badge.grade == grade and badge.stage != "eval":
@@ -80,7 +89,7 @@ def suspect(run: Run, found: list[Badge]) -> str:
 
 def todo(run: Run, found: list[Badge]) -> list[tuple[str, str]]:
     """(stage, what to do about it), one thing a stage, in the order in which it is to be done."""
-    first = "reward" if found_out(run) else ""
+    first = blamed(run)
     told = [(badge.stage, badge.todo) for badge in found if badge.todo]
     return sorted(told, key=lambda each: each[0] != first)
 

@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -120,7 +120,7 @@ def _training(run: Run) -> dict[str, Any]:
         "no_card": _right(found) if found else str(at(run.report, "no_reward_card") or "There is no report card yet."),
         "ppo": drawn.ppo(run),
         "trained_on": _trained_on(run.stages["ppo"]),
-        "firings": [_fired(row) for row in run.firings],
+        "firings": list(_fired(run.firings)),
     }
 
 
@@ -144,8 +144,17 @@ def _trained_on(ppo: Stage) -> str:
     )
 
 
-def _fired(row: Mapping[str, Any]) -> str:
-    """A line of watchdog.jsonl in a sentence."""
+def _fired(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Each signal's first line of watchdog.jsonl in a sentence, and how often it fired after that."""
+    by_signal: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_signal.setdefault((str(row.get("signal")), str(row.get("source"))), []).append(row)
+    for first, *later in by_signal.values():
+        more = f" After that {count(len(later), 'time')} more, up to update {later[-1]['step']}." if later else ""
+        yield _firing(first) + more
+
+
+def _firing(row: Mapping[str, Any]) -> str:
     try:
         told = SAYS[row["signal"]].format(**row)
     except (KeyError, ValueError, TypeError):  # a line that somebody wrote by hand
