@@ -162,6 +162,25 @@ def test_alarms_and_healthy_ranges_are_drawn(plain: str) -> None:
     assert len(figures) == plain.count("<svg ") and all(figures), "every figure says what it shows"
 
 
+def test_figures_to_look_at_come_first_and_a_signal_is_marked_where_it_first_fired(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo")
+    log = metrics(policy__approxkl_avg=[0.5] * 20, policy__clipfrac_avg=[0.2] * 20, objective__repetition=[0.0] * 20)
+    write_jsonl(folder / "ppo/metrics.jsonl", log)
+    firings = [{"step": step, "signal": signal} for step, signal in ((3, "kl"), (5, "eos"), (6, "kl"), (9, "eos"))]
+    write_jsonl(folder / "ppo/watchdog.jsonl", firings)
+    made = page.of_run(read_run(folder))
+    shown = re.findall(
+        r'<figure class="card (\w+).*?<code>(.*?)</code>',
+        made[made.index('id="ppo"') : made.index('id="frontier"')],
+        re.S,
+    )
+    assert shown[:3] == [
+        ("bad", "policy/approxkl_avg"), ("look", "policy/clipfrac_avg"), ("good", "objective/scores"),
+    ]  # fmt: skip
+    assert shown[-1] == ("good", "objective/repetition"), "what never moves is last"
+    assert set(re.findall(r'-series-alarm-(\d+)"', made)) == {"3", "5"}
+
+
 # Figures
 
 

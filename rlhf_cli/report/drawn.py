@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.report import charts, frontier
-from rlhf_cli.report.health import Reading, readings
+from rlhf_cli.report.health import Reading, by_cause, readings
 from rlhf_cli.report.runs import Run, Stage, at
 from rlhf_cli.report.samples import lengths
 from rlhf_cli.report.svg import Drawing
@@ -51,13 +51,15 @@ def _way(points: list[tuple[int, float]]) -> str:
 
 
 def ppo(run: Run) -> list[Figure]:
-    """A card for each of PPO's metrics that has a rule, those that never move at the end.
+    """A card for each of PPO's metrics that has a rule: first those to look at, last those that never move.
 
-    The watchdog's firings are marked in all of them.
+    In all of them it is marked where each of the watchdog's signals first fired.
     """
     stage, found = run.stages["ppo"], []
-    alarms = sorted({row["step"] for row in run.firings})
-    for reading in readings(stage):
+    alarms = sorted({str(row.get("signal")): row["step"] for row in reversed(run.firings)}.values())
+    seen = readings(stage)
+    ill = [reading for reading in by_cause(seen) if reading.verdict in ("look", "bad")]
+    for reading in [*ill, *(reading for reading in seen if reading not in ill)]:
         drawing = _curve(reading, stage, alarms) if reading.moves else None
         found.append(
             Figure(
@@ -69,7 +71,7 @@ def ppo(run: Run) -> list[Figure]:
                 reading.key,
             )
         )
-    return sorted(found, key=lambda figure: figure.drawing is None)
+    return sorted(found, key=lambda figure: figure.drawing is None and figure.verdict not in ("look", "bad"))
 
 
 def _curve(reading: Reading, stage: Stage, alarms: list[int]) -> Drawing:
