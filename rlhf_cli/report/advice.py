@@ -49,11 +49,8 @@ class Advice:
         """In words, with the values that the keys have in this config."""
         told = [way + " " + " or ".join(_key(move, config) for move in moves) for way, moves in _by_way(self.moves)]
         text = "; ".join(filter(None, [", or ".join(told), self.beside]))
-        return (
-            f"\N{LEFT DOUBLE QUOTATION MARK}{self.after}\N{RIGHT DOUBLE QUOTATION MARK} comes first: {text}"
-            if self.after
-            else text
-        )
+        first = f"\N{LEFT DOUBLE QUOTATION MARK}{self.after}\N{RIGHT DOUBLE QUOTATION MARK} comes first: "
+        return first + text if self.after else text
 
 
 NONE = Advice()
@@ -79,16 +76,11 @@ def one_voice(wishes: Sequence[tuple[str, Advice]]) -> list[Advice]:
     decided: dict[str, tuple[str, Move]] = {}
     heard = []
     for name, advice in wishes:
-        against = [decided[move.key] for move in advice.moves if move.key in decided]
-        against = [(first, move) for first, move in against if move.way != _way_of(advice, move.key)]
-        if against:
-            first, move = against[0]
-            advice = Advice((move,), after=first)
+        against = (decided[move.key] for move in advice.moves if move.key in decided)
+        wanted = {move.key: move.way for move in advice.moves}
+        if other := next((found for found in against if found[1].way != wanted[found[1].key]), None):
+            advice = Advice((other[1],), after=other[0])
         for move in advice.moves:
             decided.setdefault(move.key, (name, move))
         heard.append(advice)
     return heard
-
-
-def _way_of(advice: Advice, key: str) -> Way:
-    return next(move.way for move in advice.moves if move.key == key)

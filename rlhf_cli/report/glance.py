@@ -43,7 +43,7 @@ def _badge(stage: Stage, found: list[Finding]) -> Badge:
     grade = found[0].grade if found else "good"
     todo = _todo(stage, [finding for finding in found if finding.grade in ("look", "bad")])
     if stage.state == "begun":
-        return Badge(stage.name, grade if todo else "open", (_progress(stage), *reasons), todo)
+        return Badge(stage.name, grade if grade in ("look", "bad") else "open", (_progress(stage), *reasons), todo)
     return Badge(stage.name, grade, reasons, todo)
 
 
