@@ -96,7 +96,7 @@ def test_each_number_of_the_card_follows_its_file(run: Path, tokenizer: Any) -> 
         ("Begins at 0, ends at 1.7", "Begins at 5.5, ends at 1.25"),
     ):
         assert before in was and after in now and after not in was, (before, after)
-    assert "may be guessing" in now and "Noted by the run, ppo: Reward score: It falls by" in plain(now)
+    assert "may be guessing" in now and "Noted by the run, ppo: Reward score in training: It falls by" in plain(now)
 
 
 def test_the_head_is_what_the_hub_reads(run: Path, tokenizer: Any) -> None:

@@ -123,10 +123,24 @@ def test_the_report_card_marks_what_is_flagged(run: Path) -> None:
     assert "calibration error (ECE) 0.050; 0.74 claimed right, 0.75 are 0.10 score with length" in said, (
         "within its limit"
     )
-    assert "50 of 200 margins lie below 0" in said
+    assert "50 of 200 lie below 0: there the rejected answer scores higher." in said
     probes = {"n": 128, "probes": {"empty": {"beats": 0.1, "ci95": [0.05, 0.2], "margin": -1.0}}}
     change(run / "reward/manifest.json", card=CARD | {"adversarial": probes})
-    assert "flagged " not in words(run).replace("flagged beyond", "")
+    assert "flagged " not in words(run).replace("is flagged where", "")
+
+
+def test_the_report_card_says_what_its_limits_are(run: Path) -> None:
+    said = words(run)
+    assert "where its whole 95 % interval, in brackets, lies beyond its limit: of 200 pairs and 128 probed" in said
+    assert "a chance of 74 % on the mean, and 75 % are;" in said  # (90 x 0.53 + 110 x 0.92) / 200
+    assert "Its limit is 0.1; with few pairs, what chance alone comes to." in said
+    assert "the share of pairs that this model gets wrong, 25 % here, and 10 % at least." in said
+    assert "Longer answer preferred:" not in said, "the card does not tell of it"
+    longer = {"preferred": 0.625, "ci95": [0.5, 0.7], "chosen": 0.5, "n": 100}
+    change(run / "reward/manifest.json", card=CARD | {"ece_by_chance": 0.19, "longer_answer": longer})
+    now = words(run)
+    assert "Its limit is 0.1; here it is 0.19, since with so few pairs chance alone comes to that." in now
+    assert "by the reward model in 62 % of the pairs whose answers differ in length, by those who chose in 50 %" in now
 
 
 @pytest.mark.parametrize("there", [("sft",), ("sft", "reward"), ("ppo",), ("sft", "reward", "ppo")])
@@ -139,7 +153,7 @@ def test_a_run_without_all_stages_is_told_as_far_as_it_is_there(run: Path, there
     assert "whether PPO is better than SFT is not known" in said
     assert ("Not there yet: no update was made." in said) == ("ppo" not in there)
     assert said.count("Not there yet: no line of metrics.jsonl.") == 2 - len({"sft", "reward"} & set(there))
-    assert "PPO beats" not in said and "held-out prompts" not in said
+    assert "PPO beats" not in said and "256 held-out prompts" not in said
 
 
 def test_a_run_that_runs(run: Path) -> None:
@@ -223,6 +237,8 @@ def test_the_watchdog_is_told(run: Path) -> None:
     write_jsonl(run / "ppo/watchdog.jsonl", [row, row | {"step": 17}, {"step": 18, "signal": "<b>"}])
     said = words(run)
     assert "Update 14: KL to the SFT policy is 0.625 nats a token; 0.5 is allowed (warn)." in said
+    assert "is allowed (warn). After that 1 time more, up to update 17. Update 18: <b> (None)." in said
+    assert "ppo : read the responses of update 14 and later ones in ppo/samples.jsonl" in said
     assert "the watchdog fired 3 times (kl, <b>)" in said and "The stage to mend first: ppo." in said
 
 
@@ -236,6 +252,9 @@ def test_the_watchdog_is_told(run: Path) -> None:
             "The stage to mend first: reward. Right on 52 % [45, 59] of the held-out pairs: that may be guessing",
         ),
         ("ppo", "The stage to mend first: ppo. How far an update goes (approximate KL): Outside the healthy range"),
+        ("repeated", "Worth a look first: sft. 11 % of what its answers say in runs of three tokens they have said"),
+        ("apart", "Worth a look first: sft. Its loss on held-out rows is 4.26, beside 2.12 in training: up to 2 times"),
+        ("rose", "Worth a look first: sft. Its loss on held-out rows rose again from 2 to 2.2"),
         ("hacked", "PPO raised the reward and lost by gold: it found what the reward model gets wrong."),
         ("stopped", "The stage to mend first: ppo. It was stopped: step 9: KL"),
     ],
@@ -249,6 +268,12 @@ def test_which_stage_is_bad(run: Path, fault: str, verdict: str) -> None:
         change(run / "reward/manifest.json", metrics={"accuracy": 0.52, "accuracy_ci95": [0.45, 0.59]})
     if fault == "ppo":
         write_jsonl(run / "ppo/metrics.jsonl", metrics(policy__approxkl_avg=[0.002] * 10 + [0.5] * 10))
+    if fault == "repeated":
+        write_jsonl(run / "ppo/metrics.jsonl", metrics(objective__repetition=[0.11] + [0.0] * 19))
+    if fault in ("apart", "rose"):
+        losses = [4.26] if fault == "apart" else [2.0, 2.2]
+        rows = [{"step": 40 + place, "eval_loss": loss} for place, loss in enumerate(losses)]
+        write_jsonl(run / "sft/metrics.jsonl", [*lines(run / "sft/metrics.jsonl")[:-1], *rows])
     if fault == "hacked":
         (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
         finish(run / "eval")
@@ -263,7 +288,110 @@ def test_a_healthy_run_has_no_bad_stage(run: Path) -> None:
     told["win_rate"]["ppo_vs_sft"]["gold"] = win(0.51)
     (run / "eval/report.json").write_text(json.dumps(told))
     finish(run / "eval")
-    assert "PPO and SFT cannot be told apart by gold: more prompts (eval.n) would tell more" in words(run)
+    said = words(run)
+    assert "PPO and SFT cannot be told apart by gold" in said
+    assert "What to do eval : raise eval.n; more prompts tell smaller differences" in said
+
+
+@pytest.mark.parametrize(
+    ("ended", "greedy", "grade", "todo"),
+    [
+        # Wilson's interval of 23 in 256 answers less than all of them ends at 0.94, of 38 at 0.89; of 144 at 0.50.
+        (233 / 256, None, "good", ""),
+        (218 / 256, None, "worth a look", "raise sft.max_length (here 512) or ppo.response_length; under Samples"),
+        (218 / 256, 1.0, "worth a look", "raise sft.num_train_epochs (here 1) or sft.learning_rate (here 0.001); it"),
+        (112 / 256, 0.89, "bad", "raise sft.max_length (here 512) or ppo.response_length; under Samples"),
+    ],
+)
+def test_the_badge_of_sft_goes_by_the_answers_that_end(
+    run: Path, ended: float, greedy: float | None, grade: str, todo: str
+) -> None:
+    told, config = report(), configs()["sft"]
+    config["sft"]["max_length"] = 512
+    begin(run / "sft", config)
+    told["models"]["sft"]["eos_fraction"] = ended
+    told["greedy"]["models"]["sft"]["eos_fraction"] = 0.0 if greedy is None else greedy
+    (run / "eval/report.json").write_text(json.dumps(told))
+    finish(run / "eval")
+    said = words(run)
+    assert f" sft {grade} " in said and f"{100 * ended:.0f} % [" in said and "of its 256 sampled answers end by" in said
+    assert ("90 % and more is healthy; the others are cut off at 53 tokens" in said) == (grade != "good")
+    assert (f"sft : {todo}" in said) if todo else ("sft :" not in said)
+
+
+def test_answers_that_are_not_meant_to_end_are_not_held_against_sft(run: Path) -> None:
+    told = report()
+    told["models"]["sft"]["eos_fraction"] = 0.0
+    (run / "eval/report.json").write_text(json.dumps(told))
+    finish(run / "eval")
+    assert "sft bad " in words(run)
+    config = configs()["ppo"]
+    config["ppo"]["stop_token"] = "none"
+    begin(run / "ppo", config)
+    assert "sft good " in words(run) and "answers end by themselves" not in words(run)
+
+
+def test_what_to_do_is_one_thing_a_stage_in_the_order_of_the_stages(run: Path) -> None:
+    flag = {"code": "R11", "text": "an empty answer scores above the chosen answer for 50% of 128 prompts"}
+    change(run / "reward/manifest.json", card=CARD | {"flags": [flag]})
+    log = metrics(policy__clipfrac_avg=[0.2] * 20, policy__entropy_avg=[1.0] + [0.01] * 19)
+    write_jsonl(run / "ppo/metrics.jsonl", log)
+    config = configs()["ppo"]
+    config["ppo"]["learning_rate"] = 0.003
+    begin(run / "ppo", config)
+    said = words(run)
+    todo = said[said.index("What to do, in this order") : said.index("One change at a time")]
+    assert todo.endswith(
+        "what follows builds on what comes before reward : add pairs in which an empty answer is rejected: PPO will "
+        "find it ppo : lower ppo.learning_rate (here 0.003) or ppo.num_ppo_epochs "
+    )
+    (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
+    finish(run / "eval")
+    assert "builds on what comes before ppo : lower ppo.learning_rate" in words(run), "what lost comes first"
+
+
+def test_a_loss_by_a_better_judge_is_laid_to_ppo_where_ppo_is_ill(run: Path) -> None:
+    (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
+    finish(run / "eval")
+    healthy = words(run)
+    assert "it found what the reward model gets wrong. The stage to mend first: reward." in healthy
+    assert "reward bad PPO raised the reward and lost by gold" in healthy and "ppo good" in healthy
+    assert "reward : add pairs that reject what paid" in healthy and "eval : read where PPO lost most" in healthy
+    write_jsonl(run / "ppo/metrics.jsonl", metrics(objective__kl_k1=[0.0] + [30.0] * 19))
+    ill = words(run)
+    assert "it went farther than its reward model is right. The stage to mend first: ppo." in ill
+    assert "ppo bad it raised the reward and lost by gold" in ill and "reward good" in ill
+    assert "ppo : raise ppo.kl_coef (here 0.2), or lower" in ill and "add pairs that reject" not in ill
+
+
+def test_few_updates_are_neither_good_nor_bad(run: Path) -> None:
+    write_jsonl(run / "ppo/metrics.jsonl", metrics(7))
+    said = words(run)
+    assert "ppo too early to tell 7 updates: a trend can be told from 8 updates on" in said
+    assert "No stage looks bad so far; of ppo it is too early to tell." in said
+    write_jsonl(run / "ppo/metrics.jsonl", metrics(8))
+    assert "ppo good" in words(run)
+
+
+def test_what_a_badge_tells_is_not_noted_once_more(run: Path) -> None:
+    text = "an empty answer scores above the chosen answer for 50% of 128 prompts, limit 25%"
+    told = report() | {"warnings": [f"warning[R11]: /home/me/reward: {text}", "warning[R03]: few ended"]}
+    (run / "eval/report.json").write_text(json.dumps(told))
+    finish(run / "eval")
+    assert "/home/me/reward" in words(run)
+    change(run / "reward/manifest.json", card=CARD | {"flags": [{"code": "R11", "text": text}]})
+    said = words(run)
+    assert "/home/me/reward" not in said and "warning[R03]: few ended" in said and said.count(text[:40]) == 1
+
+
+def test_the_page_says_what_its_scores_are_of(run: Path) -> None:
+    config = configs()["ppo"]
+    config["ppo"]["temperature"] = 0.7
+    begin(run / "ppo", config)
+    said = words(run)
+    assert "responses that it learned from, sampled from prompts of the training at temperature 0.7." in said
+    judged = "256 held-out prompts, an answer each, sampled at temperature 1, cut off at 53 tokens"
+    assert f"Of {judged}; near-greedy" in said and f"means over {judged}." in said
 
 
 # Another of PPO's policies
@@ -322,7 +450,8 @@ def test_a_policy_that_no_evaluation_tells_of_is_refused(snapshot: Path) -> None
 
 def test_the_page_is_written_beside_the_evaluation_and_its_path_is_printed(run: Path) -> None:
     result = rlhf("report", run)
-    assert (result.exit_code, result.stdout) == (0, f"{run}/eval/report.html\n")
+    assert (result.exit_code, result.stdout) == (0, f"{run}/eval/report.html\n"), "the path alone: a script can take it"
+    assert result.stderr == "report   No stage looks bad.\nnext: open it in a browser\n"
     assert (run / "eval/report.html").read_text().startswith("<!DOCTYPE html>")
     shutil.rmtree(run / "eval")
     assert rlhf("report", run).stdout == f"{run}/report.html\n"
@@ -333,7 +462,9 @@ def test_out_and_several_runs(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     assert rlhf("report", "demo", "--out", "new/page.html").stdout == "new/page.html\n"
     write_run(tmp_path / "second")
-    assert rlhf("report", "demo", "second").stdout == "report.html\n"
+    result = rlhf("report", "demo", "second")
+    assert result.stdout == "report.html\n"
+    assert result.stderr == "report   2 runs are compared: demo, second\nnext: open it in a browser\n"
     assert "<title>2 runs</title>" in (tmp_path / "report.html").read_text()
 
 

@@ -1,5 +1,7 @@
 """What is said of a PPO run, on series whose course is known; which pairs of answers are shown; the heat map."""
 
+import itertools
+import math
 import re
 from pathlib import Path
 
@@ -7,10 +9,13 @@ import pytest
 from report_run import UPDATES, answers, metrics
 from test_docs_metrics import METRICS, cells, section
 
-from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
+from rlhf_cli.config import CONFIGS
+from rlhf_cli.config.keys import field_at
+from rlhf_cli.ppo.settings import WatchdogSettings
 from rlhf_cli.report import samples
-from rlhf_cli.report.health import Reading, readings, trend
-from rlhf_cli.report.ranges import RULES, limit_of
+from rlhf_cli.report.advice import CAUSES, Move, one_voice
+from rlhf_cli.report.health import Reading, by_cause, readings, trend
+from rlhf_cli.report.ranges import RULES, TOO_FAR, limit_of
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.tokens import last_heat_map
 
@@ -25,7 +30,7 @@ def read(key: str, values: list[float], config: dict | None = None, **others: li
 def test_a_healthy_run_is_inside_every_range() -> None:
     found = {each.key: each for each in readings(Stage("ppo", Path(), metrics=tuple(metrics(UPDATES))))}
     assert {each.verdict for each in found.values()} == {"good"}
-    assert [each.advice for each in found.values() if each.advice] == []
+    assert not any(each.advice for each in found.values())
     assert "objective/kl_coef" not in found and len(found) == 7, "those that the log has and a rule is of"
 
 
@@ -36,14 +41,14 @@ def test_a_sentence_tells_first_last_extremes_and_the_range() -> None:
         "Begins at 0, ends at 0.02 (mean of the last 2); highest 0.08 at update 3, lowest 0 at update 1. "
         "Outside the healthy range (0 to 0.03) in 1 of 8 updates, inside of it at the end."
     )
-    assert (found.verdict, found.advice) == ("good", "")
+    assert (found.verdict, found.advice.text(None)) == ("good", "")
     assert found.points == list(enumerate(values, start=1))
 
 
 def test_outside_at_the_end_is_worth_a_look_and_says_what_to_do() -> None:
     found = read("policy/approxkl_avg", [0.01] * 6 + [0.05, 0.04])
     assert found.sentence.endswith("Outside the healthy range (0 to 0.03) in 2 of 8 updates, at the end too.")
-    assert (found.verdict, found.advice) == ("look", "lower learning_rate or num_ppo_epochs")
+    assert (found.verdict, found.advice.text(None)) == ("look", "lower ppo.learning_rate or ppo.num_ppo_epochs")
 
 
 def test_one_update_beyond_the_alarm_is_bad_wherever_it_ends() -> None:
@@ -51,7 +56,7 @@ def test_one_update_beyond_the_alarm_is_bad_wherever_it_ends() -> None:
     assert found.verdict == "bad" and "at update 3 so far outside that the run may be broken" in found.sentence
     assert read("policy/approxkl_avg", [0.01, 0.3, 0.01, 0.01, 0.0, 0.0, 0.0, 0.0]).verdict == "good"
     low = read("objective/eos_fraction", [1.0, 0.9, 0.04, 0.9, 1.0, 1.0, 1.0, 1.0])
-    assert low.verdict == "bad" and low.advice.startswith("raise response_length")
+    assert low.verdict == "bad" and low.advice.text(None).startswith("raise ppo.response_length or ")
 
 
 def test_kl_is_held_against_the_watchdogs_limit_for_as_many_tokens() -> None:
@@ -61,7 +66,9 @@ def test_kl_is_held_against_the_watchdogs_limit_for_as_many_tokens() -> None:
     assert "(up to 0.5 nats a token) in 1 of 4 updates, inside of it at the end." in found.sentence
     tight = read("objective/kl_k1", [0.0, 9.9, 10.1, 19.9], {"ppo": {"watchdog": {"kl": 0.25}}}, **lengths)
     assert "(up to 0.25 nats a token) in 3 of 4 updates, at the end too." in tight.sentence
-    assert tight.verdict == "look" and "raise kl_coef" in tight.advice
+    assert tight.verdict == "look" and tight.advice.text({"ppo": {"kl_coef": 0.2}}).startswith(
+        "raise ppo.kl_coef (here 0.2), or lower ppo.learning_rate, or set ppo.kl_stop; read samples.jsonl"
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,10 +157,74 @@ def test_the_ranges_are_those_of_the_documentation() -> None:
             assert wanted == numbers - ({float(rule.early)} if rule.early else set()), rule.key
 
 
-def test_what_is_advised_are_keys_that_exist() -> None:
+# One voice
+
+
+def advised(**given: list[float]) -> dict[str, Reading]:
+    """The readings of a log of 20 updates that is healthy but for `given`."""
+    log = metrics(UPDATES, **given)
+    return {each.key: each for each in readings(Stage("ppo", Path(), metrics=tuple(log)))}
+
+
+FLAT, CLIPPED, STILL = [0.5] * UPDATES, [0.2] * UPDATES, [0.01] * UPDATES
+
+
+def test_a_score_that_stands_still_is_told_apart_by_how_far_the_policy_went() -> None:
+    near = advised(objective__scores=FLAT, objective__kl_k1=STILL)["objective/scores"]
+    assert near.sentence.endswith("noise. The policy has hardly moved, 0.01 nats from SFT.")
+    assert near.advice.moves == (Move("raise", "ppo.learning_rate"), Move("lower", "ppo.kl_coef"))
+    bounds = [math.log(2) - 0.5 + shift for shift in (-0.001, 0.001)]  # best of 2, by its own formula
+    for kl, key in zip(bounds, ("ppo.learning_rate", "ppo.gradient_accumulation_steps"), strict=True):
+        found = advised(objective__scores=FLAT, objective__kl_k1=[kl] * UPDATES)["objective/scores"]
+        assert found.advice.moves[0] == Move("raise", key), kl
+    falls = advised(objective__scores=[-0.1 * step for step in range(UPDATES)], objective__kl_k1=STILL)
+    assert falls["objective/scores"].advice.moves == (Move("lower", "ppo.learning_rate"),)
+
+
+def test_clipping_is_heard_before_a_score_that_stands_still() -> None:
+    found = advised(objective__scores=FLAT, objective__kl_k1=STILL, policy__clipfrac_avg=CLIPPED)
+    assert found["policy/clipfrac_avg"].advice == TOO_FAR
+    told = found["objective/scores"].advice.text({"ppo": {"learning_rate": 0.003}})
+    assert told == "“Tokens whose ratio is clipped” comes first: lower ppo.learning_rate (here 0.003)"
+
+
+def test_a_value_loss_that_grows_is_heard_before_a_value_model_that_explains_nothing() -> None:
+    found = advised(loss__value_avg=[1.0] + [2.0] * 19, val__explained_variance=[-1.0] * UPDATES)
+    assert found["loss/value_avg"].advice.moves[0] == Move("lower", "ppo.value_learning_rate")
+    waits = found["val/explained_variance"].advice
+    assert (waits.after, waits.moves) == ("Loss of the value model", (Move("lower", "ppo.value_learning_rate"),))
+
+
+def test_what_is_graver_is_heard_first() -> None:
+    """A score that falls is bad, clipping worth a look; both want one thing."""
+    falling = [-0.1 * step for step in range(UPDATES)]
+    found = advised(objective__scores=falling, policy__clipfrac_avg=CLIPPED)
+    assert [each.key for each in by_cause(list(found.values()))][:2] == ["objective/scores", "policy/clipfrac_avg"]
+
+
+def test_no_page_pulls_a_key_in_two_directions() -> None:
+    """Whatever is found together: every rule, each of its advices, in any two and in all of them."""
+    told = [(rule.key, each) for rule in RULES for each in (rule.if_low, rule.if_high, rule.if_near, rule.if_far)]
+    for wishes in [told, told[::-1], *itertools.permutations(told, 2)]:
+        ways: dict[str, set[str]] = {}
+        for advice in one_voice(wishes):
+            for move in advice.moves:
+                ways.setdefault(move.key, set()).add(move.way)
+        assert all(len(way) == 1 for way in ways.values()), ways
+
+
+def test_every_metric_has_its_place_among_the_causes() -> None:
+    assert sorted(CAUSES) == sorted(rule.key for rule in RULES)
+
+
+def test_what_is_advised_are_keys_that_exist_and_that_the_guide_knows() -> None:
+    guide = (Path(__file__).parent.parent / "docs/tuning.md").read_text(encoding="utf-8")
     for rule in RULES:
-        for name in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", f"{rule.if_low} {rule.if_high}"):
-            assert name in PPOSettings.model_fields or name in {"attn_implementation", "mean_minus_std"}, name
+        for move in (move for each in (rule.if_low, rule.if_high, rule.if_near, rule.if_far) for move in each.moves):
+            stage = "reward" if move.key.startswith("reward.") else "ppo"
+            field = field_at(CONFIGS[stage], tuple(move.key.split(".")))
+            assert field is not None, move
+            assert re.search(rf"`(?:[\w.]+\.)?{move.key.rpartition('.')[2]}\b", guide), f"{move}: docs/tuning.md"
 
 
 # Pairs of answers

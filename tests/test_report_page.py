@@ -162,6 +162,25 @@ def test_alarms_and_healthy_ranges_are_drawn(plain: str) -> None:
     assert len(figures) == plain.count("<svg ") and all(figures), "every figure says what it shows"
 
 
+def test_figures_to_look_at_come_first_and_a_signal_is_marked_where_it_first_fired(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "demo")
+    log = metrics(policy__approxkl_avg=[0.5] * 20, policy__clipfrac_avg=[0.2] * 20, objective__repetition=[0.0] * 20)
+    write_jsonl(folder / "ppo/metrics.jsonl", log)
+    firings = [{"step": step, "signal": signal} for step, signal in ((3, "kl"), (5, "eos"), (6, "kl"), (9, "eos"))]
+    write_jsonl(folder / "ppo/watchdog.jsonl", firings)
+    made = page.of_run(read_run(folder))
+    shown = re.findall(
+        r'<figure class="card (\w+).*?<code>(.*?)</code>',
+        made[made.index('id="ppo"') : made.index('id="frontier"')],
+        re.S,
+    )
+    assert shown[:3] == [
+        ("bad", "policy/approxkl_avg"), ("look", "policy/clipfrac_avg"), ("good", "objective/scores"),
+    ]  # fmt: skip
+    assert shown[-1] == ("good", "objective/repetition"), "what never moves is last"
+    assert set(re.findall(r'-series-alarm-(\d+)"', made)) == {"3", "5"}
+
+
 # Figures
 
 
@@ -221,8 +240,8 @@ def test_a_frontier_has_a_ring_only_where_something_was_selected() -> None:
 
 
 def test_a_histogram_counts_and_bars_are_as_high_as_their_counts() -> None:
-    root = drawn(charts.bars("b", "about", {"a": 1, "b": 3}, "x", "y"))
-    one, three = ([y for _, y in corners(group(root, f"bar-{name}"))] for name in "ab")
+    root = drawn(charts.bars("b", "about", [1, 3], [0.0], "x", "y"))
+    one, three = ([y for _, y in corners(group(root, f"bar-{place}"))] for place in (0, 1))
     assert (max(three) - min(three)) / (max(one) - min(one)) == pytest.approx(3, abs=1e-3)
     outline = drawn(charts.histograms("h", "about", {"SFT": [1, 1, 1, 9], "PPO": [9, 9, 9, 9]}, "tokens"))
     (sft, ppo) = (
@@ -233,11 +252,11 @@ def test_a_histogram_counts_and_bars_are_as_high_as_their_counts() -> None:
 
 
 def test_two_series_of_like_names_are_two_groups() -> None:
-    root = drawn(charts.bars("b", "about", {"to -2": 1, "to 2": 3, "to_2": 2}, "x", "y"))
+    root = drawn(charts.curves("b", "about", {name: [(1, 2.0), (2, 3.0)] for name in ("to -2", "to 2", "to_2")}))
     assert [each.get("id") for each in root.iter("g") if "series" in each.get("id", "")] == [
-        "b-series-bar-to-2",
-        "b-series-bar-to-2-again",
-        "b-series-bar-to_2",
+        "b-series-to-2",
+        "b-series-to-2-again",
+        "b-series-to_2",
     ]
 
 

@@ -17,7 +17,7 @@ BEGINNING = 4096  # bytes in which a page of ours says that it is one
 
 
 def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
-    """Write the page, print its path, and return it.
+    """Write the page, print its path, and return it; the log has what the page says in a line.
 
     `step` says which of PPO's policies it tells of, as `steps.at_step` takes it. Without `out` it is
     RUN/eval/report.html, RUN/report.html where there is no eval/, ./report.html for several runs, and report-STEP.html
@@ -32,6 +32,8 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     _require_ours(target)
     write_text(target.resolve(), _page(runs))
     terminal.out(shown(target))
+    terminal.say(f"report   {_in_a_line(runs)}")
+    terminal.say("next: open it in a browser")
     return target
 
 
@@ -64,6 +66,16 @@ def _page(runs: list[Run]) -> str:
     from rlhf_cli.report import compare
 
     return compare.of_runs(runs)
+
+
+def _in_a_line(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        from rlhf_cli.report import glance
+
+        return glance.suspect(runs[0], glance.badges(runs[0]))
+    from rlhf_cli.report import compare
+
+    return f"{len(runs)} runs are compared: {', '.join(compare.told_apart([run.folder for run in runs]))}"
 
 
 def _place(run: Run, name: str) -> Path:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_cli.report.ranges import Band
 from rlhf_cli.report.svg import ALARM, BAND, INK, MUTED, SERIES, Drawing, drawing, mark
-from rlhf_cli.report.texts import visible
+from rlhf_cli.report.texts import number, visible
 
 Points = Sequence[tuple[float, float]]
 CARD = (4.4, 2.3)  # inches: a figure of a card, whose letters are as large as the page's on a phone
@@ -95,19 +95,19 @@ def histograms(name: str, about: str, values: Mapping[str, Sequence[float]], x: 
             outline.set_label(label)
             mark(outline, label)
         axis.set(xlabel=x, ylabel="answers")
-        axis.legend(loc="upper right")
+        axis.legend(loc="best")
 
     return drawing(name, about, CARD, draw)
 
 
-def bars(name: str, about: str, counts: Mapping[str, float], x: str, y: str) -> Drawing:
-    """A bar for each of some named counts."""
+def bars(name: str, about: str, counts: Sequence[float], edges: Sequence[float], x: str, y: str) -> Drawing:
+    """A bar for what lies below the first edge, between each two, and above the last; of like width."""
 
     def draw(axis: Any) -> None:
-        found = axis.bar(range(len(counts)), list(counts.values()), color=SERIES[0], width=0.85)
-        for label, bar in zip(counts, found, strict=True):
-            mark(bar, f"bar-{label}")
-        axis.set_xticks(range(len(counts)), [visible(label) for label in counts], fontsize=7)
+        found = axis.bar(range(len(counts)), counts, color=SERIES[0], width=0.85)
+        for place, bar in enumerate(found):
+            mark(bar, f"bar-{place}")
+        axis.set_xticks([place + 0.5 for place in range(len(edges))], [number(edge) for edge in edges])
         axis.set(xlabel=x, ylabel=y)
         axis.grid(visible=False, axis="x")
 

@@ -69,10 +69,10 @@ def numbers(runs: list[Run]) -> Iterator[tuple[str, list[float | None]]]:
             yield f"{versus(pair)}, {judge}{note}", [_number(rate.get(key)) for rate in rates]
     for judge in dict.fromkeys(name for run in runs for name in at(run.report, "models.ppo.judges") or ()):
         told = [(at(run.report, "models.ppo.judges") or {}).get(judge, {}) for run in runs]
-        yield f"PPO, mean of {judge}", [_number(each.get("mean")) for each in told]
+        yield f"PPO, mean of {judge}, held-out prompts", [_number(each.get("mean")) for each in told]
     for title, path in OF_REPORT:
         yield title, [_number(at(run.report, path)) for run in runs]
-    yield "PPO, reward score at the end", [_end(run) for run in runs]
+    yield "PPO, reward score in training, at its end", [_end(run) for run in runs]
     yield "PPO, seconds", [total_seconds(run.stages["ppo"]) or None for run in runs]
 
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_cli import reward_card
 from rlhf_cli.report import charts, frontier
-from rlhf_cli.report.health import Reading, readings
+from rlhf_cli.report.health import Reading, by_cause, readings
 from rlhf_cli.report.runs import Run, Stage, at
 from rlhf_cli.report.samples import lengths
 from rlhf_cli.report.svg import Drawing
@@ -52,16 +51,27 @@ def _way(points: list[tuple[int, float]]) -> str:
 
 
 def ppo(run: Run) -> list[Figure]:
-    """A card for each of PPO's metrics that has a rule, those that never move at the end.
+    """A card for each of PPO's metrics that has a rule: first those to look at, last those that never move.
 
-    The watchdog's firings are marked in all of them.
+    In all of them it is marked where each of the watchdog's signals first fired.
     """
     stage, found = run.stages["ppo"], []
-    alarms = sorted({row["step"] for row in run.firings})
-    for reading in readings(stage):
+    alarms = sorted({str(row.get("signal")): row["step"] for row in reversed(run.firings)}.values())
+    seen = readings(stage)
+    ill = [reading for reading in by_cause(seen) if reading.verdict in ("look", "bad")]
+    for reading in [*ill, *(reading for reading in seen if reading not in ill)]:
         drawing = _curve(reading, stage, alarms) if reading.moves else None
-        found.append(Figure(reading.title, drawing, reading.sentence, reading.verdict, reading.advice, reading.key))
-    return sorted(found, key=lambda figure: figure.drawing is None)
+        found.append(
+            Figure(
+                reading.title,
+                drawing,
+                reading.sentence,
+                reading.verdict,
+                reading.advice.text(stage.config),
+                reading.key,
+            )
+        )
+    return sorted(found, key=lambda figure: figure.drawing is None and figure.verdict not in ("look", "bad"))
 
 
 def _curve(reading: Reading, stage: Stage, alarms: list[int]) -> Drawing:
@@ -81,14 +91,20 @@ def card(told: Mapping[str, Any]) -> list[Figure]:
     """Calibration and margins of a reward model's report card."""
     found = []
     if bins := told.get("calibration"):
-        said = f"Expected calibration error {number(told['ece'])}; a dot is larger where more pairs are."
+        said = (
+            f"Expected calibration error {number(told['ece'])}: on the mean so far from the dashed line, on which what "
+            "the scores say comes true. A dot is larger where more pairs are."
+        )
         found.append(Figure("Calibration", charts.calibration("card-calibration", f"Calibration. {said}", bins), said))
     if "margin_histogram" in told:
-        counts, n = reward_card.margins(told), told["n"]
-        wrong = sum(list(counts.values())[: 1 + told["margin_histogram"]["edges"].index(0.0)])
-        said = f"{wrong} of {n} margins lie below 0: there the rejected answer scores higher."
+        edges, counts = told["margin_histogram"]["edges"], told["margin_histogram"]["counts"]
+        wrong = sum(counts[: 1 + edges.index(0.0)])
+        said = (
+            "A margin is the chosen answer's score less the rejected one's, a bar the number of pairs between two. "
+            f"{wrong} of {told['n']} lie below 0: there the rejected answer scores higher."
+        )
         about = f"Margins between chosen and rejected answers. {said}"
-        drawing = charts.bars("card-margins", about, counts, "margin, chosen less rejected", "pairs")
+        drawing = charts.bars("card-margins", about, counts, edges, "margin, chosen less rejected", "pairs")
         found.append(Figure("Margins", drawing, said))
     return found
 

@@ -2,33 +2,25 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from rlhf_cli.report.health import Reading, readings
+from rlhf_cli.report.advice import NONE, one_voice
+from rlhf_cli.report.findings import GUESS, Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
 from rlhf_cli.verdict.frontier import deciding_judge
 
-Grade = Literal["good", "look", "bad", "open"]  # open: absent, or not finished
-ORDER = ("good", "look", "bad")
-GUESS = 0.5
-TRIVIAL = 0.95  # docs/metrics.md, eval_accuracy
-OVERFIT = 1.05  # an evaluation loss so much above its lowest is no noise of one pass
+ORDER: tuple[Grade, ...] = ("good", "early", "look", "bad")
 
 
 @dataclass(frozen=True)
 class Badge:
-    """How a stage fared, and why: the gravest of its findings first."""
+    """How a stage fared, and why: the gravest of its findings first. `todo` is what to do first, empty for nothing."""
 
     stage: str
     grade: Grade
     reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Finding:
-    grade: Grade
-    text: str
+    todo: str = ""
 
 
 def badges(run: Run) -> list[Badge]:
@@ -38,7 +30,7 @@ def badges(run: Run) -> list[Badge]:
 
 def findings(run: Run, stage: str) -> list[Finding]:
     """What is to be said of one of the four stages, the gravest first."""
-    looks = {"sft": _sft, "reward": _reward, "ppo": _ppo, "eval": _eval}
+    looks = {"sft": of_sft, "reward": of_reward, "ppo": of_ppo, "eval": of_eval}
     problem = run.stages[stage].problem
     damaged = [Finding("bad", f"damaged: {problem}")] if problem else []
     return sorted([*damaged, *looks[stage](run)], key=lambda finding: -ORDER.index(finding.grade))
@@ -49,9 +41,20 @@ def _badge(stage: Stage, found: list[Finding]) -> Badge:
         return Badge(stage.name, "open", ("not there yet",))
     reasons = tuple(finding.text for finding in found)
     grade = found[0].grade if found else "good"
+    todo = _todo(stage, [finding for finding in found if finding.grade in ("look", "bad")])
     if stage.state == "begun":
-        return Badge(stage.name, "open" if grade == "good" else grade, (_progress(stage), *reasons))
-    return Badge(stage.name, grade, reasons)
+        return Badge(stage.name, grade if grade in ("look", "bad") else "open", (_progress(stage), *reasons), todo)
+    return Badge(stage.name, grade, reasons, todo)
+
+
+def _todo(stage: Stage, found: list[Finding]) -> str:
+    """What to do about a stage's findings, the gravest first: one thing, since it may be the cause of the others.
+
+    A key that can be moved is told before a file that can be read.
+    """
+    heard = [advice for advice in one_voice([(finding.name, finding.advice) for finding in found]) if advice]
+    first = next((advice for advice in heard if advice.moves), heard[0] if heard else NONE)
+    return first.text(stage.config)
 
 
 def _progress(stage: Stage) -> str:
@@ -59,85 +62,19 @@ def _progress(stage: Stage) -> str:
     return f"begun, not finished: {count(max(steps), 'step')} so far" if steps else "begun, not finished"
 
 
-def _sft(run: Run) -> Iterator[Finding]:
-    stage = run.stages["sft"]
-    yield from _losses(stage, "fewer sft.num_train_epochs")
-    ended = at(run.report, "models.sft.eos_fraction")
-    if is_number(ended) and ended < GUESS:
-        yield Finding("look", f"only {percent(ended)} of its answers end by themselves")
-
-
-def _losses(stage: Stage, cure: str) -> Iterator[Finding]:
-    """What the losses of a training say: that it learned nothing, or learned its rows by heart."""
-    loss, held_out = stage.series("loss"), stage.series("eval_loss")
-    if len(loss) > 1 and loss[-1][1] >= loss[0][1]:
-        yield Finding("bad", f"its loss did not fall: {number(loss[0][1])} to {number(loss[-1][1])}")
-    lowest = min((value for _, value in held_out), default=0.0)
-    if held_out and held_out[-1][1] > OVERFIT * lowest:
-        now = number(held_out[-1][1])
-        yield Finding("look", f"its loss on held-out rows rose again from {number(lowest)} to {now}: {cure}")
-
-
-def _reward(run: Run) -> Iterator[Finding]:
-    stage = run.stages["reward"]
-    yield from _losses(stage, "fewer reward.num_train_epochs")
-    metrics = stage.told("metrics")
-    accuracy, interval = metrics.get("accuracy"), metrics.get("accuracy_ci95")
-    if is_number(accuracy) and interval:
-        told = f"right on {percent(accuracy)}{bounds(interval)} of the held-out pairs"
-        if interval[0] <= GUESS:
-            yield Finding("bad", f"{told}: that may be guessing, and so may all that builds on it")
-        elif accuracy > TRIVIAL:
-            yield Finding("look", f"{told}: the pairs may differ in something trivial, such as their length")
-        else:
-            yield Finding("good", told)
-    for flag in stage.told("card").get("flags", []):
-        yield Finding("look", str(flag["text"]))
-
-
-def _ppo(run: Run) -> Iterator[Finding]:
-    stage = run.stages["ppo"]
-    stopped = (stage.manifest or {}).get("stopped")
-    if stopped:
-        yield Finding("bad", f"it was stopped: {stopped}")
-    names = dict.fromkeys(str(row.get("signal")) for row in run.firings)
-    if names and not stopped:
-        yield Finding("bad", f"the watchdog fired {count(len(run.firings), 'time')} ({', '.join(names)})")
-    for reading in readings(stage):
-        if reading.verdict in ("look", "bad"):
-            yield Finding(reading.verdict, f"{reading.title}: {_short(reading)}")
-
-
-def _short(reading: Reading) -> str:
-    """The last of a reading's sentences: what is seen, without the numbers before."""
-    return reading.sentence.rstrip(".").rpartition(". ")[2]
-
-
-def _eval(run: Run) -> Iterator[Finding]:
-    rates = at(run.report, "win_rate.ppo_vs_sft") or {}
-    if not rates:
-        return
-    judge = deciding_judge(rates)
-    low, high = rates[judge].get("ci95") or (0.0, 1.0)
-    if high < GUESS:
-        yield Finding("bad", f"PPO loses to SFT by {judge}")
-    elif low <= GUESS:
-        yield Finding("look", f"PPO and SFT cannot be told apart by {judge}: more prompts (eval.n) would tell more")
-    else:
-        yield Finding("good", f"PPO beats SFT by {judge}")
-
-
 def suspect(run: Run, found: list[Badge]) -> str:
     """Which stage to look at first, in a sentence: the earliest bad one, for what follows builds on it.
 
-    Except that a policy that won by the reward and lost by a better judge tells of the reward model first.
+    Except that a policy that won by the reward and lost by a better judge comes before all.
     """
-    rates = at(run.report, "win_rate.ppo_vs_sft") or {}
-    judge = deciding_judge(rates) if rates else "reward"
-    hacked = judge != "reward" and "reward" in rates and rates["reward"]["value"] > GUESS > rates[judge]["value"]
-    if hacked:
-        text = f"PPO raised the reward and lost by {judge}: it found what the reward model gets wrong."
-        return f"{text} The stage to mend first: reward, or stop PPO earlier."
+    if judge := found_out(run):
+        stage, text = blamed(run), f"PPO raised the reward and lost by {judge}"
+        why = (
+            "went farther than its reward model is right"
+            if stage == "ppo"
+            else "found what the reward model gets wrong"
+        )
+        return f"{text}: it {why}. The stage to mend first: {stage}."
     for grade, lead in (("bad", "The stage to mend first"), ("look", "No stage is bad. Worth a look first")):
         for badge in found:
             if badge.grade == grade and badge.stage != "eval":
@@ -145,7 +82,16 @@ def suspect(run: Run, found: list[Badge]) -> str:
                 return f"{lead}: {badge.stage}. {why[:1].upper()}{why[1:]}."
     if any(badge.grade == "bad" for badge in found):
         return "The training stages look healthy, the outcome does not: look at the samples, and at the reward model."
+    if early := [badge.stage for badge in found if badge.grade == "early"]:
+        return f"No stage looks bad so far; of {early[0]} it is too early to tell."
     return "No stage looks bad." if any(badge.grade != "open" for badge in found) else "Nothing can be told yet."
+
+
+def todo(run: Run, found: list[Badge]) -> list[tuple[str, str]]:
+    """(stage, what to do about it), one thing a stage, in the order in which it is to be done."""
+    first = blamed(run)
+    told = [(badge.stage, badge.todo) for badge in found if badge.todo]
+    return sorted(told, key=lambda each: each[0] != first)
 
 
 def sentences(run: Run) -> list[str]:

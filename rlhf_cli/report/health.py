@@ -2,32 +2,41 @@
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Literal
 
+from rlhf_cli.report.advice import CAUSES, NONE, Advice, one_voice
 from rlhf_cli.report.ranges import RULES, Band, Rule, band
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import count, number
+from rlhf_cli.statistics import best_of_n_kl
 
 Verdict = Literal["good", "look", "bad", "none"]  # none: there is nothing to hold it against
 FEWEST = 8  # updates from which on a trend can be told from noise
 SURE = 2.0  # standard errors
+# Nats a response. A policy that is no farther from SFT than the best of two of SFT's own answers has hardly moved.
+NEAR = best_of_n_kl(2)
+GRAVITY = ("none", "good", "look", "bad")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A metric over a run: its points, its range, and what is seen."""
+    """A metric over a run: its points, its range, what is seen, and what to do: nothing of it where all is well.
+
+    `key` is the metric's, `rule` the one that its rule goes by.
+    """
 
     key: str
+    rule: str
     title: str
     unit: str
     points: list[tuple[int, float]]
     band: Band | None
     verdict: Verdict
     sentence: str
-    advice: str  # empty where nothing is to be done
+    advice: Advice
 
     @property
     def moves(self) -> bool:
@@ -36,7 +45,7 @@ class Reading:
 
 
 def readings(ppo: Stage) -> list[Reading]:
-    """Those metrics of PPO's log that have a rule."""
+    """Those metrics of PPO's log that have a rule. Their advice is reconciled: no key is pulled in two directions."""
     found = []
     for rule in RULES:
         for key in _keys(rule, ppo):
@@ -44,7 +53,15 @@ def readings(ppo: Stage) -> list[Reading]:
             points = [(step, value) for step, value in ppo.series(key) if rule.of != "tokens" or step in lengths]
             if points:
                 found.append(_read(rule, key, points, [lengths.get(step, 0.0) for step, _ in points], ppo))
-    return found
+    first = by_cause(found)
+    heard = one_voice([(reading.title, reading.advice) for reading in first])
+    settled = {reading.key: advice for reading, advice in zip(first, heard, strict=True)}
+    return [replace(reading, advice=settled[reading.key]) for reading in found]
+
+
+def by_cause(found: Sequence[Reading]) -> list[Reading]:
+    """The gravest first, and of like ones the likelier cause of the others."""
+    return sorted(found, key=lambda reading: (-GRAVITY.index(reading.verdict), CAUSES.index(reading.rule)))
 
 
 def _keys(rule: Rule, ppo: Stage) -> Iterator[str]:
@@ -59,19 +76,30 @@ def _keys(rule: Rule, ppo: Stage) -> Iterator[str]:
 def _read(rule: Rule, key: str, points: list[tuple[int, float]], lengths: list[float], ppo: Stage) -> Reading:
     values = [value for _, value in points]
     title = rule.title + (f", {key.rpartition('/')[2]}" if rule.key.endswith("NAME") else "")
-    if rule.rises:
-        verdict, said = trend(values)
-        advice = rule.if_low if verdict in ("look", "bad") else ""
-        return Reading(key, title, rule.unit, points, None, verdict, f"{course(points)} {said}", advice)
     found = band(rule, values, lengths, ppo.config)
-    if found is None:
-        return Reading(key, title, rule.unit, points, None, "none", course(points), "")
-    if len(points) < rule.early:
+    if rule.rises:
+        verdict, said, advice = _risen(rule, values, ppo)
+    elif found is None:
+        verdict, said, advice = "none", "", NONE
+    elif len(points) < rule.early:
+        verdict, advice = "none", NONE
         said = f"Too early to judge: the healthy range ({found.words}) is for {rule.early} updates and more."
-        return Reading(key, title, rule.unit, points, found, "none", f"{course(points)} {said}", "")
-    verdict, said, low = _held(rule, points, found)
-    advice = "" if verdict == "good" else rule.if_low if low else rule.if_high
-    return Reading(key, title, rule.unit, points, found, verdict, f"{course(points)} {said}", advice)
+    else:
+        verdict, said, low = _held(rule, points, found)
+        advice = NONE if verdict == "good" else rule.if_low if low else rule.if_high
+    return Reading(key, rule.key, title, rule.unit, points, found, verdict, f"{course(points)} {said}".strip(), advice)
+
+
+def _risen(rule: Rule, values: list[float], ppo: Stage) -> tuple[Verdict, str, Advice]:
+    """(verdict, what is seen, what to do) of a metric that should rise."""
+    verdict, said = trend(values)
+    if verdict != "look":
+        return verdict, said, rule.if_low if verdict == "bad" else NONE
+    kl = [value for _, value in ppo.series("objective/kl_k1")]
+    now = fmean(last_quarter(kl)) if kl else 0.0
+    if now > NEAR:
+        return verdict, f"{said} The policy has moved, {number(now)} nats from SFT.", rule.if_far
+    return verdict, f"{said} The policy has hardly moved, {number(now)} nats from SFT.", rule.if_near
 
 
 def last_quarter(values: list[float]) -> list[float]:

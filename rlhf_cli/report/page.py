@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -11,15 +11,15 @@ from markupsafe import Markup
 
 from rlhf_cli import __version__, reward_card
 from rlhf_cli.ppo.settings.watchdog import SAYS
-from rlhf_cli.report import drawn, facts, glance, samples, tables
+from rlhf_cli.report import card, drawn, facts, glance, samples, tables
 from rlhf_cli.report.differences import from_defaults
-from rlhf_cli.report.runs import Run, Stage, at
+from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import GENERATOR, bounds, count, finalize, number, percent
 from rlhf_cli.report.tokens import last_heat_map
 from rlhf_cli.verdict.frontier import choice
 from rlhf_cli.verdict.pairs import judge_of, pairs
 
-WORDS = {"good": "good", "look": "worth a look", "bad": "bad", "open": "not there yet"}
+WORDS = {"good": "good", "early": "too early to tell", "look": "worth a look", "bad": "bad", "open": "not there yet"}
 SECTIONS = (
     ("glance", "In one glance"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("ppo", "PPO"),
     ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Lengths"), ("samples", "Samples"),
@@ -35,9 +35,10 @@ def of_run(run: Run) -> str:
         title=f"Run {run.name}",
         subtitle=_subtitle(run),
         sections=[each for each in SECTIONS if heat_map or each[0] != "tokens"],
-        warnings=[*run.notes, *map(str, (run.report or {}).get("warnings", []))],
+        warnings=[*run.notes, *_untold(run, badges)],
         badges=badges,
         suspect=glance.suspect(run, badges),
+        todo=glance.todo(run, badges),
         sentences=glance.sentences(run),
         heat_map=heat_map,
         **_what_ran(run),
@@ -78,6 +79,13 @@ def _text(name: str) -> str:
     return (files("rlhf_cli.report") / "templates" / name).read_text(encoding="utf-8")
 
 
+def _untold(run: Run, badges: Sequence[glance.Badge]) -> list[str]:
+    """What the evaluation warned of and no badge tells in the same words."""
+    told = [reason for badge in badges for reason in badge.reasons]
+    warnings = map(str, (run.report or {}).get("warnings", []))
+    return [warning for warning in warnings if not any(reason in warning for reason in told)]
+
+
 def _subtitle(run: Run) -> str:
     there = [name for name, stage in run.stages.items() if stage.there]
     missing = [name for name, stage in run.stages.items() if not stage.there]
@@ -101,16 +109,18 @@ def _what_ran(run: Run) -> dict[str, Any]:
 
 def _training(run: Run) -> dict[str, Any]:
     sft, reward = run.stages["sft"], run.stages["reward"]
-    card = _card(run, reward)
-    told = "adversarial" in card
+    found = _card(run, reward)
+    told = "adversarial" in found
     return {
         "training": [("sft", "SFT", drawn.training(sft)), ("reward", "Reward model", drawn.training(reward))],
-        "card_lines": reward_card.lines(card) if told else [],
-        "card_accuracy": _right(card) if told else "",
-        "card_figures": drawn.card(card) if told else [],
-        "no_card": _right(card) if card else str(at(run.report, "no_reward_card") or "There is no report card yet."),
+        "card_lines": reward_card.lines(found) if told else [],
+        "card_notes": list(card.notes(found)) if told else [],
+        "card_accuracy": _right(found) if told else "",
+        "card_figures": drawn.card(found) if told else [],
+        "no_card": _right(found) if found else str(at(run.report, "no_reward_card") or "There is no report card yet."),
         "ppo": drawn.ppo(run),
-        "firings": [_fired(row) for row in run.firings],
+        "trained_on": _trained_on(run.stages["ppo"]),
+        "firings": list(_fired(run.firings)),
     }
 
 
@@ -126,8 +136,25 @@ def _right(card: Mapping[str, Any]) -> str:
     return f"Right on {percent(card['accuracy'])}{interval} of the held-out pairs; a coin is on 50 %."
 
 
-def _fired(row: Mapping[str, Any]) -> str:
-    """A line of watchdog.jsonl in a sentence."""
+def _trained_on(ppo: Stage) -> str:
+    """What the responses are that PPO's figures are of."""
+    temperature = ppo.setting("ppo.temperature")
+    return "sampled from prompts of the training" + (
+        f" at temperature {number(temperature)}" if is_number(temperature) else ""
+    )
+
+
+def _fired(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Each signal's first line of watchdog.jsonl in a sentence, and how often it fired after that."""
+    by_signal: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_signal.setdefault((str(row.get("signal")), str(row.get("source"))), []).append(row)
+    for first, *later in by_signal.values():
+        more = f" After that {count(len(later), 'time')} more, up to update {later[-1]['step']}." if later else ""
+        yield _firing(first) + more
+
+
+def _firing(row: Mapping[str, Any]) -> str:
     try:
         told = SAYS[row["signal"]].format(**row)
     except (KeyError, ValueError, TypeError):  # a line that somebody wrote by hand
@@ -141,6 +168,7 @@ def _evaluation(report: Mapping[str, Any] | None) -> dict[str, Any]:
     columns, rows = tables.policies(told)
     why = told.get("no_frontier")
     return {
+        "judged_on": _judged_on(told),
         "frontiers": drawn.frontiers(told),
         "frontier_judges": judges,
         "frontier_rows": [
@@ -157,6 +185,16 @@ def _evaluation(report: Mapping[str, Any] | None) -> dict[str, Any]:
         "model_columns": columns,
         "model_rows": rows,
     }  # fmt: skip
+
+
+def _judged_on(report: Mapping[str, Any]) -> str:
+    """What the answers are that the evaluation's numbers are of."""
+    if not report:
+        return ""
+    told = f"{count(report['n'], 'held-out prompt')}, an answer each"
+    if is_number(temperature := report.get("temperature")):
+        told += f", sampled at temperature {number(temperature)}"
+    return told + (f", cut off at {length} tokens" if is_number(length := report.get("response_length")) else "")
 
 
 def _no_frontier(report: Mapping[str, Any] | None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
+from rlhf_cli.report.advice import NONE, Advice, Move
 from rlhf_cli.report.runs import at, is_number
 
 # What a bound counts in: the metric itself, the first value (times or plus it), response tokens, max_grad_norm.
@@ -20,7 +21,8 @@ class Rule:
 
     `watchdog` names the key of ppo.watchdog that is the bound. Beyond an `alarm` a single update is one too many.
     Before `early` updates there is nothing to be said of it. `rises` is of a metric without a range, whose way is all
-    that counts.
+    that counts: `if_low` is for one that falls, and for one that stands still `if_near` where the policy is still near
+    the SFT policy, `if_far` where it is not.
     """
 
     key: str
@@ -34,8 +36,10 @@ class Rule:
     alarm_high: float | None = None
     rises: bool = False
     early: int = 0
-    if_low: str = ""
-    if_high: str = ""
+    if_low: Advice = NONE
+    if_high: Advice = NONE
+    if_near: Advice = NONE
+    if_far: Advice = NONE
 
 
 @dataclass(frozen=True)
@@ -47,76 +51,97 @@ class Band:
     words: str
 
 
-KL_ADVICE = "raise kl_coef, lower learning_rate, or set kl_stop; read samples.jsonl for what pays"
+LOWER_RATE, RAISE_KL_COEF = Move("lower", "ppo.learning_rate"), Move("raise", "ppo.kl_coef")
+FEWER_EPOCHS = Move("lower", "ppo.num_ppo_epochs")
+TOO_FAR = Advice((LOWER_RATE, FEWER_EPOCHS))
 RULES = (
     Rule(
-        "objective/scores", "Reward score", rises=True,
-        if_low="raise learning_rate, or look at the reward model: it may see no difference between these answers",
+        "objective/scores", "Reward score in training", rises=True,
+        if_low=Advice((LOWER_RATE,), "a policy that follows its reward earns more of it, not less"),
+        if_near=Advice(
+            (Move("raise", "ppo.learning_rate"), Move("lower", "ppo.kl_coef")),
+            "or make more updates; or look at the reward model: it may see no difference between these answers",
+        ),
+        if_far=Advice(
+            (Move("raise", "ppo.gradient_accumulation_steps"),),
+            "more episodes an update are less noise; it moves, and not to where the reward is",
+        ),
     ),
     Rule(
         "objective/kl_k1", "KL to the SFT policy", "nats a response", 0.0, of="tokens", watchdog="kl",
-        if_low="a mean below 0 is noise, or a policy that is not the one that wrote the responses: see R04",
-        if_high=KL_ADVICE,
+        if_low=Advice(beside="a mean below 0 is noise, or the policy is not the one that wrote the responses: see R04"),
+        if_high=Advice(
+            (RAISE_KL_COEF, LOWER_RATE, Move("set", "ppo.kl_stop")), "read samples.jsonl of PPO for what pays"
+        ),
     ),
     Rule(
         "objective/response_length", "Length of a response", "tokens", of="first times", watchdog="length",
-        if_low="the reward pays for short answers: mend it, or raise kl_coef",
-        if_high="the reward pays for length: set overlong_penalty, or mend the reward",
+        if_low=Advice((RAISE_KL_COEF,), "the reward pays for short answers: mend it"),
+        if_high=Advice((Move("set", "ppo.overlong_penalty"),), "the reward pays for length: mend it"),
     ),
     Rule(
         "objective/eos_fraction", "Responses that end by themselves", "share", of="first plus", watchdog="eos",
         alarm_low=0.05,
-        if_low="raise response_length or missing_eos_penalty; check that SFT's rows end with the stop token",
+        if_low=Advice(
+            (Move("raise", "ppo.response_length"), Move("raise", "ppo.missing_eos_penalty")),
+            "check that SFT's rows end with the stop token",
+        ),
     ),
     Rule(
         "objective/repetition", "Repeated runs of three tokens", "share", of="first plus", watchdog="repetition",
-        if_high="the policy says one thing over and over because it pays: mend the reward",
+        if_high=Advice(beside="the policy says one thing over and over because it pays: mend the reward"),
     ),
     Rule(
         "objective/disagreement/NAME", "Disagreement of the reward models", "score", of="first times",
         watchdog="disagreement",
-        if_high="the policy leaves what the reward models know: set combine: mean_minus_std, or raise kl_coef",
+        if_high=Advice(
+            (Move("set", "rewards.NAME.combine", "mean_minus_std"), RAISE_KL_COEF),
+            "the policy leaves what the reward models know",
+        ),
     ),
     Rule(
         "policy/entropy_avg", "Entropy of the policy", "nats a token", 0.1, of="first times",
-        if_low="all responses become alike: raise kl_coef, lower learning_rate, or set entropy_coef",
+        if_low=Advice(
+            (RAISE_KL_COEF, LOWER_RATE, Move("set", "ppo.entropy_coef")), "all responses become alike"
+        ),
     ),
     Rule(
         "val/explained_variance", "Explained variance of the value model", "", 0.0, 1.0, early=20,
-        if_low="the value model is no better than a constant: set value_only_updates, or raise value_learning_rate",
+        if_low=Advice(
+            (Move("raise", "ppo.value_only_updates"), Move("raise", "ppo.value_learning_rate")),
+            "the value model is no better than a constant",
+        ),
     ),
     Rule(
         "loss/value_avg", "Loss of the value model", "score squared", None, 1.0, of="first times",
-        if_high="lower value_learning_rate, or clip the reward with score_clip",
+        if_high=Advice((Move("lower", "ppo.value_learning_rate"), Move("set", "ppo.score_clip"))),
     ),
     Rule(
         "policy/approxkl_avg", "How far an update goes (approximate KL)", "nats a token", 0.0, 0.03, alarm_high=0.3,
-        if_high="lower learning_rate or num_ppo_epochs",
+        if_high=TOO_FAR,
     ),
-    Rule(
-        "policy/clipfrac_avg", "Tokens whose ratio is clipped", "share", 0.0, 0.04,
-        if_high="lower learning_rate",
-    ),
+    Rule("policy/clipfrac_avg", "Tokens whose ratio is clipped", "share", 0.0, 0.04, if_high=TOO_FAR),
     Rule(
         "val/ratio", "Mean ratio of new to old policy", "", 0.9, 1.1, alarm_low=0.1, alarm_high=2.0,
-        if_low="lower learning_rate, or take fewer num_ppo_epochs",
-        if_high="lower learning_rate, or take fewer num_ppo_epochs",
+        if_low=TOO_FAR, if_high=TOO_FAR,
     ),
     Rule(
         "policy/first_ratio_error", "First ratio's distance from 1", "", 0.0, 1e-3,
-        if_high="set bf16: false, or another models.attn_implementation",
+        if_high=Advice((Move("set", "ppo.bf16", "false"), Move("set", "models.attn_implementation", "sdpa"))),
     ),
     Rule(
         "policy/grad_norm", "Gradient norm of the policy", "", None, 2.0, of="max_grad_norm",
-        if_high="lower learning_rate",
+        if_high=Advice((LOWER_RATE,)),
     ),
     Rule(
         "value/grad_norm", "Gradient norm of the value model", "", None, 2.0, of="max_grad_norm",
-        if_high="the scores are large: set reward.normalize: sft, or use_score_scaling",
+        if_high=Advice(
+            (Move("set", "reward.normalize", "sft"), Move("set", "ppo.use_score_scaling", "true")),
+            "the scores are large",
+        ),
     ),
     Rule(
-        "policy/skipped_minibatches", "Minibatches that were skipped", "", None, 0.0,
-        if_high="lower learning_rate",
+        "policy/skipped_minibatches", "Minibatches that were skipped", "", None, 0.0, if_high=TOO_FAR,
     ),
 )  # fmt: skip
 

@@ -1,0 +1,46 @@
+"""How to read the reward model's report card, for those who have nothing but the page."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlhf_cli.report.texts import number, percent
+from rlhf_cli.reward_card.faults import ECE, LEAST, OVER_LONG, SWAPPED, ece_limit
+
+
+def notes(card: Mapping[str, Any]) -> Iterator[str]:
+    """What each line of the card's table is, what its limit is, and why that is another one in other runs."""
+    yield (
+        "A line is flagged where its whole 95 % interval, in brackets, lies beyond its limit: of "
+        f"{card['n']:,} pairs and {card['adversarial']['n']:,} probed prompts a value may be off by chance. Where "
+        "there are no brackets, the value counts."
+    )
+    yield _calibration(card)
+    yield (
+        "Score with length: from \N{MINUS SIGN}1 to 1, and 0 where longer answers score neither better nor worse than "
+        "short ones."
+    )
+    if longer := card.get("longer_answer"):
+        yield (
+            f"Longer answer preferred: by the reward model in {percent(longer['preferred'])} of the pairs whose "
+            f"answers differ in length, by those who chose in {percent(longer['chosen'])}. It has no limit of its own."
+        )
+    yield (
+        "Beaten by ...: how often an answer that was made to be bad scores above the chosen one, then by how much its "
+        "score is higher (+) or lower (-) on the mean. Such an answer should not win more often than one that people "
+        f"rejected, so the limit is the share of pairs that this model gets wrong, {percent(1 - card['accuracy'])} "
+        f"here, and {percent(LEAST)} at least. Of the good answer three times over the limit is {percent(OVER_LONG)}, "
+        f"of one to another prompt {percent(SWAPPED)}."
+    )
+
+
+def _calibration(card: Mapping[str, Any]) -> str:
+    said = sum(each["n"] * each["confidence"] for each in card["calibration"]) / card["n"]
+    why = "; with few pairs, what chance alone comes to"
+    if ece_limit(card) > ECE:
+        why = f"; here it is {number(ece_limit(card))}, since with so few pairs chance alone comes to that"
+    return (
+        "Calibration: of the answers that they prefer, the scores say that these are the better ones with a chance of "
+        f"{percent(said)} on the mean, and {percent(card['accuracy'])} are; where more is said than comes true, the "
+        "model is sure of too much. The error (ECE) is how far the two are apart, over groups of like chance. Its "
+        f"limit is {number(ECE)}{why}."
+    )

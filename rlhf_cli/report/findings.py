@@ -1,0 +1,213 @@
+"""What is found in each stage of a run, by the numbers that it and the evaluation left: a finding, and what to do."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhf_cli.ppo.settings import WatchdogSettings
+from rlhf_cli.report.advice import NONE, Advice, Move
+from rlhf_cli.report.health import FEWEST, Reading, by_cause, readings
+from rlhf_cli.report.runs import Run, Stage, at, is_number
+from rlhf_cli.report.texts import bounds, count, number, percent
+from rlhf_cli.statistics import wilson
+from rlhf_cli.verdict.frontier import deciding_judge
+
+Grade = Literal["good", "early", "look", "bad", "open"]  # early: too few updates; open: absent, or not finished
+GUESS = 0.5
+TRIVIAL = 0.95  # docs/metrics.md, eval_accuracy
+OVERFIT = 1.05  # an evaluation loss so much above its lowest is no noise of one pass
+# docs/report.md, "What the badges go by", has these three with where they come from.
+APART = 2.0  # times the loss in training
+ENDED = 0.9
+REPEATED: float = WatchdogSettings.model_fields["repetition"].default  # above answers that repeat nothing
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found, and what to do about it; `name` is what advice on something else calls it by."""
+
+    grade: Grade
+    text: str
+    advice: Advice = NONE
+    name: str = ""
+
+
+def of_sft(run: Run) -> Iterator[Finding]:
+    stage = run.stages["sft"]
+    by_heart = [*_losses(stage), *_apart(stage)]
+    yield from by_heart
+    yield from _ended(run, too_long=any(finding.grade == "look" for finding in by_heart))
+    repeated = run.stages["ppo"].series("objective/repetition")[:1]  # the SFT policy's own: nothing was learned yet
+    if repeated and repeated[0][1] > REPEATED:
+        text = f"{percent(repeated[0][1])} of what its answers say in runs of three tokens they have said before"
+        yield Finding(
+            "look", f"{text}, {percent(REPEATED)} at most is healthy (PPO's first update)",
+            Advice((), "read its answers under Samples, and look for repetition in its rows"),
+        )  # fmt: skip
+
+
+def _losses(stage: Stage) -> Iterator[Finding]:
+    """What the losses of a training say: that it learned nothing, or learned its rows by heart."""
+    loss, held_out = stage.series("loss"), stage.series("eval_loss")
+    if len(loss) > 1 and loss[-1][1] >= loss[0][1]:
+        way: Literal["lower", "raise"] = "lower" if loss[-1][1] > OVERFIT * loss[0][1] else "raise"
+        advice = Advice((Move(way, f"{stage.name}.learning_rate"),), "in steps of a factor 3")
+        text = f"its loss did not fall: {number(loss[0][1])} to {number(loss[-1][1])}"
+        yield Finding("bad", text, advice, "its loss did not fall")
+    lowest = min((value for _, value in held_out), default=0.0)
+    if held_out and held_out[-1][1] > OVERFIT * lowest:
+        text = f"its loss on held-out rows rose again from {number(lowest)} to {number(held_out[-1][1])}"
+        yield Finding("look", text, _by_heart(stage), "its loss on held-out rows rose again")
+
+
+def _by_heart(stage: Stage) -> Advice:
+    return Advice((Move("lower", _how_long(stage)),), "it learns its rows by heart: more rows help as well")
+
+
+def _how_long(stage: Stage) -> str:
+    """The key that says how long a stage trains."""
+    steps = f"{stage.name}.max_steps"
+    return steps if stage.setting(steps) else f"{stage.name}.num_train_epochs"
+
+
+def _apart(stage: Stage) -> Iterator[Finding]:
+    """SFT's loss on held-out rows, beside that in training."""
+    loss, held_out = stage.series("loss"), stage.series("eval_loss")
+    if not loss or not held_out:
+        return
+    ours, theirs = loss[-1][1], held_out[-1][1]
+    told = f"its loss on held-out rows is {number(theirs)}, beside {number(ours)} in training"
+    if theirs > APART * ours:
+        text = f"{told}: up to {number(APART)} times is healthy"
+        yield Finding("look", text, _by_heart(stage), "its loss on held-out rows")
+    else:
+        yield Finding("good", told)
+
+
+def _ended(run: Run, *, too_long: bool) -> Iterator[Finding]:
+    """How many of SFT's answers end by themselves, where they are meant to; `too_long`: it learned rows by heart."""
+    report, ended = run.report or {}, at(run.report, "models.sft.eos_fraction")
+    if not is_number(ended) or run.stages["ppo"].setting("ppo.stop_token") == "none":
+        return
+    n = report["n"]
+    interval = wilson(ended * n, n)
+    told = f"{percent(ended)}{bounds(interval)} of its {n:,} sampled answers end by themselves"
+    if interval[1] >= ENDED:
+        yield Finding("good", told)
+        return
+    length = report.get("response_length")
+    cut = f"; the others are cut off at {length} tokens" if is_number(length) else "; the others are cut off"
+    text = f"only {told}, {percent(ENDED)} and more is healthy{cut}"
+    grade: Grade = "bad" if interval[1] < GUESS else "look"
+    greedy = at(report, "greedy.models.sft.eos_fraction")
+    if is_number(greedy) and greedy >= ENDED and not too_long:
+        text += f" ({percent(greedy)} end near-greedy)"
+        more = (Move("raise", _how_long(run.stages["sft"])), Move("raise", "sft.learning_rate"))
+        advice = Advice(more, "it knows how to end and is not sure of it: it has learned too little")
+    else:
+        advice = Advice(
+            (Move("raise", "sft.max_length"), Move("raise", "ppo.response_length")),
+            "under Samples, whole texts that are cut off ask for the latter, texts without an end for the former, or "
+            "for rows that end",
+        )
+    yield Finding(grade, text, advice, "answers that end")
+
+
+def found_out(run: Run) -> str:
+    """The judge by which PPO lost though it won by the reward; else empty."""
+    rates = at(run.report, "win_rate.ppo_vs_sft") or {}
+    judge = deciding_judge(rates) if rates else "reward"
+    hacked = judge != "reward" and "reward" in rates and rates["reward"]["value"] > GUESS > rates[judge]["value"]
+    return judge if hacked else ""
+
+
+def blamed(run: Run) -> str:
+    """The stage to which that is laid: ppo where its own numbers are ill, which costs no pairs to mend, else reward."""
+    if not found_out(run):
+        return ""
+    return "ppo" if any(finding.grade in ("look", "bad") for finding in _by_its_log(run)) else "reward"
+
+
+def of_reward(run: Run) -> Iterator[Finding]:
+    stage = run.stages["reward"]
+    if blamed(run) == "reward":
+        beside = "add pairs that reject what paid: it stands under Samples, where PPO lost most"
+        yield Finding("bad", f"PPO raised the reward and lost by {found_out(run)}", Advice((), beside))
+    yield from _losses(stage)
+    metrics = stage.told("metrics")
+    accuracy, interval = metrics.get("accuracy"), metrics.get("accuracy_ci95")
+    if is_number(accuracy) and interval:
+        told = f"right on {percent(accuracy)}{bounds(interval)} of the held-out pairs"
+        if interval[0] <= GUESS:
+            text = f"{told}: that may be guessing, and so may all that builds on it"
+            beside = "read twenty pairs by hand: more pairs, and cleaner ones, are what helps"
+            yield Finding("bad", text, Advice((Move("raise", "reward.max_length"),), beside), "pairs told right")
+        elif accuracy > TRIVIAL:
+            text = f"{told}: the pairs may differ in something trivial, such as their length"
+            yield Finding("look", text, Advice((), "add pairs whose two answers are alike but for their quality"))
+        else:
+            yield Finding("good", told)
+    for flag in stage.told("card").get("flags", []):
+        yield Finding(
+            "look", str(flag["text"]), _flagged(str(flag.get("code")), str(flag["text"]), stage), "the report card"
+        )
+
+
+def _flagged(code: str, text: str, stage: Stage) -> Advice:
+    """What to do about a flag of the report card, as docs/reward-card.md has it."""
+    card = stage.told("card")
+    if code == "R10":
+        return Advice((Move("set", "ppo.overlong_penalty"),), "add pairs in which the shorter answer is the chosen one")
+    if code == "R11":
+        what, scores, _ = text.partition(" scores above")
+        return Advice((), f"add pairs in which {what if scores else 'such an answer'} is rejected: PPO will find it")
+    sure = sum(each["n"] * each["confidence"] for each in card.get("calibration", [])) / card.get("n", 1)
+    if code == "R12" and sure > card.get("accuracy", 0.0):
+        return Advice((Move("lower", _how_long(stage)), Move("lower", "reward.learning_rate")))
+    return Advice((Move("raise", _how_long(stage)),), "more pairs help as well") if code == "R12" else NONE
+
+
+def of_ppo(run: Run) -> Iterator[Finding]:
+    if blamed(run) == "ppo":
+        yield Finding("bad", f"it raised the reward and lost by {found_out(run)}")
+    yield from _by_its_log(run)
+
+
+def _by_its_log(run: Run) -> Iterator[Finding]:
+    """What is found in PPO by what it left alone, without the evaluation."""
+    stage = run.stages["ppo"]
+    stopped = (stage.manifest or {}).get("stopped")
+    since = f" of update {run.firings[0]['step']} and later ones" if run.firings else ""
+    read = Advice((), f"read the responses{since} in ppo/samples.jsonl: what the policy says there is what pays")
+    if stopped:
+        yield Finding("bad", f"it was stopped: {stopped}", read)
+    names = dict.fromkeys(str(row.get("signal")) for row in run.firings)
+    if names and not stopped:
+        yield Finding("bad", f"the watchdog fired {count(len(run.firings), 'time')} ({', '.join(names)})", read)
+    for reading in by_cause(readings(stage)):
+        if reading.verdict in ("look", "bad"):
+            yield Finding(reading.verdict, f"{reading.title}: {_short(reading)}", reading.advice, reading.title)
+    updates = len(stage.metrics)
+    if 0 < updates < FEWEST:
+        yield Finding("early", f"{count(updates, 'update')}: a trend can be told from {FEWEST} updates on")
+
+
+def _short(reading: Reading) -> str:
+    """What is seen, without the numbers of the course before it."""
+    return reading.sentence.partition(". ")[2].rstrip(".").replace(". ", "; ")
+
+
+def of_eval(run: Run) -> Iterator[Finding]:
+    rates = at(run.report, "win_rate.ppo_vs_sft") or {}
+    if not rates:
+        return
+    judge = deciding_judge(rates)
+    low, high = rates[judge].get("ci95") or (0.0, 1.0)
+    if high < GUESS:
+        beside = "read where PPO lost most, under Samples; an earlier policy may be better (Reward against KL)"
+        yield Finding("bad", f"PPO loses to SFT by {judge}", Advice((), beside))
+    elif low <= GUESS:
+        more = Advice((Move("raise", "eval.n"),), "more prompts tell smaller differences")
+        yield Finding("look", f"PPO and SFT cannot be told apart by {judge}", more)
+    else:
+        yield Finding("good", f"PPO beats SFT by {judge}")
