@@ -212,7 +212,7 @@ def test_a_warning_that_the_command_said_is_not_noted_again(tmp_path: Path, caps
 
 
 BETTER, OPEN, WORSE = ({"value": value, "ci95": [value - 0.1, value + 0.1], "n": 200} for value in (0.8, 0.5, 0.2))
-TRAINED_ON = "; the reward model, which PPO was trained on, says"
+ITSELF = "; by the reward itself it wins"
 
 
 @pytest.mark.parametrize(
@@ -221,24 +221,24 @@ TRAINED_ON = "; the reward model, which PPO was trained on, says"
         (
             {"gold": BETTER, "reward": {**BETTER, "value": 0.93}},
             "PPO beats SFT: it wins 0.800 [0.700, 0.900] of 200 held-out prompts, judged by gold, at a KL of 5.25"
-            f"{TRAINED_ON} 0.930",
+            f"{ITSELF} 0.930",
         ),
-        ({"gold": BETTER, "reward": WORSE}, f" judged by gold, at a KL of 5.25{TRAINED_ON} 0.200"),
+        ({"gold": BETTER, "reward": WORSE}, f" judged by gold, at a KL of 5.25{ITSELF} 0.200"),
         (
             {"gold": OPEN, "reward": BETTER},
             "undecided: PPO wins 0.500 [0.400, 0.600] of 200 held-out prompts, judged by gold, at a KL of 5.25 "
-            f"(more prompts, eval.n, would tell more){TRAINED_ON} 0.800, and gold does not confirm it",
+            f"(more prompts, eval.n, would tell more){ITSELF} 0.800, and gold does not confirm it",
         ),
-        ({"gold": OPEN, "reward": OPEN}, f"would tell more){TRAINED_ON} 0.500"),
+        ({"gold": OPEN, "reward": OPEN}, f"would tell more){ITSELF} 0.500"),
         (
             {"gold": WORSE, "reward": BETTER},
             "PPO is worse than SFT: it wins 0.200 [0.100, 0.300] of 200 held-out prompts, judged by gold, at a KL of "
-            f"5.25{TRAINED_ON} 0.800: PPO found what it gets wrong (docs/reward-hacking.md)",
+            f"5.25{ITSELF} 0.800: PPO found what the reward gets wrong (docs/reward-hacking.md)",
         ),
-        ({"gold": WORSE, "reward": WORSE}, f"5.25{TRAINED_ON} 0.200"),
+        ({"gold": WORSE, "reward": WORSE}, f"5.25{ITSELF} 0.200"),
         (
             {"reward": BETTER},
-            "5.25: PPO was trained on it, so this proves little; name another judge in eval.yaml",
+            "5.25: the reward itself, which proves little; name another judge in eval.yaml",
         ),
         ({"helpful": BETTER}, " judged by helpful, at a KL of 5.25"),
         (

@@ -11,6 +11,7 @@ from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
 from rlhf_cli.statistics import wilson
 from rlhf_cli.verdict.frontier import deciding_judge
+from rlhf_cli.verdict.sentence import standing
 
 Grade = Literal["good", "early", "look", "bad", "open"]  # early: too few updates; open: absent, or not finished
 GUESS = 0.5
@@ -202,11 +203,11 @@ def of_eval(run: Run) -> Iterator[Finding]:
     if not rates:
         return
     judge = deciding_judge(rates)
-    low, high = rates[judge].get("ci95") or (0.0, 1.0)
-    if high < GUESS:
+    stands = standing(rates[judge])
+    if stands == "worse":
         beside = "read where PPO lost most, under Samples; an earlier policy may be better (Reward against KL)"
         yield Finding("bad", f"PPO loses to SFT by {judge}", Advice((), beside))
-    elif low <= GUESS:
+    elif stands == "undecided":
         more = Advice((Move("raise", "eval.n"),), "more prompts tell smaller differences")
         yield Finding("look", f"PPO and SFT cannot be told apart by {judge}", more)
     else:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.report.advice import NONE, one_voice
-from rlhf_cli.report.findings import GUESS, Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
+from rlhf_cli.report.findings import Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
 from rlhf_cli.verdict.frontier import deciding_judge
+from rlhf_cli.verdict.sentence import standing
 
 ORDER: tuple[Grade, ...] = ("good", "early", "look", "bad")
 
@@ -132,10 +133,11 @@ def _outcome(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _beats(rate: Mapping[str, Any]) -> str:
-    low, high = rate.get("ci95") or (0.0, 1.0)
-    if low > GUESS:
-        return "beats SFT"
-    return "loses to SFT: it is better" if high < GUESS else "cannot be told from SFT: it is better"
+    return {
+        "better": "beats SFT",
+        "undecided": "cannot be told from SFT: it is better",
+        "worse": "loses to SFT: it is better",
+    }[standing(rate)]
 
 
 def _length(report: Mapping[str, Any], rate: Mapping[str, Any]) -> Iterator[str]:

@@ -46,13 +46,13 @@ def _at_equal_length(rate: Mapping[str, Any]) -> str:
 
 def _by_the_reward(rates: Mapping[str, Any], judge: str) -> str:
     if judge == "reward":
-        return ": PPO was trained on it, so this proves little; name another judge in eval.yaml"
+        return ": the reward itself, which proves little; name another judge in eval.yaml"
     if "reward" not in rates:
         return ""
     own = rates["reward"]
-    said = f"; the reward model, which PPO was trained on, says {own['value']:.3f}"
+    said = f"; by the reward itself it wins {own['value']:.3f}"
     if standing(own) == "better" and standing(rates[judge]) == "worse":
-        return f"{said}: PPO found what it gets wrong (docs/reward-hacking.md)"
+        return f"{said}: PPO found what the reward gets wrong (docs/reward-hacking.md)"
     if standing(own) == "better" and standing(rates[judge]) == "undecided":
         return f"{said}, and {judge} does not confirm it"
     return said
