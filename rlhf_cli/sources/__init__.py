@@ -12,9 +12,20 @@ from typing import Any, Literal
 from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
 from rlhf_cli.rows import open_data
 from rlhf_cli.sources import folders, hub
-from rlhf_cli.sources.readers import ENDINGS, Place, ending, read
+from rlhf_cli.sources.readers import ENDINGS, Place, ending, lacks_header, read, told
 
-__all__ = ["HUB_ID", "Place", "Share", "Source", "dataset_of", "is_file_name", "locate", "named"]
+__all__ = [
+    "HUB_ID",
+    "Place",
+    "Share",
+    "Source",
+    "dataset_of",
+    "is_file_name",
+    "lacks_header",
+    "locate",
+    "named",
+    "told",
+]
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(/[\w.-]+)*")
 NAMED = re.compile(r"(?P<name>.+?)(\[(?P<split>[\w.-]+)\])?")
