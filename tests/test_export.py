@@ -276,9 +276,19 @@ def test_the_card_tells_where_it_comes_from_and_what_is_known(copied: Path) -> N
 
 def test_the_card_of_a_reward_model(copied: Path) -> None:
     text = card(exported(copied, "--stage", "reward"))
+    assert "\n# run-reward\n" in text and "Write a prompt here" in text
     accuracy = json.loads((copied / "reward/manifest.json").read_text())["metrics"]["accuracy"]
     assert f"Right on {100 * accuracy:.0f} % [" in text and "`models.adapters" not in text and "| ppo |" not in text
     assert ModelCard(text).data.eval_results[0].metric_value == round(accuracy, 4)
+
+
+def test_a_held_out_prompt_goes_along_only_where_it_is_asked_for(copied: Path) -> None:
+    asked = json.loads((copied / "eval/samples.jsonl").read_text().splitlines()[0])["prompt"]
+    assert f"prompt = {asked!r}" in card(exported(copied, "--show-prompt"))
+    shutil.rmtree(copied / "eval")
+    assert refused_two(
+        rlhf("export", copied, "--out", "out2", "--show-prompt"), "M01", "no evaluation in run, of which"
+    )
 
 
 def test_no_evaluation_of_other_bytes_is_told(copied: Path) -> None:

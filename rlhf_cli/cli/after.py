@@ -90,6 +90,12 @@ def export(
         str | None,
         typer.Option("--dtype", metavar="FORMAT", help="float32, bfloat16 or float16; without it, the run's own."),
     ] = None,
+    show_prompt: Annotated[
+        bool,
+        typer.Option(
+            "--show-prompt", help="Put a held-out prompt of your data into the card's example, for all to read."
+        ),
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -110,7 +116,7 @@ def export(
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     to = export.Repository(push, public) if push is not None else None
     with room.explained(out or folder):
-        export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=to)
+        export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=to, show_prompt=show_prompt)
 
 
 def chat(
