@@ -1,12 +1,4 @@
-"""`rlhf explain`: what a key does, its default and where that comes from; what a code means. Imports no torch.
-
-The source of a default stands in brackets at the end of the key's description, in one of three forms, each with an
-optional `; remark` behind it:
-
-- a paper: AUTHORS YEAR, arXiv NNNN.NNNNN (or a URL), PART    Ouyang et al. 2022, arXiv 2203.02155, section 3.5
-- a system: NAME VERSION, FILE                                TRL 1.16, trl/trainer/sft_config.py
-- a command of this repository that holds the default up      `pytest tests/test_config.py::test_the_expert_defaults`
-"""
+"""`rlhf explain`: what a key does, its default and where that comes from; what a code means. Imports no torch."""
 
 import json
 import re
@@ -25,16 +17,10 @@ from rlhf_cli.codes import CODES
 from rlhf_cli.config import trl
 from rlhf_cli.config.foreign import FOREIGN
 from rlhf_cli.config.keys import PathKey, field_at, field_shape, shape
+from rlhf_cli.config.origins import split
 from rlhf_cli.errors import RLHFError, nearest
 from rlhf_cli.ppo.settings.recipes import RECIPES
 
-FORMS = {
-    "paper": r"(?P<authors>[^,;`]+) (?P<year>\d{4}), (?P<where>arXiv \d{4}\.\d{4,5}|https?://[^\s,;]+), "
-    r"(?P<part>(?:section|table|equation|appendix|detail|algorithm|figure) [^,;]+)",
-    "system": r"(?P<name>[^,;`]+) (?P<version>(?=\S*\d)[\w.+-]+), (?P<file>[\w./-]+\.\w+)",
-    "command": r"`(?P<command>(?:make|pytest|python|rlhf) [^`]+)`",
-}
-BRACKET = re.compile(r"(?P<meaning>.*\S)\s+\[(?P<source>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\]", re.DOTALL)
 PLACES = {
     "data": "a file, a folder or a dataset of the hub",
     "model": "a folder or a hub id",
@@ -45,15 +31,6 @@ PLACES = {
 PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 OUTCOMES = {0: "0: it only ever warns", 1: "1: it fails at run time", 2: "2: told before anything runs"}
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a default comes from: `kind` is paper, system or command, `parts` the groups of its form."""
-
-    kind: str
-    parts: dict[str, str]
-    remark: str | None
 
 
 @dataclass(frozen=True)
@@ -81,21 +58,6 @@ class Entry:
 
 
 Found = tuple[str, str, FieldInfo]  # stage, key, field
-
-
-def parse(text: str) -> Source | None:
-    """The source that a bracket's text names; None where it is of none of the three forms."""
-    for kind, form in FORMS.items():
-        if match := re.fullmatch(rf"{form}(?:; (?P<remark>\S.*))?", text):
-            parts = {name: value for name, value in match.groupdict().items() if value and name != "remark"}
-            return Source(kind, parts, match["remark"])
-    return None
-
-
-def split(description: str) -> tuple[str, str | None]:
-    """(meaning, source) of a description; None where what it ends with is no source."""
-    match = BRACKET.fullmatch(description)
-    return (match["meaning"], match["source"]) if match and parse(match["source"]) else (description, None)
 
 
 def explain(name: str) -> None:

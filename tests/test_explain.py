@@ -14,7 +14,7 @@ from rlhf_cli import cli, config
 from rlhf_cli.codes import CODES
 from rlhf_cli.config import CONFIGS, trl
 from rlhf_cli.config.keys import field_shape
-from rlhf_cli.explain import Source, parse, split
+from rlhf_cli.config.origins import Source, parse, split
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.ppo.settings.recipes import RECIPES
 
