@@ -127,11 +127,23 @@ def chat(
         ),
     ],
     stage: Annotated[
-        str | None, typer.Option("--stage", metavar="STAGE", help="ppo or sft; without it, PPO's policy or else SFT's.")
+        str | None,
+        typer.Option(
+            "--stage",
+            metavar="STAGE",
+            help="ppo or sft; without it, PPO's policy or else SFT's.",
+            autocompletion=completion.talking,
+        ),
     ] = None,
     step: Step = "last",
     compare: Annotated[
-        str | None, typer.Option("--compare", metavar="sft,ppo", help="Both answer each prompt, with the same draws.")
+        str | None,
+        typer.Option(
+            "--compare",
+            metavar="sft,ppo",
+            help="Both answer each prompt, with the same draws.",
+            autocompletion=completion.compared,
+        ),
     ] = None,
     temperature: Annotated[
         float | None,
