@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import Result
 
 from rlhf_cli import checkpoints, room, rows
-from rlhf_cli.models import adapters, loading, tokenizers
+from rlhf_cli.models import adapters, loading, saving, tokenizers
 
 pytestmark = pytest.mark.training
 KINDS = {"causal": AutoModelForCausalLM, "scorer": AutoModelForSequenceClassification}
@@ -377,13 +377,13 @@ def test_m12_another_model_is_not_left_behind(copied: Path, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(adapters, "fold", forgotten)
         assert refused(rlhf("export", copied, "--out", "out"), "M12", "its logits differ by", exit_code=1)
-    save = loading.save_model
+    save = saving.save_model
 
     def changed(model: Any, tokenizer: Any, folder: Path, text: str) -> None:
         save(model, tokenizer, folder, text)
         (folder / "chat_template.jinja").write_text("{{ messages }}")
 
-    monkeypatch.setattr(loading, "save_model", changed)
+    monkeypatch.setattr(saving, "save_model", changed)
     assert refused(rlhf("export", copied, "--out", "out"), "M12", "its chat template is another one", exit_code=1)
 
 
@@ -472,7 +472,7 @@ def test_what_breaks_off_leaves_nothing(full: Path, error: Any, monkeypatch: pyt
         model.save_pretrained(folder)
         raise error
 
-    monkeypatch.setattr(loading, "save_model", write_some)
+    monkeypatch.setattr(saving, "save_model", write_some)
     result = rlhf("export", ".", "--out", "out")
     if isinstance(error, OSError):
         assert refused(result, "E03", "the disk cannot take what is to be written", exit_code=1)

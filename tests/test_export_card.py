@@ -21,7 +21,7 @@ from rlhf_cli.data import transcripts
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.export import card
 from rlhf_cli.export.card import usage
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import saving, tokenizers
 from rlhf_cli.rows import write_jsonl
 
 TEXTS = ["What should I cook tonight?", "A lentil soup: it is quick, and it keeps.", "\n\nHuman: \n\nAssistant:"]
@@ -308,11 +308,11 @@ def test_the_code_runs_and_reads_the_tokens_of_the_training(
         "n_positions" if family == "gpt2" else "max_position_embeddings",
     )
     model = make(kind.architecture, vocab_size=len(spells), pad_token_id=spells.pad_token_id, **{size: 256})
-    loading.set_special_ids(model, spells, data.stop_token_id(spells))
+    saving.set_special_ids(model, spells, data.stop_token_id(spells))
     if stage == "reward":
         model.config.reward_mean, model.config.reward_std = 0.25, 2.0
     folder = run / "out"
-    loading.save_model(model, spells, folder, "")
+    saving.save_model(model, spells, folder, "")
     turn = {"role": "user", "content": 'Say: "it\'s"\n```\nso 😀'}
     shown: Any = [turn] if kind.template or family == "transcripts" else turn["content"]
     prompt: Any = transcripts.render(shown) if family == "transcripts" else shown

@@ -20,7 +20,7 @@ from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, all_of, nearest
 from rlhf_cli.export import card, sameness
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import adapters, loading, publishing, tokenizers
+from rlhf_cli.models import adapters, loading, publishing, saving, tokenizers
 from rlhf_cli.progress import Progress
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,7 +99,7 @@ def _write(
         about = card.subject(found, model, tokenizer, _named(written), name, address, example)
         numbers = model.num_parameters()
         with checkpoints.new_folder(target) as scratch:
-            loading.save_model(model, tokenizer, scratch, card.write(about))
+            saving.save_model(model, tokenizer, scratch, card.write(about))
             for path in scratch.glob("*.safetensors"):  # safetensors lets nobody else read them
                 path.chmod((scratch / "README.md").stat().st_mode)
             del model, about  # the folder's is loaded in its place
