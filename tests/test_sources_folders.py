@@ -134,10 +134,10 @@ def test_what_is_not_there(here: Path) -> None:
 
 
 UNNAMED = [
-    (("mine.csv",), ["mine.csv"], "train is mine.csv, all there is"),
-    (("Feb.CSV", "jan.csv"), ["Feb.CSV", "jan.csv"], "train is Feb.CSV and jan.csv, all there is"),
+    (("mine.csv",), ["mine.csv"], "train is mine.csv"),
+    (("Feb.CSV", "jan.csv"), ["Feb.CSV", "jan.csv"], "train is Feb.CSV and jan.csv"),
     (("1.csv", "2.csv", "3.csv", "4.csv", "sub/5.csv"), ["1.csv", "2.csv", "3.csv", "4.csv", "sub/5.csv"],
-     "train is 1.csv, 2.csv, 3.csv and 2 more, all there is"),
+     "train is 1.csv, 2.csv, 3.csv and 2 more"),
     (("pairs.csv", "test.csv"), ["pairs.csv"], "train is pairs.csv, the rest; test is test.csv"),
     (("pairs.jsonl", "Test.csv"), ["pairs.jsonl"], "train is pairs.jsonl, the rest; test is Test.csv"),
     (("pairs.csv", "my_train.csv"), ["my_train.csv"], "pairs.csv left aside: train is my_train.csv"),
@@ -145,8 +145,8 @@ UNNAMED = [
     (("test.csv",), ["test.csv"], "it has no train, and test is read for it"),
     # neither the YAMLs of a run, of which datasets would make a split, nor notes are data
     (("mine.csv", "eval.yaml", "load.py", "notes.txt", "dev.json", "a.eval"), ["mine.csv"],
-     "train is mine.csv, all there is"),
-    (("notes.json", "config.json"), ["notes.json"], "train is notes.json, all there is"),
+     "train is mine.csv"),
+    (("notes.json", "config.json"), ["notes.json"], "train is notes.json"),
 ]  # fmt: skip
 
 
@@ -178,6 +178,14 @@ def test_it_is_asked_which_of_unlike_files_are_meant(here: Path) -> None:
     assert problem(tables(here / "c", both)).hint == (
         "the first line of 1.csv looks like data: does it lack a header line?"
     )
+    json = {"1.jsonl": "prompt,chosen,rejected", "2.jsonl": "prompt,chosen,rejected,margin"}
+    assert len(Source(str(tables(here / "e", json))).files()) == 2, "a margin is where there is one"
+    assert problem(tables(here / "f", {**json, "3.jsonl": "prompt,completion"})).hint == "name one of them: f/1.jsonl"
+    assert (
+        "2.csv" in problem(tables(here / "g", {name.replace("jsonl", "csv"): each for name, each in json.items()})).text
+    )
+    (tables(here / "h", {"1.csv": "a", "3.csv": "a"}) / "2.csv").write_text("")
+    assert len(Source(str(here / "h")).files()) == 3, "what is empty has no other columns"
     beside_test = problem(tables(here / "d", {"1.csv": "a", "2.csv": "b", "test.csv": "a"}))
     assert "1.csv (a) and 2.csv (b)" in beside_test.text
 
@@ -185,7 +193,7 @@ def test_it_is_asked_which_of_unlike_files_are_meant(here: Path) -> None:
 def test_a_readme_may_say_that_other_kinds_are_the_same_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables(here / "a", {"1.jsonl": "text", "2.jsonl": "text", "3.csv": "other", "README.md": "# a"})
     assert [path.name for path in Source("a").files()] == ["1.jsonl", "2.jsonl"]
-    assert capsys.readouterr().err == "data     a: train is 1.jsonl and 2.jsonl, all there is\n"
+    assert capsys.readouterr().err == "data     a: train is 1.jsonl and 2.jsonl\n"
     head = "---\nconfigs:\n- config_name: default\n  data_files: [{split: train, path: 3.csv}]\n---\n"
     tables(here / "b", {"1.jsonl": "text", "3.csv": "other", "README.md": head})
     assert [path.name for path in Source("b").files()] == ["3.csv"]

@@ -121,8 +121,9 @@ class Source:
         return hub.FirstRows(dataset, self.subset, split, self.splits, self.revision, self.max_rows)
 
     def _of_folder(self, folder: Path, split: str | None) -> list[Path]:
-        found = folders.splits(folder, self.subset, self.where)
-        return folders.pick(found, split, self.splits, self.shown().removesuffix(f"[{split}]"), self.where)
+        name = self.shown().removesuffix(f"[{split}]")
+        found = folders.splits(folder, name, self.subset, self.where)
+        return folders.pick(found, split, self.splits, name, self.where)
 
 
 def named(text: str, base: str = "") -> tuple[str, str | None]:

@@ -19,32 +19,33 @@ SHOWN = 3  # names of files in a message
 Files = dict[str, list[Path]]  # split -> its files in order, relative to the folder
 
 
-def splits(folder: Path, subset: str | None, where: str | None) -> Files:
+def splits(folder: Path, name: str, subset: str | None, where: str | None) -> Files:
     """Split -> its files in order: by the README's `configs`, by folders and by names.
 
-    Files that no name gives to a split are `train` where no others are, which is said. Raises RLHFError D01 where there
-    are none, no such subset, or where such files are of several kinds or have other columns.
+    `name` is the folder's in messages. Files that no name gives to a split are `train` where no others are, which is
+    said. Raises RLHFError D01 where there are none, no such subset, or where such files are of several kinds or have
+    other columns.
     """
     if not os.path.isdir(folder):
-        raise RLHFError("D01", f"no such folder {shown(folder)}", where=where)
+        raise RLHFError("D01", f"no such folder {name}", where=where)
     data = _data_files(folder)
     if not data:
-        raise _none_there(folder, where)
-    told = _tells_its_splits(folder)
+        raise _none_there(folder, name, where)
+    declared = _declares_splits(folder)
     with TemporaryDirectory() as scratch:
         mirror = Path(scratch).resolve() / "data"
-        links = _link(folder.resolve(), data, mirror, small=not told)
+        links = _link(folder.resolve(), data, mirror, small=not declared)
         try:
             found = builder(str(mirror), subset).config.data_files or {}
         except Exception as error:  # each of its many kinds of refusal is one of ours: nothing to read here
-            raise refused(str(mirror), shown(folder), subset, where, error) from error
-        files = {str(split): [links[str(name)] for name in of_it] for split, of_it in found.items()}
-    if not told:
-        files = _with_unnamed(folder, files, data, where)
+            raise refused(str(mirror), name, subset, where, error) from error
+        files = {str(split): [links[str(link)] for link in of_it] for split, of_it in found.items()}
+    if not declared:
+        files = _with_unnamed(folder, name, files, data, where)
     return {split: [folder / path for path in of_it] for split, of_it in files.items()}
 
 
-def _with_unnamed(folder: Path, files: Files, data: Sequence[Path], where: str | None) -> Files:
+def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], where: str | None) -> Files:
     """Of files without a split's word in their names `datasets` takes the commonest kind; beside named ones, none."""
     taken = {path for of_it in files.values() for path in of_it}
     by_name = {split: of_it for split, of_it in files.items() if split != "train" or any(map(_is_named, of_it))}
@@ -52,33 +53,39 @@ def _with_unnamed(folder: Path, files: Files, data: Sequence[Path], where: str |
     if (folder / README).exists():  # a dataset as the hub has it: other kinds are its other forms
         rest = [path for path in rest if ending(path) in set(map(ending, taken))]
     elif rest and "train" in by_name:
-        _say_once(f"data     {shown(folder)}: {_listed(rest)} left aside: train is {_listed(by_name['train'])}")
+        _say_once(f"data     {name}: {_listed(rest)} left aside: train is {_listed(by_name['train'])}")
     if not rest or "train" in by_name:
         return by_name
-    _refuse_unlike(folder, rest, where)
+    _refuse_unlike(folder, name, rest, where)
     others = "".join(f"; {split} is {_listed(of_it)}" for split, of_it in by_name.items())
-    _say_once(f"data     {shown(folder)}: train is {_listed(rest)}, {'the rest' if others else 'all there is'}{others}")
+    _say_once(f"data     {name}: train is {_listed(rest)}{', the rest' if others else ''}{others}")
     return {"train": rest, **by_name}
 
 
-def _refuse_unlike(folder: Path, files: Sequence[Path], where: str | None) -> None:
+def _refuse_unlike(folder: Path, name: str, files: Sequence[Path], where: str | None) -> None:
     """D01 where files that would be read as one are of several kinds, or have other columns in their first rows."""
-    name = f"name one of them: {shown(folder / files[0])}"
+    hint = f"name one of them: {shown(folder / files[0])}"
     if len(set(map(ending, files))) > 1:
-        text = f"{shown(folder)} holds data files of several kinds, {_listed(files)}: which of them are meant?"
-        raise RLHFError("D01", text, where=where, hint=name)
-    first, *others = files
-    columns = _columns(folder / first)
-    for path in others:
-        if (theirs := _columns(folder / path)) != columns:
-            text = (
-                f"{shown(folder)} holds files of different columns, {first} ({told(columns)}) and {path} "
-                f"({told(theirs)}): which of them are meant?"
-            )
-            raise RLHFError("D01", text, where=where, hint=lacks_header(first, columns) or name)
+        text = f"{name} holds data files of several kinds, {_listed(files)}: which of them are meant?"
+        raise RLHFError("D01", text, where=where, hint=hint)
+    filled = [(path, columns) for path in files if (columns := _columns(folder / path))]
+    for path, columns in filled[1:]:
+        first, its = filled[0]
+        if _are_unlike(its, columns, ending(path)):
+            text = f"{name} holds files of different columns, {first} ({told(its)}) and {path} ({told(columns)})"
+            hint = lacks_header(first, its) or lacks_header(path, columns) or hint
+            raise RLHFError("D01", f"{text}: which of them are meant?", where=where, hint=hint)
+
+
+def _are_unlike(one: Sequence[str], other: Sequence[str], kind: str) -> bool:
+    """JSON may leave a column out that a row has no use for; a table has all of its columns."""
+    if kind in (".jsonl", ".ndjson", ".json"):
+        return not (set(one) <= set(other) or set(other) <= set(one))
+    return one != other
 
 
 def _columns(path: Path) -> list[str]:
+    """Those of the first row; of no row, none."""
     return next((sorted(row) for _, row in read(path)), [])
 
 
@@ -103,16 +110,16 @@ def _data_files(folder: Path) -> list[Path]:
     return data or [path for path in seen if ending(path) in ENDINGS and path.name not in NO_DATA]
 
 
-def _none_there(folder: Path, where: str | None) -> RLHFError:
+def _none_there(folder: Path, name: str, where: str | None) -> RLHFError:
     found = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    text = f"{shown(folder)} holds no data files" + (f", but {_listed(found)}" if found else "")
+    text = f"{name} holds no data files" + (f", but {_listed(found)}" if found else "")
     hint = f"a data file ends in {', '.join(ENDINGS)}, or in one of them and .gz"
     if any(path.suffix == ".arrow" for path in found):
         hint = 'Arrow is read as Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
     return RLHFError("D01", text, where=where, hint=hint)
 
 
-def _tells_its_splits(folder: Path) -> bool:
+def _declares_splits(folder: Path) -> bool:
     """Whether the README says which files are which split."""
     readme = folder / README
     return readme.is_file() and b"\nconfigs:" in readme.read_bytes()

@@ -12,7 +12,7 @@ from rlhf_cli.export.card.subject import Subject
 from rlhf_cli.report.texts import visible
 
 ASKED = "Write a prompt here, of the kind that it was trained on."
-ROWS, LONGEST = 100, 400  # that are looked at for a short one, and its characters
+ROWS, LONGEST = 1000, 400  # that are looked at for a short one, and its characters
 
 Prompt = str | Conversation
 
