@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_cli import config, presets
+from rlhf_cli import config, presets, run_folders
 from rlhf_cli.chat.cast import _compared
 from rlhf_cli.cli import app, completion
 from rlhf_cli.config.stages import CONFIGS
@@ -110,8 +110,8 @@ def test_what_is_offered_in_bash(here: Path, line: str, offered: list[str]) -> N
 
 @pytest.mark.parametrize("command", ["run", "chat", "report", "status", "export", "replay"])
 def test_presets_are_no_runs_and_can_be_checked(here: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    shutil.copytree(presets.configs_folder() / "ci", here / "configs/ci")
-    monkeypatch.setattr(presets, "configs_folder", lambda: here / "configs")
+    shutil.copytree(run_folders.configs_folder() / "ci", here / "configs/ci")
+    monkeypatch.setattr(run_folders, "configs_folder", lambda: here / "configs")
     assert tab(f"rlhf {command} ") == ["runs/demo", "runs/deep/er"] and tab(f"rlhf {command} configs/") == []
     assert "configs/ci" in tab("rlhf check ") and "configs/ci" in tab("rlhf plan configs/")
 

@@ -36,9 +36,7 @@ def quietly(offer: Callable[..., Offer]) -> Callable[..., Offer]:
 @quietly
 def runs(incomplete: str) -> Offer:
     """Folders of runs, near what is typed, but those of the presets: nobody has run them."""
-    from rlhf_cli.presets import configs_folder
-
-    presets = configs_folder().resolve()
+    presets = run_folders.configs_folder().resolve()
     _, base = _place(incomplete)
     return _offered(incomplete, [name for name in _runs(base) if presets not in (base / name).resolve().parents])
 
