@@ -1,12 +1,4 @@
-"""`rlhf explain`: what a key does, its default and where that comes from; what a code means. Imports no torch.
-
-The source of a default stands in brackets at the end of the key's description, in one of three forms, each with an
-optional `; remark` behind it:
-
-- a paper: AUTHORS YEAR, arXiv NNNN.NNNNN (or a URL), PART    Ouyang et al. 2022, arXiv 2203.02155, section 3.5
-- a system: NAME VERSION, FILE                                TRL 1.16, trl/trainer/sft_config.py
-- a command of this repository that holds the default up      `pytest tests/test_config.py::test_the_expert_defaults`
-"""
+"""`rlhf explain`: what a key does, its default and where that comes from; what a code means. Imports no torch."""
 
 import json
 import re
@@ -25,16 +17,11 @@ from rlhf_cli.codes import CODES
 from rlhf_cli.config import trl
 from rlhf_cli.config.foreign import FOREIGN
 from rlhf_cli.config.keys import PathKey, field_at, field_shape, shape
+from rlhf_cli.config.origins import split
 from rlhf_cli.errors import RLHFError, nearest
 from rlhf_cli.ppo.settings.recipes import RECIPES
+from rlhf_cli.report import ranges
 
-FORMS = {
-    "paper": r"(?P<authors>[^,;`]+) (?P<year>\d{4}), (?P<where>arXiv \d{4}\.\d{4,5}|https?://[^\s,;]+), "
-    r"(?P<part>(?:section|table|equation|appendix|detail|algorithm|figure) [^,;]+)",
-    "system": r"(?P<name>[^,;`]+) (?P<version>(?=\S*\d)[\w.+-]+), (?P<file>[\w./-]+\.\w+)",
-    "command": r"`(?P<command>(?:make|pytest|python|rlhf) [^`]+)`",
-}
-BRACKET = re.compile(r"(?P<meaning>.*\S)\s+\[(?P<source>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\]", re.DOTALL)
 PLACES = {
     "data": "a file, a folder or a dataset of the hub",
     "model": "a folder or a hub id",
@@ -45,15 +32,6 @@ PLACES = {
 PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 OUTCOMES = {0: "0: it only ever warns", 1: "1: it fails at run time", 2: "2: told before anything runs"}
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a default comes from: `kind` is paper, system or command, `parts` the groups of its form."""
-
-    kind: str
-    parts: dict[str, str]
-    remark: str | None
 
 
 @dataclass(frozen=True)
@@ -83,24 +61,12 @@ class Entry:
 Found = tuple[str, str, FieldInfo]  # stage, key, field
 
 
-def parse(text: str) -> Source | None:
-    """The source that a bracket's text names; None where it is of none of the three forms."""
-    for kind, form in FORMS.items():
-        if match := re.fullmatch(rf"{form}(?:; (?P<remark>\S.*))?", text):
-            parts = {name: value for name, value in match.groupdict().items() if value and name != "remark"}
-            return Source(kind, parts, match["remark"])
-    return None
-
-
-def split(description: str) -> tuple[str, str | None]:
-    """(meaning, source) of a description; None where what it ends with is no source."""
-    match = BRACKET.fullmatch(description)
-    return (match["meaning"], match["source"]) if match and parse(match["source"]) else (description, None)
-
-
 def explain(name: str) -> None:
-    """Print what a key, a section or a code is. Raises RLHFError C01 for what is none of them."""
-    found, said = _find(name), _renamed(name)
+    """Print what a key, a section or a code is; of a word that is none of them, the keys and metrics that have to do
+    with it. Capitals do not count. Raises RLHFError C01 where there are none.
+    """
+    found = _find(name) or _find(name.lower())
+    said = _renamed(name) or _renamed(name.lower())
     if name.upper() in CODES:
         _show_code(name.upper())
     elif found:
@@ -108,14 +74,23 @@ def explain(name: str) -> None:
         elsewhere = [each for each in _ending_in(name) if each not in found]
         for key, files in _files_by((key, stage) for stage, key, _ in elsewhere).items():
             terminal.out(f"\nalso {key}   ({files})")
+        like = [each for each in _named_like(name) if each not in found]
+        if like and not any(_is_section(field) for *_, field in found):
+            terminal.out(f"\nalso with {name.lower()} in the name:")
+            _show_lines(like)
+        _show_metrics(name)
     elif said:
         new, text = said
         terminal.out(text + "\n")
         _show(new)
     elif name.startswith("trainer.") or any(name in trl.fields_of(stage) for stage in trl.TRAINERS):
         _show_field(name.removeprefix("trainer."))
-    else:
+    elif name.rpartition(".")[2] in FOREIGN or not (_named_like(name) or _telling_of(name) or _metrics(name)):
         raise _unknown(name)
+    else:
+        terminal.out(f"no key is called {name}; this has to do with it:")
+        _show_lines(_named_like(name) or _telling_of(name))
+        _show_metrics(name)
 
 
 def explain_all() -> None:
@@ -155,6 +130,25 @@ def _find(name: str) -> list[Found]:
 
 def _ending_in(name: str) -> list[Found]:
     return [each for each in _keys() if each[1].endswith(f".{name}")]
+
+
+def _named_like(name: str) -> list[Found]:
+    """The keys in whose own names all words of `name` stand."""
+    return [] if "." in name else [each for each in _keys() if _words(name) <= _words(each[1].rpartition(".")[2])]
+
+
+def _telling_of(name: str) -> list[Found]:
+    """The keys in whose meanings all words of `name` stand."""
+    return [each for each in _keys() if _words(name) <= _words(split(each[2].description or "")[0])]
+
+
+def _metrics(name: str) -> list[tuple[str, str]]:
+    """(metric, title) of those in whose names all words of `name` stand."""
+    return [(rule.key, rule.title) for rule in ranges.RULES if _words(name) <= _words(rule.key)]
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall("[a-z0-9]+", text.lower()))
 
 
 def _at(stage: str, name: str) -> Found | None:
@@ -303,7 +297,12 @@ def _show(found: list[Found]) -> None:
     sections = [((key, split(field.description or "")[0]), stage) for stage, key, field in found if _is_section(field)]
     for (key, meaning), files in _files_by(sections).items():
         terminal.out(f"{key}   ({files})   {meaning}")
-    for files, entries in _by_files(_entries(each for each in inner if not _is_section(each[2]))).items():
+    _show_lines(inner)
+
+
+def _show_lines(found: Iterable[Found]) -> None:
+    """One line for each key, by the files that have it."""
+    for files, entries in _by_files(_entries(each for each in found if not _is_section(each[2]))).items():
         terminal.out(f"\n{files}")
         name = max(len(entry.name) for entry in entries)
         default = max(len(entry.facts.default) for entry in entries)
@@ -311,6 +310,14 @@ def _show(found: list[Found]) -> None:
             start = f"  {entry.name:<{name}}  {entry.facts.default:<{default}}  "
             sentence = re.split(r"\. (?=[A-Z])", entry.facts.meaning)[0].rstrip(".")
             terminal.out(start + textwrap.shorten(sentence, max(20, _width() - len(start)), placeholder=" ..."))
+
+
+def _show_metrics(name: str) -> None:
+    if found := _metrics(name):
+        terminal.out("\nmetrics of PPO (docs/metrics.md)")
+        width = max(len(key) for key, _ in found)
+        for key, title in found:
+            terminal.out(f"  {key:<{width}}  {title}")
 
 
 def _holds(outer: Found, inner: Found) -> bool:

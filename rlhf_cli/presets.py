@@ -13,6 +13,7 @@ from rlhf_cli.config.paths import resolved_data
 from rlhf_cli.demo import world
 from rlhf_cli.errors import RLHFError, nearest, shown
 from rlhf_cli.processes import OURSELVES
+from rlhf_cli.run_folders import configs_folder
 
 COPIED = (".yaml", ".py", ".jinja")
 BASE = "base"  # the folder whose own run makes the base model
@@ -131,9 +132,3 @@ def init_preferences(
         seed=seed,
     )
     preferences.write(folder, configs_folder() / "preferences", wish)
-
-
-def configs_folder() -> Path:
-    """configs/, which the wheel carries inside the package and a source checkout has beside it."""
-    inside = Path(__file__).parent / "configs"
-    return inside if inside.is_dir() else Path(__file__).parents[1] / "configs"

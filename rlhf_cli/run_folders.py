@@ -1,4 +1,7 @@
-"""Which folders are runs: those that hold a stage's config or its output. Imports nothing, and answers at once."""
+"""Which folders are runs: those that hold a stage's config or its output; and where the presets are, which are none.
+
+Imports nothing, and answers at once.
+"""
 
 import os
 from collections import deque
@@ -6,6 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 STAGES = ("sft", "reward", "ppo", "eval")  # in the order of the chain
+
+
+def configs_folder() -> Path:
+    """The presets: configs/, which the wheel carries inside the package and a source checkout has beside it."""
+    inside = Path(__file__).parent / "configs"
+    return inside if inside.is_dir() else Path(__file__).parents[1] / "configs"
 
 
 def is_begun(folder: Path) -> bool:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.config import load
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading
+from rlhf_cli.models import fresh, loading, saving
 
 pytestmark = pytest.mark.training
 
@@ -118,8 +118,8 @@ def test_c17_a_model_of_which_4_bits_can_hold_nothing(
 ) -> None:
     monkeypatch.chdir(write(tmp_path / "run", world))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = loading.new_causal(sizes, world.tokenizer())
-    loading.save_model(model, world.tokenizer(), Path("model"), "A narrow base model.")
+    model = fresh.new_causal(sizes, world.tokenizer())
+    saving.save_model(model, world.tokenizer(), Path("model"), "A narrow base model.")
     says = ("4 bits hold layers of a width that 64 divides, and the model has none", "hint: set it to lora")
     result = rlhf("sft", "-s", "model.adapters.kind=qlora")
     assert result.exit_code == 2 and "error[C17]" in result.stderr and all(text in result.stderr for text in says)

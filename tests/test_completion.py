@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_cli import config, presets
+from rlhf_cli import config, presets, run_folders
+from rlhf_cli.chat.cast import _compared
 from rlhf_cli.cli import app, completion
 from rlhf_cli.config.stages import CONFIGS
 
@@ -70,6 +71,9 @@ def tab(line: str, shell: str = "bash") -> list[str]:
         ("rlhf export --step 3 runs/demo --step ", ["last", "selected", "2", "30"]),
         ("rlhf report runs/demo/ppo --step 3", ["30"]),
         ("rlhf export runs/deep/er --step ", ["last", "selected"]),
+        ("rlhf chat runs/demo --compare ", ["sft,ppo", "ppo,sft"]),
+        ("rlhf chat runs/demo --compare sft,", ["sft,ppo"]),
+        ("rlhf chat runs/demo --stage ", ["ppo", "sft"]),
         ("rlhf run runs/demo --only ", [*CONFIGS]),
         ("rlhf schema r", ["reward"]),
         ("rlhf init re", ["reviews"]),
@@ -102,6 +106,19 @@ def tab(line: str, shell: str = "bash") -> list[str]:
 )
 def test_what_is_offered_in_bash(here: Path, line: str, offered: list[str]) -> None:
     assert tab(line) == offered
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "report", "status", "export", "replay"])
+def test_presets_are_no_runs_and_can_be_checked(here: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    shutil.copytree(run_folders.configs_folder() / "ci", here / "configs/ci")
+    monkeypatch.setattr(run_folders, "configs_folder", lambda: here / "configs")
+    assert tab(f"rlhf {command} ") == ["runs/demo", "runs/deep/er"] and tab(f"rlhf {command} configs/") == []
+    assert "configs/ci" in tab("rlhf check ") and "configs/ci" in tab("rlhf plan configs/")
+
+
+def test_what_is_offered_can_be_compared() -> None:
+    for offered in completion.compared(""):
+        assert set(_compared(offered, None)) == set(completion.talking(""))
 
 
 def test_shells_that_keep_words_whole_are_offered_the_key_with_its_values(here: Path) -> None:

@@ -309,6 +309,38 @@ def test_bad_pairs(tokenizer: Any, tmp_path: Path, contents: list, code: str, pl
     assert place in str(error) and text in str(error), str(error)
 
 
+ASKED, SAID = "How do I make a soup?", "With pleasure! Just add some leek."
+SEEMS = "the first line of {} looks like data: does it lack a header line"
+COLUMNS = "name the file's columns, for example data.columns: "
+NO_HEADER = [
+    (data.sft_rows, "a.csv", f"{ASKED},{SAID}\nb,c\n", {}, SEEMS.format("a.csv") + " 'prompt,completion'?"),
+    (data.sft_rows, "a.tsv", f"{ASKED}\t{SAID}\nb\tc\n", {}, SEEMS.format("a.tsv") + " 'prompt\\tcompletion'?"),
+    (data.preference_rows, "a.csv", f"{ASKED},{SAID},No.\nb,c,d\n", {},
+     SEEMS.format("a.csv") + " 'prompt,chosen,rejected'?"),
+    (data.preference_rows, "a.csv", f"{ASKED},{SAID}\nb,c\n", {}, SEEMS.format("a.csv") + " 'chosen,rejected'?"),
+    # the file's own names, where they are told
+    (data.sft_rows, "a.csv", f"How,{ASKED} {SAID}\nb,c\n", {"prompt": "how", "completion": "said"},
+     SEEMS.format("a.csv") + " 'how,said'?"),
+    (data.preference_rows, "a.csv", f"{ASKED},{ASKED},{SAID}\nb,c,d\n", {}, SEEMS.format("a.csv") + "?"),
+    # names, though none of ours, or not in a header
+    (data.sft_rows, "a.csv", "question,answer\nb,c\n", {}, COLUMNS + "{prompt: question}"),
+    (data.sft_rows, "a.csv", f"prompt,What do you prefer?,{ASKED}\nb,c,d\n", {},
+     COLUMNS + "{completion: What do you prefer?}"),
+    (data.sft_rows, "a.jsonl", f'{{"{ASKED}": "b", "{SAID}": "c"}}\n', {}, COLUMNS + f"{{prompt: {ASKED}}}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("read", "name", "text", "columns", "hint"), NO_HEADER)
+def test_a_first_row_taken_for_names_of_columns_is_told(
+    tmp_path: Path, read: Any, name: str, text: str, columns: dict[str, str], hint: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    error = problems_of(read, Source(str(tmp_path / name), columns=columns), None)
+    (problem,) = error.problems
+    assert problem.code in ("D02", "D03") and problem.hint == hint
+    assert len(problem.text) < 200  # a row is not told as a whole
+
+
 RAW = [
     (b'{"prompt": "a", "completion": "b"}\n{"prompt": "a",\n', "D03", "rows.jsonl:2:16"),
     (b'{"prompt": "a", "completion": "b"}\n{"prompt": "caf\xe9"}\n', "D04", "rows.jsonl:2: byte 0xE9"),

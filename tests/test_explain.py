@@ -14,7 +14,7 @@ from rlhf_cli import cli, config
 from rlhf_cli.codes import CODES
 from rlhf_cli.config import CONFIGS, trl
 from rlhf_cli.config.keys import field_shape
-from rlhf_cli.explain import Source, parse, split
+from rlhf_cli.config.origins import Source, parse, split
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.ppo.settings.recipes import RECIPES
 
@@ -255,7 +255,26 @@ def test_types_and_defaults_are_told_in_words(key: str, value: str, default: str
 
 def test_a_last_name_finds_every_key_of_that_name() -> None:
     titles = [line for line in said("learning_rate").splitlines() if line and not line.startswith(" ")]
-    assert titles == [f"{stage}.learning_rate   ({stage}.yaml)" for stage in ("sft", "reward", "ppo")]
+    assert titles[:3] == [f"{stage}.learning_rate   ({stage}.yaml)" for stage in ("sft", "reward", "ppo")]
+    assert titles[3:] == ["also with learning_rate in the name:", "ppo.yaml"]
+    assert "\n  ppo.value_learning_rate  " in said("learning_rate") and "\nalso" not in said("ppo.learning_rate")
+
+
+def test_a_word_finds_the_keys_and_metrics_that_have_it_in_their_names() -> None:
+    for name in ("KL", "kl"):
+        text = said(name)
+        assert text.startswith("ppo.watchdog.kl   (ppo.yaml)\n")
+        assert all(f"\n  {key} " in text for key in ("ppo.kl_coef", "ppo.target_kl", "eval.select.kl_max"))
+        assert "\n  objective/kl_k1  KL to the SFT policy\n" in text and text.count("ppo.watchdog.kl ") == 1
+    text = said("Entropy")
+    assert text.startswith("no key is called Entropy; this has to do with it:\n\nppo.yaml\n  ppo.entropy_coef  0.0  ")
+    assert "policy/entropy_avg" in text
+    assert said("KL_Coef") == said("kl_coef") and said("PPO.KL_COEF") == said("ppo.kl_coef")
+    assert "\n  objective/kl_k1  KL" in said("objective/kl_k1")
+
+
+def test_a_word_of_no_name_finds_the_keys_whose_meanings_have_it() -> None:
+    assert "\n  ppo.optim  " in said("bytes") and "\n  ppo.packing  " in said("Padding")
 
 
 def test_what_files_share_is_told_once() -> None:
@@ -266,7 +285,7 @@ def test_what_files_share_is_told_once() -> None:
 
 def test_a_section_tells_keys_of_the_same_name_elsewhere() -> None:
     assert said("reward").endswith("\n\nalso models.reward   (ppo.yaml, eval.yaml)\n")
-    assert "also " not in said("seed") + said("output")
+    assert "also " not in said("bf16") + said("output")
 
 
 def test_names_of_the_users_own_are_told_by_what_holds_them() -> None:

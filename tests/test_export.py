@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import Result
 
 from rlhf_cli import checkpoints, room, rows
-from rlhf_cli.models import adapters, loading, tokenizers
+from rlhf_cli.models import adapters, loading, saving, tokenizers
 
 pytestmark = pytest.mark.training
 KINDS = {"causal": AutoModelForCausalLM, "scorer": AutoModelForSequenceClassification}
@@ -276,9 +276,19 @@ def test_the_card_tells_where_it_comes_from_and_what_is_known(copied: Path) -> N
 
 def test_the_card_of_a_reward_model(copied: Path) -> None:
     text = card(exported(copied, "--stage", "reward"))
+    assert "\n# run-reward\n" in text and "Write a prompt here" in text
     accuracy = json.loads((copied / "reward/manifest.json").read_text())["metrics"]["accuracy"]
     assert f"Right on {100 * accuracy:.0f} % [" in text and "`models.adapters" not in text and "| ppo |" not in text
     assert ModelCard(text).data.eval_results[0].metric_value == round(accuracy, 4)
+
+
+def test_a_held_out_prompt_goes_along_only_where_it_is_asked_for(copied: Path) -> None:
+    asked = json.loads((copied / "eval/samples.jsonl").read_text().splitlines()[0])["prompt"]
+    assert f"prompt = {asked!r}" in card(exported(copied, "--show-prompt"))
+    shutil.rmtree(copied / "eval")
+    assert refused_two(
+        rlhf("export", copied, "--out", "out2", "--show-prompt"), "M01", "no evaluation in run, of which"
+    )
 
 
 def test_no_evaluation_of_other_bytes_is_told(copied: Path) -> None:
@@ -367,13 +377,13 @@ def test_m12_another_model_is_not_left_behind(copied: Path, monkeypatch: pytest.
     with monkeypatch.context() as patched:
         patched.setattr(adapters, "fold", forgotten)
         assert refused(rlhf("export", copied, "--out", "out"), "M12", "its logits differ by", exit_code=1)
-    save = loading.save_model
+    save = saving.save_model
 
     def changed(model: Any, tokenizer: Any, folder: Path, text: str) -> None:
         save(model, tokenizer, folder, text)
         (folder / "chat_template.jinja").write_text("{{ messages }}")
 
-    monkeypatch.setattr(loading, "save_model", changed)
+    monkeypatch.setattr(saving, "save_model", changed)
     assert refused(rlhf("export", copied, "--out", "out"), "M12", "its chat template is another one", exit_code=1)
 
 
@@ -462,7 +472,7 @@ def test_what_breaks_off_leaves_nothing(full: Path, error: Any, monkeypatch: pyt
         model.save_pretrained(folder)
         raise error
 
-    monkeypatch.setattr(loading, "save_model", write_some)
+    monkeypatch.setattr(saving, "save_model", write_some)
     result = rlhf("export", ".", "--out", "out")
     if isinstance(error, OSError):
         assert refused(result, "E03", "the disk cannot take what is to be written", exit_code=1)

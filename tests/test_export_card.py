@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from report_run import CARD, begin, change, configs, metrics, report, sha_of, win, write_run
+from report_run import CARD, begin, change, configs, finish, metrics, report, sha_of, win, write_run
 
 from rlhf_cli import data
 from rlhf_cli.checkpoints import Chosen, Parent
+from rlhf_cli.data import transcripts
+from rlhf_cli.errors import RLHFError
 from rlhf_cli.export import card
 from rlhf_cli.export.card import usage
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import saving, tokenizers
 from rlhf_cli.rows import write_jsonl
 
 TEXTS = ["What should I cook tonight?", "A lentil soup: it is quick, and it keeps.", "\n\nHuman: \n\nAssistant:"]
@@ -146,6 +149,27 @@ def test_what_was_not_evaluated_says_so_and_has_no_numbers(run: Path, tokenizer:
     text = written(run, tokenizer)
     assert "No evaluation of this very model was found beside it." in text and "not evaluated" in text
     assert ModelCard(text).data.eval_results is None and not re.search("over SFT|gold|heldout", text)
+
+
+def test_two_trainings_of_a_kind_are_told_apart(run: Path, tokenizer: Any) -> None:
+    for place, key in (("base/sft", "base-model"), ("older/base/sft", "older-model")):
+        begin(run / place, {**configs()["sft"], "sft": {"learning_rate": 0.5}, "data": {"train": f"../{key}.jsonl"}})
+        finish(run / place, step=450, model_sha256=key, data={"data.train": "ab" * 32})
+    older = {"model.path": {"path": "../../older/base/sft", "stage": "sft", "sha256": "older-model"}}
+    change(run / "base/sft/manifest.json", parents=older)
+    below = {"model.path": {"path": "../base/sft", "stage": "sft", "sha256": "base-model"}}
+    change(run / "sft/manifest.json", parents=below)
+    evaluated = json.loads((run / "eval/manifest.json").read_text())["parents"]
+    change(run / "eval/manifest.json", parents={**evaluated, "models.base": below["model.path"]})
+    told = report()
+    change(run / "eval/report.json", models={"base": told["models"]["sft"], **told["models"]})
+    text = written(run, tokenizer)
+    assert "| sft | base/sft `base-model` | " in text and "| base/sft | base/sft olde `older-model` | " in text
+    for line in ("`sft.learning_rate` | `0.5` | `2e-05` |", "`data.train` | `base-model.jsonl` |"):
+        assert f"| base/sft | {line}" in text and f"\n| sft | {line}" not in text
+    rows = re.findall(r"^\| \S+ \| `[^|]*` \|", text.replace("sft olde", "sft-olde"), re.MULTILINE)
+    assert len(rows) == len(set(rows)) >= 8, "no row twice"
+    assert "- base: base/sft `base-model`\n- SFT: sft `sft-model`\n- PPO: this model\n" in text
 
 
 # Which policy
@@ -284,17 +308,17 @@ def test_the_code_runs_and_reads_the_tokens_of_the_training(
         "n_positions" if family == "gpt2" else "max_position_embeddings",
     )
     model = make(kind.architecture, vocab_size=len(spells), pad_token_id=spells.pad_token_id, **{size: 256})
-    loading.set_special_ids(model, spells, data.stop_token_id(spells))
+    saving.set_special_ids(model, spells, data.stop_token_id(spells))
     if stage == "reward":
         model.config.reward_mean, model.config.reward_std = 0.25, 2.0
     folder = run / "out"
-    loading.save_model(model, spells, folder, "")
-    prompt: Any = usage.TRANSCRIPT if family == "transcripts" else usage.QUESTION
-    if kind.template:
-        prompt = [{"role": "user", "content": usage.QUESTION}]
+    saving.save_model(model, spells, folder, "")
+    turn = {"role": "user", "content": 'Say: "it\'s"\n```\nso 😀'}
+    shown: Any = [turn] if kind.template or family == "transcripts" else turn["content"]
+    prompt: Any = transcripts.render(shown) if family == "transcripts" else shown
     ids = data.encode(spells, prompt, None)[0]
     asks(run, stage, prompt)
-    about = card.subject(chosen(run, stage), model, spells, "float32", "policy", ".")
+    about = card.subject(chosen(run, stage), model, spells, "float32", "policy", ".", shown)
     torch.manual_seed(0)
     space = asked(usage.snippet(about), folder, monkeypatch)
     said = capsys.readouterr().out
@@ -320,6 +344,37 @@ def asks(run: Path, stage: str, prompt: Any) -> None:
     write_jsonl(run / f"{stage}_rows.jsonl", [row])
     settings = {"ppo": {"total_episodes": 8, "response_length": 53}} if stage == "ppo" else {}
     begin(run / stage, {"stage": stage, "run": "..", "seed": 0, "data": {key: f"../{stage}_rows.jsonl"}, **settings})
+
+
+def test_a_prompt_of_the_data_stands_in_it_where_that_was_asked_for(run: Path, tokenizer: Any) -> None:
+    assert "Write a prompt here, of the kind" in written(run, tokenizer)
+    with pytest.raises(RLHFError) as caught:
+        card.held_out(Chosen(Parent("RUN", run / "none/ppo", "ppo", run, "", {}), None, True, None))
+    assert caught.value.problems[0].code == "M01" and "rlhf eval" in str(caught.value.problems[0].hint)
+
+    def shown(*prompts: Any) -> Any:
+        write_jsonl(run / "heldout.jsonl", [{"prompt": prompt} for prompt in prompts])
+        begin(run / "eval", {**configs()["eval"], "data": {"prompts": "../heldout.jsonl"}})
+        return card.held_out(chosen(run))
+
+    assert shown("long" * 101, "Short?", "b") == "Short?" and shown("long" * 120, "long" * 101) == "long" * 101
+    assert shown([{"role": "user", "content": "Short?"}]) == [{"role": "user", "content": "Short?"}]
+    (run / "heldout.jsonl").unlink()
+    with pytest.raises(RLHFError, match="D01"):
+        card.held_out(chosen(run))
+
+
+def test_the_prompt_is_written_as_the_training_wrote_them(run: Path, tokenizer: Any) -> None:
+    def lines(prompts: str, shown: Any) -> str:
+        about = card.subject(chosen(run), tiny.causal(), tokenizer, "float32", "policy", ".", shown)
+        return usage.snippet(replace(about, prompts=prompts))
+
+    talk = [{"role": "user", "content": "Soup?"}]
+    assert "prompt = 'Soup?'" in lines("text", "Soup?") and f"messages = {talk}" in lines("template", "Soup?")
+    dialogue = "prompt = '\\n\\nHuman: Soup?\\n\\nAssistant:'"
+    assert dialogue in lines("transcript", "Soup?") and dialogue in lines("transcript", talk)
+    assert dialogue in lines("transcript", transcripts.render(talk))
+    assert "prompt = 'a[U+202E]b\\n```\\n'" in lines("text", "a\u202eb\n```\n")
 
 
 def test_a_template_that_the_data_had_no_use_for_is_not_used(run: Path) -> None:
@@ -354,5 +409,5 @@ def test_the_card_in_the_documents_has_what_cards_have(run: Path, tokenizer: Any
         return re.findall(r"^(?:#+ .*|\| .*\n(?=\| ---)|[a-z_-]+:)", text, re.MULTILINE)
 
     change(run / "ppo/manifest.json", metrics={"objective/scores": 0.5})
-    made = written(run, tokenizer).replace("| 200 pairs, 128 probed |", "| 60 pairs, 60 probed |")
+    made = written(run, tokenizer, name="ci-ppo").replace("| 200 pairs, 128 probed |", "| 60 pairs, 60 probed |")
     assert skeleton(shown) == skeleton(made) and ModelCard(shown).data.tags == ModelCard(made).data.tags

@@ -13,7 +13,7 @@ from trl_files import OF_GENERATION, OF_NEW, OF_OLD, OF_SCRIPTS, SENTIMENT, TLDR
 
 from rlhf_cli import config
 from rlhf_cli.config import PPOConfig, trl
-from rlhf_cli.explain import parse
+from rlhf_cli.config.origins import parse
 from rlhf_cli.from_trl import page, place, sizes
 from rlhf_cli.from_trl.placing import Placing
 from rlhf_cli.from_trl.settings import Read, Setting

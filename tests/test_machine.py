@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli import checkpoints, replay, room, terminal
 from rlhf_cli.cli import app
-from rlhf_cli.models import loading
+from rlhf_cli.models import devices, loading, saving
 
 SMALL = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8\n  num_ppo_epochs: 1"
 STAGES = ("sft", "reward", "ppo")
@@ -50,7 +50,7 @@ def test_e01_float16_on_the_cpu(folder: Path, stage: str, place: str) -> None:
 @pytest.mark.training
 def test_e01_the_stages_say_it_too_and_train_in_float32(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 where there is none: as a GPU without it answers."""
-    monkeypatch.setattr(loading, "can_use", lambda name: name == "float32")
+    monkeypatch.setattr(devices, "can_use", lambda name: name == "float32")
     replace("ppo.yaml", "ppo:", "ppo:\n  bf16: true")
     result = rlhf("ppo", "-s", "models.dtype=bfloat16")
     assert warned(result, "E01", "--set models.dtype: ", "bfloat16 does not work on the CPU, float32 is used")
@@ -162,7 +162,7 @@ def test_a_file_system_that_does_not_tell_its_size_is_not_full(folder: Path, mon
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(loading, "save_model", full)
+    monkeypatch.setattr(saving, "save_model", full)
     result = rlhf("sft")
     assert "error[E03]: sft: the disk cannot take what is to be written: No space left on device\n" in result.stderr
 
@@ -231,7 +231,7 @@ def test_e03_in_the_words_of_each_library(folder: Path, error: Exception, monkey
         raise ValueError("while saving") from error
 
     monkeypatch.setattr(checkpoints, "finish", full)
-    monkeypatch.setattr(loading, "save_model", full)
+    monkeypatch.setattr(saving, "save_model", full)
     assert "error[E03]: sft: the disk cannot take what is to be written: " in (result := rlhf("sft")).stderr
     assert result.exit_code == 1 and result.stderr.count("error[") == 1 and "Traceback" not in result.stderr
 

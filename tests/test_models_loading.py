@@ -11,7 +11,7 @@ from conftest import SIZES, World
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import devices, embeddings, fresh, loading, saving, tokenizers
 
 
 def code_of(call: Any, *arguments: Any, **options: Any) -> str:
@@ -32,7 +32,7 @@ def copy_of(world: World, folder: Path, **changes: Any) -> Path:
 @pytest.fixture
 def scorer_folder(world: World, tmp_path: Path) -> Path:
     model = loading.scorer_from_causal(world.base)
-    loading.save_model(model, world.tokenizer(), tmp_path / "scorer", "A scorer.")
+    saving.save_model(model, world.tokenizer(), tmp_path / "scorer", "A scorer.")
     return tmp_path / "scorer"
 
 
@@ -56,7 +56,7 @@ def test_dtype_auto_is_float32_even_for_weights_stored_in_bfloat16(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float16 works on this machine")
 def test_e01_a_format_that_the_device_lacks_becomes_float32(world: World) -> None:
-    assert [loading.can_use(name) for name in ("float16", "bfloat16", "float32")] == [False, True, True]
+    assert [devices.can_use(name) for name in ("float16", "bfloat16", "float32")] == [False, True, True]
     assert loading.load_causal(world.base, dtype="float16").dtype == torch.float32
     assert loading.load_causal(world.base, dtype="bfloat16").dtype == torch.bfloat16
 
@@ -103,9 +103,9 @@ def test_m03_two_labels(world: World, tmp_path: Path) -> None:
 
 def test_m06_ids_beyond_the_embeddings(world: World) -> None:
     tokenizer, model = world.tokenizer(), loading.load_causal(world.base)
-    loading.check_vocabulary(model, tokenizer)
+    embeddings.check_vocabulary(model, tokenizer)
     tokenizer.add_tokens(["one too many"])
-    assert code_of(loading.check_vocabulary, model, tokenizer) == "M06"
+    assert code_of(embeddings.check_vocabulary, model, tokenizer) == "M06"
 
 
 def test_m07_pickled_weights(world: World, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_m08_code_of_the_models_own(world: World, tmp_path: Path) -> None:
 
 def test_fresh_weights_take_vocabulary_and_special_tokens_from_the_tokenizer(world: World) -> None:
     tokenizer = world.tokenizer()
-    model = loading.new_causal({**SIZES, "model_type": "qwen2"}, tokenizer)
+    model = fresh.new_causal({**SIZES, "model_type": "qwen2"}, tokenizer)
     assert model.config.model_type == "qwen2" and model.dtype == torch.float32
     assert (model.config.vocab_size, model.config.pad_token_id, model.config.eos_token_id) == (len(tokenizer), 0, 1)
 
@@ -138,7 +138,7 @@ def test_fresh_weights_take_vocabulary_and_special_tokens_from_the_tokenizer(wor
 )
 def test_fields_that_make_no_model(world: World, fields: dict[str, Any], code: str, hint: str) -> None:
     with pytest.raises(RLHFError) as error:
-        loading.new_causal(fields, world.tokenizer())
+        fresh.new_causal(fields, world.tokenizer())
     assert error.value.problems[0].code == code and hint in str(error.value)
 
 
@@ -148,7 +148,7 @@ def test_an_added_token_changes_no_other_logit_and_does_not_stand_out(world: Wor
     before = model(ids).logits
     tokenizer.pad_token = None
     tokenizers.prepare_padding(tokenizer, stop_token_id=tokenizer.eos_token_id)
-    loading.fit_embeddings(model, tokenizer)
+    embeddings.fit_embeddings(model, tokenizer)
     after = model(ids).logits
     assert after.shape[-1] == before.shape[-1] + 1 == model.config.vocab_size
     assert torch.allclose(after[..., :-1], before, atol=1e-5)

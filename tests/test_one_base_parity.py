@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from rlhf_cli.config.adapters import Adapters
-from rlhf_cli.models import adapters, loading, sharing
+from rlhf_cli.models import adapters, loading, saving, sharing
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOTrainer
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_adapters_of_a_folder_stay_apart_and_are_its_numbers(tmp_path: Path) -> 
     for name, weight in made.named_parameters():
         weight.data += 0.1 if ".lora_" in name or ".modules_to_save." in name else 0
     made.save_pretrained(tmp_path / "reward")
-    loading.save_config(made.get_base_model(), tmp_path / "reward")
+    saving.save_config(made.get_base_model(), tmp_path / "reward")
     config = loading.read_config(tmp_path / "reward")
     torch.manual_seed(5)
     room = torch.nn.Linear(32, 1, bias=False)

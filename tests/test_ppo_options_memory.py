@@ -14,7 +14,7 @@ from torch import nn
 
 from rlhf_cli import checkpoints
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import eight_bits, loading, tokenizers, trees
+from rlhf_cli.models import eight_bits, saving, tokenizers, trees
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer
 from rlhf_cli.ppo.trainer import PPOTrainer as Trainer
 
@@ -183,8 +183,8 @@ def wide_folder(tmp_path_factory) -> Path:
     tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
     for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
         model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None, **WIDE)
-        loading.set_special_ids(model, tokenizer, 1)
-        loading.save_model(model, tokenizer, folder / name, "A tiny model.")
+        saving.set_special_ids(model, tokenizer, 1)
+        saving.save_model(model, tokenizer, folder / name, "A tiny model.")
     write(folder, "ppo", PPO | {"ppo": PPO["ppo"] | {"optim": "adamw_8bit"}})
     return folder
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli import config, presets
+from rlhf_cli import config, presets, run_folders
 from rlhf_cli.demo.world import Sizes
 from rlhf_cli.errors import RLHFError
 
@@ -39,7 +39,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Child:
 
 def test_each_folder_of_configs_is_a_preset() -> None:
     assert set(presets.available()) == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
-    assert presets.configs_folder() == CONFIGS
+    assert run_folders.configs_folder() == CONFIGS
     assert all("\n" not in text for text in presets.available().values())
 
 

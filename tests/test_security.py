@@ -87,7 +87,7 @@ from rlhf_cli import checkpoints, redaction, rows, terminal
 from rlhf_cli.checkpoints.files import json_sha256
 from rlhf_cli.cli import app
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import loading, saving, tokenizers
 from rlhf_cli.progress import Progress
 
 HERE = Path(__file__).parent
@@ -444,7 +444,7 @@ def test_a_model_is_not_saved_through_a_link(folder: Path, tmp_path: Path, preci
     (tmp_path / "out").symlink_to(precious)
     model, tokenizer = loading.load_causal("model"), tokenizers.load_tokenizer("model")
     with pytest.raises(OSError, match="symbolic link"):
-        loading.save_model(model, tokenizer, tmp_path / "out", "A card.")
+        saving.save_model(model, tokenizer, tmp_path / "out", "A card.")
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
 

@@ -8,12 +8,13 @@ import pytest
 
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.rows import write_jsonl
-from rlhf_cli.sources import Source, named
+from rlhf_cli.sources import Source, folders, named
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    folders._say_once.cache_clear()  # a thing is said once a process
     return tmp_path
 
 
@@ -28,6 +29,20 @@ def folder(root: Path, files: dict[str, str]) -> Path:
             path.write_bytes(gzip.compress(f'{{"text": "{name}"}}\n'.encode()))
         else:
             write_jsonl(path, [{"text": name}])
+    return root
+
+
+def tables(root: Path, files: dict[str, str]) -> Path:
+    """A folder of files with one row of these columns each; other files hold that text alone."""
+    for name, columns in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".jsonl":
+            write_jsonl(path, [dict.fromkeys(columns.split(","), "a")])
+        elif path.suffix == ".json":
+            path.write_text('[{"text": "a"}]')
+        else:
+            path.write_text(f"{columns}\n{','.join('a' for _ in columns.split(','))}\n")
     return root
 
 
@@ -105,7 +120,10 @@ def test_what_is_not_there(here: Path) -> None:
     assert missing.text == "a has no split tst; it has train, test" and str(missing.hint).endswith("[test]")
     assert problem(root, subset="x").text == 'a has no subset "x"; it has default'
     (here / "empty").mkdir()
-    assert problem(here / "empty").text.startswith("empty holds no data files")
+    assert problem(here / "empty").text == "empty holds no data files"
+    (here / "empty" / "data.arrow").touch()
+    arrow = problem(here / "empty")
+    assert arrow.text == "empty holds no data files, but data.arrow" and "to_parquet" in str(arrow.hint)
     (here / "v[1]").mkdir()
     assert problem(here / "v[1]").text.startswith("v[1] holds no data files")
     assert "is one file, it has no split [test]" in problem(f"{root}/train.jsonl[test]").text
@@ -115,12 +133,71 @@ def test_what_is_not_there(here: Path) -> None:
     )
 
 
-def test_files_of_another_kind_are_not_left_aside_in_silence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = folder(here / "a", {"1.jsonl": "", "2.jsonl": "", "sub/3.csv": "", "LICENSE.txt": ""})
-    assert texts(root) == texts(root) == ["1.jsonl", "2.jsonl"]
-    assert capsys.readouterr().err == "data     a: 3.csv left aside, the other files are .jsonl\n"
-    texts(folder(here / "b", {"1.jsonl": "", "LICENSE.txt": "", "README.md": "# b"}))
-    assert capsys.readouterr().err == ""
+UNNAMED = [
+    (("mine.csv",), ["mine.csv"], "train is mine.csv"),
+    (("Feb.CSV", "jan.csv"), ["Feb.CSV", "jan.csv"], "train is Feb.CSV and jan.csv"),
+    (("1.csv", "2.csv", "3.csv", "4.csv", "sub/5.csv"), ["1.csv", "2.csv", "3.csv", "4.csv", "sub/5.csv"],
+     "train is 1.csv, 2.csv, 3.csv and 2 more"),
+    (("pairs.csv", "test.csv"), ["pairs.csv"], "train is pairs.csv, the rest; test is test.csv"),
+    (("pairs.jsonl", "Test.csv"), ["pairs.jsonl"], "train is pairs.jsonl, the rest; test is Test.csv"),
+    (("pairs.csv", "my_train.csv"), ["my_train.csv"], "pairs.csv left aside: train is my_train.csv"),
+    (("train.jsonl", "3.csv"), ["train.jsonl"], "3.csv left aside: train is train.jsonl"),
+    (("test.csv",), ["test.csv"], "it has no train, and test is read for it"),
+    # neither the YAMLs of a run, of which datasets would make a split, nor notes are data
+    (("mine.csv", "eval.yaml", "load.py", "notes.txt", "dev.json", "a.eval"), ["mine.csv"],
+     "train is mine.csv"),
+    (("notes.json", "config.json"), ["notes.json"], "train is notes.json"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "train", "said"), UNNAMED)
+def test_files_of_other_names_are_read_as_meant_and_that_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, ...], train: list[str], said: str
+) -> None:
+    root = tables(here / "a", dict.fromkeys(files, "text"))
+    for _ in range(2):
+        assert [str(path.relative_to(root)) for path in Source(str(root)).files()] == train
+    assert capsys.readouterr().err == f"data     a: {said}\n"  # once
+
+
+def test_what_names_say_needs_no_word(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tables(here / "a", {"train.csv": "text", "test-1.csv": "other", "LICENSE.txt": "text"})
+    assert Source(str(root)).files() == [root / "train.csv"] and not capsys.readouterr().err
+
+
+def test_it_is_asked_which_of_unlike_files_are_meant(here: Path) -> None:
+    kinds = problem(tables(here / "a", {"1.csv": "text", "2.jsonl": "text"}))
+    assert kinds.text == "a holds data files of several kinds, 1.csv and 2.jsonl: which of them are meant?"
+    assert kinds.hint == "name one of them: a/1.csv"
+    columns = problem(tables(here / "b", {"faq.csv": "question,answer", "pairs.csv": "prompt,chosen,rejected"}))
+    assert columns.hint == "name one of them: b/faq.csv" and columns.text == (
+        "b holds files of different columns, faq.csv (answer, question) and pairs.csv (chosen, prompt, rejected): "
+        "which of them are meant?"
+    )
+    both = {"1.csv": "How do I make a soup?,So.", "2.csv": "How do I make a pie with leek?,So."}
+    assert problem(tables(here / "c", both)).hint == (
+        "the first line of 1.csv looks like data: does it lack a header line?"
+    )
+    json = {"1.jsonl": "prompt,chosen,rejected", "2.jsonl": "prompt,chosen,rejected,margin"}
+    assert len(Source(str(tables(here / "e", json))).files()) == 2, "a margin is where there is one"
+    assert problem(tables(here / "f", {**json, "3.jsonl": "prompt,completion"})).hint == "name one of them: f/1.jsonl"
+    assert (
+        "2.csv" in problem(tables(here / "g", {name.replace("jsonl", "csv"): each for name, each in json.items()})).text
+    )
+    (tables(here / "h", {"1.csv": "a", "3.csv": "a"}) / "2.csv").write_text("")
+    assert len(Source(str(here / "h")).files()) == 3, "what is empty has no other columns"
+    beside_test = problem(tables(here / "d", {"1.csv": "a", "2.csv": "b", "test.csv": "a"}))
+    assert "1.csv (a) and 2.csv (b)" in beside_test.text
+
+
+def test_a_readme_may_say_that_other_kinds_are_the_same_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables(here / "a", {"1.jsonl": "text", "2.jsonl": "text", "3.csv": "other", "README.md": "# a"})
+    assert [path.name for path in Source("a").files()] == ["1.jsonl", "2.jsonl"]
+    assert capsys.readouterr().err == "data     a: train is 1.jsonl and 2.jsonl\n"
+    head = "---\nconfigs:\n- config_name: default\n  data_files: [{split: train, path: 3.csv}]\n---\n"
+    tables(here / "b", {"1.jsonl": "text", "3.csv": "other", "README.md": head})
+    assert [path.name for path in Source("b").files()] == ["3.csv"]
+    assert not capsys.readouterr().err
 
 
 def test_a_split_behind_a_name_and_brackets_in_one(here: Path) -> None:

@@ -19,7 +19,7 @@ from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.inputs import reward as of_reward
 from rlhf_cli.inputs import sft as of_sft
 from rlhf_cli.inputs.machine import POLICIES
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import embeddings, fresh, loading, tokenizers
 from rlhf_cli.ppo.settings import PPOSettings
 
 
@@ -61,7 +61,7 @@ class Trial:
                 tokenizer = self._new_tokenizer(stage)
             elif start and start.tokenizer and body:
                 adapters.check_targets(config, body)
-                loading.check_ids(body.get_text_config().vocab_size, start.tokenizer, config.where("model.path"))
+                embeddings.check_ids(body.get_text_config().vocab_size, start.tokenizer, config.where("model.path"))
                 tokenizer = of_sft.tokenizer(config, start.tokenizer)
         if "data.train" in stage.data:
             strategy = None
@@ -86,7 +86,7 @@ class Trial:
             assert config.model.new
             tokenizer = of_sft.tokenizer(config, None)
             with placed(config.where("model.new")):
-                loading.new_causal(config.model.new.config_fields(), tokenizer)
+                fresh.new_causal(config.model.new.config_fields(), tokenizer)
             return tokenizer
         return None
 
@@ -185,7 +185,7 @@ class Trial:
                     if key != "models.sft":
                         self.report.add(config.stage, key, f"{shown(parent.path)}: {body.model_type}")
                     if start and start.tokenizer:
-                        loading.check_ids(body.get_text_config().vocab_size, start.tokenizer, None)
+                        embeddings.check_ids(body.get_text_config().vocab_size, start.tokenizer, None)
         return start
 
     def _scorers(self, stage: Stage, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -209,7 +209,7 @@ class Trial:
                     found[key] = scorer
                     own |= {key: theirs} if theirs else {}
                     if tokenizer is not None:
-                        loading.check_ids(scorer.get_text_config().vocab_size, theirs or tokenizer, None)
+                        embeddings.check_ids(scorer.get_text_config().vocab_size, theirs or tokenizer, None)
         return found, own
 
     def _policy(self, stage: Stage) -> Parent | None:

@@ -1,10 +1,12 @@
 """What stages leave on disk for one another: manifests, parents, states to resume from. Torch-free."""
 
 from rlhf_cli.checkpoints.adapters import MERGED, SETTINGS, WEIGHTS, base_of
+from rlhf_cli.checkpoints.alike import check_same_tokenizer
 from rlhf_cli.checkpoints.cost import Cost
 from rlhf_cli.checkpoints.exports import new_folder, passing_folder, require_free
 from rlhf_cli.checkpoints.files import file_sha256, write_json
 from rlhf_cli.checkpoints.locks import release
+from rlhf_cli.checkpoints.naming import Reference, open_parents, open_reference, references
 from rlhf_cli.checkpoints.outputs import (
     Status,
     begin,
@@ -16,20 +18,7 @@ from rlhf_cli.checkpoints.outputs import (
     usable,
     versions,
 )
-from rlhf_cli.checkpoints.parents import (
-    FOREIGN,
-    SNAPSHOTS,
-    Parent,
-    Reference,
-    check_same_tokenizer,
-    is_here,
-    open_parent,
-    open_parents,
-    open_reference,
-    read_manifest,
-    references,
-    stands_on,
-)
+from rlhf_cli.checkpoints.parents import FOREIGN, SNAPSHOTS, Parent, is_here, open_parent, read_manifest, stands_on
 from rlhf_cli.checkpoints.quick import glance
 from rlhf_cli.checkpoints.runs import LAST, SELECTED, Chosen, choose
 from rlhf_cli.checkpoints.states import (

@@ -1,7 +1,7 @@
 """What a stage starts from: the folders of earlier stages, or plain Hugging Face folders that we did not make."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,7 @@ from rlhf_cli.checkpoints.files import (
     read_sealed,
     results,
 )
-from rlhf_cli.config.ppo import VALUE_WORDS
-from rlhf_cli.errors import Problem, RLHFError, all_of, nearest_file, placed, shown
+from rlhf_cli.errors import RLHFError, all_of, nearest_file, placed, shown
 
 FOREIGN = "foreign"
 SNAPSHOTS = "snapshots"  # the folder of a PPO run that holds its policies along the way
@@ -52,85 +51,6 @@ class Parent:
     hub: str | None = None
     revision: str | None = None  # of the hub id, where one is named
     base: "Parent | None" = None
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A key of a config that names a model: where it points, and what stages may have made it."""
-
-    key: str
-    path: str
-    expect: tuple[str, ...]
-    revision: str | None = None  # of a hub id
-
-
-def references(config: Any) -> list[Reference]:
-    """The models that a stage's config names, in the order of the config."""
-    if config.stage in ("sft", "reward"):
-        expect = ("sft",) if config.stage == "reward" else ("sft", "ppo")
-        return [Reference("model.path", config.model.path, expect, config.model.revision)] if config.model.path else []
-    if config.stage == "eval":
-        found = [Reference("models.sft", config.models.sft, ("sft",))]
-        found.append(Reference("models.ppo", config.models.ppo, ("ppo",)))
-        if config.models.reward:
-            found.append(Reference("models.reward", config.models.reward, ("reward",)))
-        if config.models.base:
-            found.append(Reference("models.base", config.models.base, ("sft", "ppo")))
-        judges = {name: value for name, value in config.judges.items() if not _is_function(value)}
-        return found + [Reference(f"judges.{name}", path, ("reward",)) for name, path in judges.items()]
-    found = [Reference("models.sft", config.models.sft, ("sft",), config.models.revision)]
-    if _needs_reward(config):
-        found.append(Reference("models.reward", config.models.reward, ("reward",)))
-    if config.models.value not in VALUE_WORDS:
-        found.append(Reference("models.value", config.models.value, ("reward",)))
-    models: dict[str, str] = {}
-    for name, source in config.rewards.items():
-        models |= {f"rewards.{name}.model": source.model} if source.model else {}
-        models |= {f"rewards.{name}.models.{member}": path for member, path in source.models.items()}
-        models |= {f"rewards.{name}.pipeline": source.pipeline} if source.pipeline else {}
-    return found + [Reference(key, path, ("reward",)) for key, path in models.items()]
-
-
-def _needs_reward(config: Any) -> bool:
-    """Whether PPO reads models.reward by that key: to start the value model. As a source it has a key of its own."""
-    return config.models.value == "reward" or not config.rewards
-
-
-def _is_function(value: str) -> bool:
-    """Whether a judge is `package.module:function` rather than a path or a hub id."""
-    module, colon, name = value.partition(":")
-    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-def open_parents(config: Any, left_out: Collection[Path] = (), *, hashed: bool = True) -> dict[str, Parent]:
-    """All parents of a stage, by config key (model.path; models.sft, models.reward, rewards.NAME.model, judges.NAME).
-
-    Those in a folder of `left_out` are passed over: their stages are still to run. Unless `hashed`, foreign models are
-    not read, see `open_parent`.
-    Raises RLHFError with the problems of all of them at once.
-    """
-    parents: dict[str, Parent] = {}
-    problems: dict[str, list[Problem]] = {}  # by path: several keys may name one folder
-    for reference in references(config):
-        if Path(reference.path) in left_out:
-            continue
-        try:
-            parents[reference.key] = open_reference(config, reference, hashed=hashed)
-        except RLHFError as error:
-            problems.setdefault(reference.path, list(error.problems))
-    if problems:
-        raise RLHFError.of([problem for found in problems.values() for problem in found])
-    return parents
-
-
-def open_reference(config: Any, reference: Reference, *, hashed: bool = True) -> Parent:
-    """`open_parent` of one key of a config; raises M10 too where it names the stage's own output."""
-    key, where, expect = reference.key, config.where(reference.key), reference.expect
-    if Path(reference.path) == config.folder:
-        text = f"{key} names the folder that this stage writes"
-        raise RLHFError("M10", text, where=where, hint=f"name {_named(expect)}")
-    revision = reference.revision
-    return open_parent(reference.path, expect=expect, key=key, where=where, revision=revision, hashed=hashed)
 
 
 def open_parent(
@@ -165,7 +85,7 @@ def open_parent(
         "M01",
         f"{key}: {shown(folder)} holds no model (no config.json, and no stage of ours wrote it)",
         where=where,
-        hint=f"set {key} to {_named(expect)} or to a Hugging Face folder",
+        hint=f"set {key} to {finished(expect)} or to a Hugging Face folder",
     )
 
 
@@ -184,7 +104,7 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str, *, hashe
     stage = (identity if broken else manifest).get("stage") or folder.name
     if stage not in expect:
         beside = folder.parent / expect[0]
-        better = shown(beside) if beside.is_dir() and beside != folder else _named(expect)
+        better = shown(beside) if beside.is_dir() and beside != folder else finished(expect)
         text = f"{key}: {shown(folder)} was written by the {stage} stage, not by {' or '.join(expect)}"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {better}")
     if not (folder / "manifest.json").exists():
@@ -212,7 +132,7 @@ def _base(folder: Path, stage: str, told: Mapping[str, Any], key: str, where: st
         raise no_base(folder, told["path"])
     base = open_parent(str(place), expect=("sft", "ppo"), key=key, where=where, hashed=hashed)
     if base.sha256 and base.sha256 != told["sha256"]:
-        then, now = _short(told["sha256"]), _short(base.sha256)
+        then, now = short(told["sha256"]), short(base.sha256)
         changed = f"its base {shown(place)} has changed since ({then} then, {now} now)"
         hint = f"bring the old base back, or train on the new one: {_command(stage, folder)} --fresh"
         raise RLHFError("M04", f"{shown(folder)} holds an adapter, and {changed}", hint=hint)
@@ -325,7 +245,7 @@ def _nothing_there(folder: Path, expect: Sequence[str], key: str, where: str) ->
     if folder.name in expect and config.is_file():
         hint = f"run that stage first: {_command(folder.name, folder)}"
         return RLHFError("M01", f"{key}: no such folder {shown(folder)}", where=where, hint=hint)
-    return no_such_folder(folder, f"{key}: ", f"set {key} to {_named(expect)} or to a Hugging Face folder", where)
+    return no_such_folder(folder, f"{key}: ", f"set {key} to {finished(expect)} or to a Hugging Face folder", where)
 
 
 def no_such_folder(folder: Path, what: str, otherwise: str, where: str | None = None) -> RLHFError:
@@ -341,47 +261,13 @@ def _command(stage: str, folder: Path) -> str:
     return f"rlhf {stage} --config {shown(config if config.is_file() else folder / 'config.yaml')}"
 
 
-def _named(expect: Sequence[str]) -> str:
+def finished(expect: Sequence[str]) -> str:
+    """What a key should name, in a message."""
     return f"the folder of a finished {' or '.join(expect)} stage"
 
 
-def check_same_tokenizer(
-    a: Parent, b: Parent, *, where: str, foreign: Mapping[str, Mapping[str, str | None]] | None = None
-) -> None:
-    """Refuse two parents that do not read text alike.
-
-    Stages of ours tell `tokenizer_sha256` and `template_sha256` in their manifests. For foreign parents the caller,
-    who has loaded their tokenizers, gives them in `foreign` by parent key; one that nobody knows is not compared,
-    nor is the template of a foreign parent that has none.
-    Raises T04 (other tokenizer) or T05 (other chat template), both hashes in the text.
-    """
-    told = foreign or {}
-    left, right = (told.get(parent.key, parent.manifest) for parent in (a, b))
-    first, second = left.get("tokenizer_sha256"), right.get("tokenizer_sha256")
-    if first and second and first != second:
-        raise RLHFError(
-            "T04",
-            f"{b.key} has another tokenizer than {a.key} ({_short(second)} at {shown(b.path)}, "
-            f"{_short(first)} at {shown(a.path)})",
-            where=where,
-            hint=f"train the model of {b.key} from the checkpoint of {a.key}"
-            + ("; or set models.value: policy_head" if b.key == "models.value" else "")
-            + ("; or set models.value: policy_head, or a PATH, not to copy it" if b.key == "models.reward" else ""),
-        )
-    both_known = all("template_sha256" in side for side in (left, right))
-    first, second = left.get("template_sha256"), right.get("template_sha256")
-    foreign_without = any(parent.stage == FOREIGN and not sha for parent, sha in ((a, first), (b, second)))
-    if both_known and first != second and not foreign_without:
-        raise RLHFError(
-            "T05",
-            f"{b.key} has another chat template than {a.key} ({_short(second)} at {shown(b.path)}, "
-            f"{_short(first)} at {shown(a.path)})",
-            where=where,
-            hint="set model.chat_template alike in both stages' files and run the later one again",
-        )
-
-
-def _short(sha256: str | None) -> str:
+def short(sha256: str | None) -> str:
+    """A hash in a message."""
     return sha256[:12] if sha256 else "none"
 
 

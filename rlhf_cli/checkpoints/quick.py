@@ -12,8 +12,9 @@ from typing import Any
 
 from rlhf_cli import sources
 from rlhf_cli.checkpoints.files import files_sha256
+from rlhf_cli.checkpoints.naming import open_parents, open_reference, references
 from rlhf_cli.checkpoints.outputs import Status, examine, identity_of, read_identity
-from rlhf_cli.checkpoints.parents import Parent, foreign_files, open_parents, open_reference, references
+from rlhf_cli.checkpoints.parents import Parent, foreign_files
 
 LITTLE = 32_000_000  # bytes that are read all the same, in less than a tenth of a second
 

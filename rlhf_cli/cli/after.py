@@ -91,6 +91,12 @@ def export(
         str | None,
         typer.Option("--dtype", metavar="FORMAT", help="float32, bfloat16 or float16; without it, the run's own."),
     ] = None,
+    show_prompt: Annotated[
+        bool,
+        typer.Option(
+            "--show-prompt", help="Put a held-out prompt of your data into the card's example, for all to read."
+        ),
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
@@ -113,7 +119,7 @@ def export(
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     to = export.Repository(push, public) if push is not None else None
     with room.explained(out or folder):
-        export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=to)
+        export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=to, show_prompt=show_prompt)
 
 
 def chat(
@@ -124,11 +130,23 @@ def chat(
         ),
     ],
     stage: Annotated[
-        str | None, typer.Option("--stage", metavar="STAGE", help="ppo or sft; without it, PPO's policy or else SFT's.")
+        str | None,
+        typer.Option(
+            "--stage",
+            metavar="STAGE",
+            help="ppo or sft; without it, PPO's policy or else SFT's.",
+            autocompletion=completion.talking,
+        ),
     ] = None,
     step: Step = "last",
     compare: Annotated[
-        str | None, typer.Option("--compare", metavar="sft,ppo", help="Both answer each prompt, with the same draws.")
+        str | None,
+        typer.Option(
+            "--compare",
+            metavar="sft,ppo",
+            help="Both answer each prompt, with the same draws.",
+            autocompletion=completion.compared,
+        ),
     ] = None,
     temperature: Annotated[
         float | None,

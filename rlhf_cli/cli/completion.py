@@ -35,16 +35,17 @@ def quietly(offer: Callable[..., Offer]) -> Callable[..., Offer]:
 
 @quietly
 def runs(incomplete: str) -> Offer:
-    """Folders of runs, near what is typed."""
-    typed, base = _place(incomplete)
-    return [typed + name if name != "." else typed.rstrip("/") or name for name in _runs(base)]
+    """Folders of runs, near what is typed, but those of the presets: nobody has run them."""
+    presets = run_folders.configs_folder().resolve()
+    _, base = _place(incomplete)
+    return _offered(incomplete, [name for name in _runs(base) if presets not in (base / name).resolve().parents])
 
 
 @quietly
 def runs_and_configs(incomplete: str) -> Offer:
-    """Folders of runs, and the configs in the one that is typed."""
+    """Folders of runs and presets, and the configs in the one that is typed."""
     typed, base = _place(incomplete)
-    return [*runs(incomplete=incomplete), *(typed + path.name for path in run_folders.configs_in(base))]
+    return [*_offered(incomplete, _runs(base)), *(typed + path.name for path in run_folders.configs_in(base))]
 
 
 @quietly
@@ -61,6 +62,11 @@ def _place(incomplete: str) -> tuple[str, Path]:
     return typed, Path(typed or ".")
 
 
+def _offered(incomplete: str, names: list[str]) -> Offer:
+    typed, _ = _place(incomplete)
+    return [typed + name if name != "." else typed.rstrip("/") or name for name in names]
+
+
 def _runs(base: Path) -> list[str]:
     return [os.path.relpath(path, base) for path in run_folders.below(base, DEPTH, MOST)]
 
@@ -71,6 +77,16 @@ def _runs(base: Path) -> list[str]:
 def stages(incomplete: str) -> Offer:
     """The four stages."""
     return list(run_folders.STAGES)
+
+
+def talking(incomplete: str) -> Offer:
+    """The stages whose models write text."""
+    return ["ppo", "sft"]
+
+
+def compared(incomplete: str) -> Offer:
+    """What `rlhf chat` compares, in both orders."""
+    return ["sft,ppo", "ppo,sft"]
 
 
 @quietly

@@ -1,7 +1,7 @@
 """The JSON Schema of configs, in the form that editors do most with, and where editors find it.
 
 That is draft 7, the newest that all of them know, without references and titles: what an editor shows at a key is that
-key's own description, type, choices and default.
+key's own description in plain words, type, choices and default.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf_cli.config import trl
 from rlhf_cli.config.base import Config
+from rlhf_cli.config.origins import in_an_editor
 from rlhf_cli.config.stages import CONFIGS
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
@@ -67,7 +68,8 @@ def _plain(node: Any, named: dict[str, Any]) -> Any:
     kept = {key: value for key, value in node.items() if key not in ("title", "$defs")}
     found = {
         key: {name: _plain(each, named) for name, each in value.items()} if key == "properties" else
-        value if key in ("default", "enum", "const") else _plain(value, named)
+        value if key in ("default", "enum", "const") else
+        in_an_editor(value) if key == "description" else _plain(value, named)
         for key, value in kept.items()
     }  # fmt: skip
     return _with_null(found)

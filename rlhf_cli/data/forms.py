@@ -9,7 +9,7 @@ from rlhf_cli import terminal
 from rlhf_cli.data import transcripts
 from rlhf_cli.data.faults import BadRow
 from rlhf_cli.errors import Problem, RLHFError, nearest
-from rlhf_cli.sources import Place, Source
+from rlhf_cli.sources import Place, Source, lacks_header, told
 
 SHOWN_ROWS = 5
 Form = tuple[str, ...]
@@ -141,7 +141,7 @@ class DataFile:
             told.append(Problem(last.code, text, self.source.shown(), hint))
         return told
 
-    def _form(self, raw: dict[str, Any], row: dict[str, Any]) -> Form:
+    def _form(self, place: Place, raw: dict[str, Any], row: dict[str, Any]) -> Form:
         for form in self.forms:
             if all(name in row for name in form):
                 return form
@@ -151,18 +151,29 @@ class DataFile:
         ours = {name for form in self.forms for name in form} - ANSWERS | set(self.forms[0])
         free = [name for name in raw if name not in ours]
         near = nearest(absent, free) or next((name for name in free if name in ANSWERS), next(iter(free), "NAME"))
-        text = f"the row needs {wanted}; columns found: {', '.join(raw) or 'none'}"
+        text = f"the row needs {wanted}; columns found: {told(raw) or 'none'}"
+        if hint := self._header_hint(place, raw):
+            raise BadRow("D02", text, hint)
         named = f"--column {absent}={near}" if self.where == "--data" else f"data.columns: {{{absent}: {near}}}"
         raise BadRow("D02", text, f"name the file's columns, for example {named}")
+
+    def _header_hint(self, place: Place, raw: dict[str, Any]) -> str | None:
+        """A hint where a table's first row was taken for the names of its columns."""
+        known = {name for form in self.forms for name in form}
+        if known & raw.keys():
+            return None
+        wanted = next((form for form in self.forms if len(form) == len(raw)), self.forms[0])
+        return lacks_header(place.path, raw, [self._theirs(name) for name in wanted])
 
     def _first(self, place: Place, raw: dict[str, Any], row: dict[str, Any]) -> First:
         """What the first row says of all of them; switches the reading of transcripts on."""
         for ours, theirs in self.columns.items():
             if theirs not in raw:
                 near = nearest(theirs, raw)
-                text = f'no column "{theirs}", which is to be read as {ours}; columns found: {", ".join(raw) or "none"}'
-                raise BadRow("D02", text, f"did you mean {near}?" if near else None)
-        form = self._form(raw, row)
+                text = f'no column "{theirs}", which is to be read as {ours}; columns found: {told(raw) or "none"}'
+                hint = self._header_hint(place, raw) or (f"did you mean {near}?" if near else None)
+                raise BadRow("D02", text, hint)
+        form = self._form(place, raw, row)
         kinds = {name: _kind(row[name], self._theirs(name)) for name in form}
         dialogues = ("prompt",) if "prompt" in form else form  # the columns that would hold one
         if self.source.format != "plain" and set(kinds.values()) == {TEXT}:

@@ -16,10 +16,11 @@ import torch
 from rlhf_cli import __version__, checkpoints, room, terminal
 from rlhf_cli.checkpoints import LAST, Chosen, Parent, shown
 from rlhf_cli.config import Options
+from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, all_of, nearest
 from rlhf_cli.export import card, sameness
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import adapters, loading, publishing, tokenizers
+from rlhf_cli.models import adapters, loading, publishing, saving, tokenizers
 from rlhf_cli.progress import Progress
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,10 +44,12 @@ def run(
     step: str = LAST,
     dtype: str | None = None,
     to: Repository | None = None,
+    show_prompt: bool = False,
 ) -> None:
     """Export, push where there is a repository to push `to`, and say what was done.
 
-    The folder holds no path of this machine and no pickle; without `out` it lies in the run, until it is pushed.
+    The folder holds no path of this machine and no pickle; without `out` it lies in the run, until it is pushed. Only
+    with `show_prompt` its card holds a text of the run's data, a held-out prompt.
     Raises RLHFError as `checkpoints.choose` does for the model; C07 for an unknown `dtype`; C15 where `out` is not
     empty, or another process is writing it; E03 where there is no room; M12 where what was written gives other logits
     or tokens; M01, M07, M08 for a model that cannot be loaded; C05, C17 and E07 where the repository cannot be pushed
@@ -60,16 +63,24 @@ def run(
         *([partial(publishing.require_access, to.name, public=to.public)] if to else []),
     )
     (found,) = chosen
+    example = card.held_out(found) if show_prompt else None
     passing = checkpoints.passing_folder(found.model.path.resolve().parent)
     with nullcontext(out.resolve()) if out else passing as target:
-        what, same = _write(found, target, options, dtype, to)
+        what, same = _write(found, target, options, dtype, to, example)
         terminal.out(f"export   {what}" + (f": {shown(out)}" if out else ""))
         terminal.out(f"export   {same}")
         if to:
             _push(found, target, to)
 
 
-def _write(found: Chosen, target: Path, options: Options, dtype: str | None, to: Repository | None) -> tuple[str, str]:
+def _write(
+    found: Chosen,
+    target: Path,
+    options: Options,
+    dtype: str | None,
+    to: Repository | None,
+    example: str | Conversation | None,
+) -> tuple[str, str]:
     """Make the folder, held against the run's own model; returns what it is, and how it was checked, in words."""
     source = found.model.model
     with Progress("export", 4, "part") as bar:
@@ -83,11 +94,12 @@ def _write(found: Chosen, target: Path, options: Options, dtype: str | None, to:
         own = sameness.logits(adapters.inside(model), rows)
         bar.advance(note="the run's own logits")
         model = adapters.fold(model).to(written)
-        name, address = (to.name.partition("/")[2], to.name) if to else (target.name, HERE)
-        about = card.subject(found, model, tokenizer, _named(written), name, address)
+        run_name = found.model.path.resolve().parent.name
+        name, address = (to.name.partition("/")[2], to.name) if to else (f"{run_name}-{found.model.stage}", HERE)
+        about = card.subject(found, model, tokenizer, _named(written), name, address, example)
         numbers = model.num_parameters()
         with checkpoints.new_folder(target) as scratch:
-            loading.save_model(model, tokenizer, scratch, card.write(about))
+            saving.save_model(model, tokenizer, scratch, card.write(about))
             for path in scratch.glob("*.safetensors"):  # safetensors lets nobody else read them
                 path.chmod((scratch / "README.md").stat().st_mode)
             del model, about  # the folder's is loaded in its place

@@ -5,7 +5,7 @@ from typing import Any
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, placed
-from rlhf_cli.models import adapters, loading, shapes
+from rlhf_cli.models import adapters, devices, embeddings, shapes
 
 KEY = "model.adapters.target_modules"
 
@@ -18,12 +18,12 @@ def to_train(config: SFTConfig | RewardConfig, parent: Parent | None, model: Any
     """
     ours = config.model.adapters
     if ours is None:
-        loading.fit_embeddings(model, tokenizer)
+        embeddings.fit_embeddings(model, tokenizer)
         return model
     assert parent is not None, "model.new takes no adapters"
-    base, device = parent.hub or parent.model, loading.device()
+    base, device = parent.hub or parent.model, devices.device()
     settings = config.sft if isinstance(config, SFTConfig) else config.reward
-    bf16, rows = loading.computes_in_bf16(settings.bf16), len(tokenizer)
+    bf16, rows = devices.computes_in_bf16(settings.bf16), len(tokenizer)
     with placed(config.where(KEY)):
         return adapters.put_on(model, ours, rows=rows, base=base, revision=parent.revision, device=device, bf16=bf16)
 

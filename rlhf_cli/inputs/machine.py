@@ -14,7 +14,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.models import loading
+from rlhf_cli.models import devices, loading
 from rlhf_cli.ppo.settings import PPOSettings
 
 # Bytes for each number that is trained, in float32: the weight and AdamW's two averages in a state, and the gradient.
@@ -48,13 +48,13 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
     needed = _scaled(config, MEMORY * trained + WEIGHT * frozen)
     _check_memory(config, trained, frozen, needed, runs_here=runs_here)
     what = "weights, gradients and the optimizer" if trained else "the weights that adapters stand beside"
-    text = f"memory: {room.size(needed)} of {room.size(loading.memory())} for {what}"
+    text = f"memory: {room.size(needed)} of {room.size(devices.memory())} for {what}"
     return f"{text}; `rlhf plan` counts the rest, and time" if needed else ""
 
 
 def usable_here(settings: PPOSettings) -> PPOSettings:
     """`usable` in this process; what is not is said by `check`."""
-    return usable(settings, bf16=loading.can_use("bfloat16"), gpu=not _on_cpu(), group=processes.count() > 1)
+    return usable(settings, bf16=devices.can_use("bfloat16"), gpu=not _on_cpu(), group=processes.count() > 1)
 
 
 def usable(settings: PPOSettings, *, bf16: bool, gpu: bool, group: bool) -> PPOSettings:
@@ -64,7 +64,7 @@ def usable(settings: PPOSettings, *, bf16: bool, gpu: bool, group: bool) -> PPOS
 
 
 def _on_cpu() -> bool:
-    return loading.device().type == "cpu"
+    return devices.device().type == "cpu"
 
 
 def _warn_of_formats(config: Any) -> None:
@@ -73,8 +73,8 @@ def _warn_of_formats(config: Any) -> None:
     if config.stage != "eval" and getattr(config, config.stage).bf16:
         wishes[f"{config.stage}.bf16"] = "bfloat16"
     for key, name in wishes.items():
-        if name != "auto" and not loading.can_use(name):
-            text = f"{name} does not work on {loading.device_name()}, float32 is used"
+        if name != "auto" and not devices.can_use(name):
+            text = f"{name} does not work on {devices.device_name()}, float32 is used"
             terminal.warn("E01", text, where=config.where(key), hint=f"leave {key} out")
     if isinstance(config, PPOConfig) and config.ppo.offload and _on_cpu():
         text = "offload sends models from a GPU into the CPU's memory, where they are here: nothing is done for it"
@@ -83,7 +83,7 @@ def _warn_of_formats(config: Any) -> None:
         text = "fsdp cuts models up over several processes, and this is one: nothing is done for it"
         terminal.warn("E01", text, where=config.where("ppo.fsdp"), hint="start several: --nproc N")
     if adapters_of(config) == "qlora" and _on_cpu():
-        text = f"weights in 4 bits work on {loading.device_name()}, but slowly"
+        text = f"weights in 4 bits work on {devices.device_name()}, but slowly"
         where = config.where("model.adapters.kind")
         terminal.warn("E02", text, where=where, hint="lora is faster where the weights fit the memory as they are")
 
@@ -112,7 +112,7 @@ def _check_disk(config: Config, trained: int) -> None:
 
 def _check_memory(config: Config, trained: int, frozen: int, needed: int, *, runs_here: bool) -> None:
     sharing = processes.local_count() if _on_cpu() else 1  # each has all of the models
-    device, there = loading.device_name(), loading.memory() // sharing
+    device, there = devices.device_name(), devices.memory() // sharing
     if needed > there:
         what = f"{trained:,} numbers that are trained" + (f" and {frozen:,} that are not" if frozen else "")
         text = f"{what} need {room.size(needed)} of memory at least, {device} has {room.size(there)}"
@@ -127,7 +127,7 @@ def _check_memory(config: Config, trained: int, frozen: int, needed: int, *, run
 def _scaled(config: Any, count: int) -> int:
     """Bytes in the format of the weights, of those that float32 would take."""
     dtype = (config.model if config.stage in ("sft", "reward") else config.models).dtype
-    return count if dtype in ("auto", "float32") or not loading.can_use(dtype) else count // 2
+    return count if dtype in ("auto", "float32") or not devices.can_use(dtype) else count // 2
 
 
 @dataclass(frozen=True)

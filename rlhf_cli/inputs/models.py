@@ -12,7 +12,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Config, Options
 from rlhf_cli.errors import RLHFError, placed
 from rlhf_cli.inputs.machine import POLICIES
-from rlhf_cli.models import loading, reading, tokenizers
+from rlhf_cli.models import embeddings, loading, reading, tokenizers
 from rlhf_cli.ppo.records import Rollout
 from rlhf_cli.ppo.rewards import ModelReward, RetoldReward
 
@@ -32,7 +32,7 @@ def causal(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any
     """A language model, on the CPU. Raises RLHFError M01, M06-M08, M10."""
     with placed(config.where(parent.key)):
         model = loading.load_causal(parent.model, **_how(config, options))
-        loading.check_vocabulary(model, tokenizer)
+        embeddings.check_vocabulary(model, tokenizer)
     return model
 
 
@@ -40,7 +40,7 @@ def scorer(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any
     """A trained reward model, on the CPU. Raises RLHFError M01-M03, M06-M08."""
     with placed(config.where(parent.key)):
         model = loading.load_scorer(parent.model, **_how(config, options))
-        loading.check_vocabulary(model, tokenizer)
+        embeddings.check_vocabulary(model, tokenizer)
     return model
 
 
@@ -119,7 +119,7 @@ def classifier(config: Any, options: Options, parent: Parent, tokenizer: Any) ->
     """The text classifier of a reward's `pipeline`, on the CPU. Raises RLHFError M01, M02, M06-M08."""
     with placed(config.where(parent.key)):
         model = loading.load_classifier(parent.model, trust_remote_code=options.trust_remote_code)
-        loading.check_vocabulary(model, tokenizer)
+        embeddings.check_vocabulary(model, tokenizer)
     return model
 
 
@@ -127,7 +127,7 @@ def scorer_to_train(config: Any, options: Options, parent: Parent, tokenizer: An
     """A language model with a fresh one-label head, on the CPU. Raises RLHFError M01, M03, M06-M08."""
     with placed(config.where(parent.key)):
         model = loading.scorer_from_causal(parent.model, **_how(config, options))
-        loading.check_vocabulary(model, tokenizer)
+        embeddings.check_vocabulary(model, tokenizer)
     return model
 
 

@@ -15,7 +15,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import models
-from rlhf_cli.models import adapters, loading, sharing
+from rlhf_cli.models import adapters, devices, loading, sharing
 from rlhf_cli.ppo.seeds import derive
 
 KEY = "models.adapters"
@@ -25,7 +25,7 @@ KEY = "models.adapters"
 class OneBase:
     """The SFT model, which is the reference, and whose weights stand below the adapters of the others.
 
-    What `policy`, `scorer` and `value` return are peft's models, for `loading.save_model`; what PPO works with is the
+    What `policy`, `scorer` and `value` return are peft's models, for `saving.save_model`; what PPO works with is the
     plain model inside, `get_base_model()`.
     """
 
@@ -82,7 +82,7 @@ class OneBase:
         with placed(self.config.where(f"{KEY}.target_modules")), torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(derive(self.config.seed, f"adapters of the {role}"))
             made = adapters.put_on(
-                model, ours, rows=0, base=below.hub or below.model, revision=below.revision, device=loading.device(),
+                model, ours, rows=0, base=below.hub or below.model, revision=below.revision, device=devices.device(),
                 bf16=False, key=KEY,
             )  # fmt: skip
         return self._there(made)
@@ -95,7 +95,7 @@ class OneBase:
         return head
 
     def _there(self, made: Any) -> Any:
-        return made.to(loading.device())
+        return made.to(devices.device())
 
 
 def of(config: PPOConfig, options: Options, sft: Parent, model: Any) -> OneBase | None:
@@ -113,4 +113,4 @@ def reward(base: OneBase, parent: Parent, tokenizer: Any) -> Any:
         return base.scorer(parent).get_base_model()
     model = models.scorer(base.config, base.options, parent, tokenizer)
     base.tell(parent, why, model)
-    return model.to(loading.device())
+    return model.to(devices.device())

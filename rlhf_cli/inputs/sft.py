@@ -6,7 +6,7 @@ from rlhf_cli import data, terminal
 from rlhf_cli.config import SFTConfig
 from rlhf_cli.errors import all_of, placed
 from rlhf_cli.inputs import adapters, limits
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import fresh, tokenizers
 
 TRAINED_ON = "model.new.tokenizer.train"
 CUT = ("wrapped", "bfd_split")  # packing strategies that cut long rows, so that none is too long
@@ -36,7 +36,7 @@ def new_body(config: SFTConfig, vocab_size: int) -> Any:
     assert config.model.new is not None
     with placed(config.where("model.new")):
         unknown = dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos"))
-        body = loading.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **unknown)
+        body = fresh.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **unknown)
     limits.check_context(config, body, 0, strict=True)
     return body
 

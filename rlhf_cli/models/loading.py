@@ -1,29 +1,23 @@
-"""Models in and out of folders: safetensors only, float32 unless asked otherwise, one-label heads for scores."""
+"""Models out of folders: safetensors only, float32 unless asked otherwise, one-label heads for scores."""
 
 import copy
-import os
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_cli import checkpoints, processes, room, terminal
+from rlhf_cli import checkpoints
 from rlhf_cli.checkpoints.adapters import read_adapter
 from rlhf_cli.checkpoints.files import read_object
-from rlhf_cli.errors import RLHFError, nearest, shown
-from rlhf_cli.models import adapters, zero3
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.models import adapters, devices
 from rlhf_cli.models.tokenizers import needs_code, refuse_code
 
 HEADS = ("ForSequenceClassification",)
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-SMALL = 5_000_000  # parameters
-ALL_THREADS = torch.get_num_threads()
 transformers.utils.logging.disable_progress_bar()  # ours is the only one
 
 
@@ -34,43 +28,6 @@ def how(section: Any, trust_remote_code: bool) -> dict[str, Any]:
         "attn_implementation": section.attn_implementation,
         "trust_remote_code": trust_remote_code,
     }
-
-
-def fit_threads(model: Any) -> None:
-    """One CPU thread for a small model, unless OMP_NUM_THREADS says otherwise.
-
-    Its matrices are too small to share out: on two busy cores the demo's base model (0.6 M parameters) made 1.2 steps a
-    second with two threads and 10.9 with one.
-    """
-    small = model.num_parameters() < SMALL and device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ
-    torch.set_num_threads(1 if small else ALL_THREADS)
-
-
-def device() -> torch.device:
-    """The first GPU where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def device_name() -> str:
-    """What `device` is called: the GPU's name, or the CPU."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-
-
-def can_use(name: str) -> bool:
-    """Whether `device` computes in the number format "float16", "bfloat16" or "float32"."""
-    if device().type == "cpu":
-        return name != "float16"
-    return name != "bfloat16" or torch.cuda.is_bf16_supported()
-
-
-def computes_in_bf16(wish: bool | None) -> bool:
-    """Whether training computes in bfloat16: as wished where `device` can, and unasked on a GPU."""
-    return can_use("bfloat16") and (device().type == "cuda" if wish is None else wish)
-
-
-def memory() -> int:
-    """The bytes of the memory of `device`."""
-    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else room.memory()
 
 
 def context_of(config: Any) -> int | None:
@@ -198,120 +155,6 @@ def load_apart(folder: Path | str, *, trust_remote_code: bool = False) -> Any:
     return adapters.beside(model, Path(folder), config, base)
 
 
-def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation: str | None = None) -> Any:
-    """A causal model with fresh float32 weights: `fields` of its config, vocabulary and special ids of the tokenizer.
-
-    Raises what `new_config` raises, and C17 for numbers that make no model.
-    """
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    config = new_config(fields, vocab_size=len(tokenizer), **special)
-    try:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
-    except Exception as error:  # each family checks its numbers in a way of its own
-        raise _odd_fields(error) from error
-    fit_threads(model)
-    return model
-
-
-def new_config(fields: Mapping[str, Any], **decided: int | None) -> Any:
-    """The config of a causal model: `fields` as written, and what the tokenizer has `decided`.
-
-    Raises RLHFError C07 for an unknown model_type, C01 for an unknown field, C17 for what the tokenizer decides.
-    """
-    kind = fields.get("model_type", "llama")
-    if kind not in CONFIG_MAPPING:
-        near = nearest(kind, CONFIG_MAPPING.keys())
-        hint = f"did you mean {near}?" if near else None
-        raise RLHFError("C07", f"model.new.model_type: unknown model type {kind!r}", hint=hint)
-    known = AutoConfig.for_model(kind).to_dict().keys() | {"tie_word_embeddings"}
-    for name in fields:
-        if name in decided:
-            raise RLHFError("C17", f"model.new.{name} follows from the tokenizer", hint="take the line out")
-        if name not in known:
-            near = nearest(name, known)
-            text = f"model.new.{name}: a {kind} config has no such field"
-            raise RLHFError("C01", text, hint=near and f"did you mean {near}?")
-    settings = {name: value for name, value in fields.items() if name != "model_type"}
-    try:
-        return AutoConfig.for_model(kind, **settings, **decided)
-    except Exception as error:  # each family checks its numbers in a way of its own
-        raise _odd_fields(error) from error
-
-
-def _odd_fields(error: Exception) -> RLHFError:
-    text = f"model.new: transformers refuses these fields: {' '.join(str(error).split())}"
-    return RLHFError("C17", text, hint="hidden_size must be a multiple of num_attention_heads, for one")
-
-
-def check_vocabulary(model: Any, tokenizer: Any, where: str | None = None) -> None:
-    """Raises RLHFError M06 where the tokenizer knows ids that the model has no embedding for."""
-    check_ids(model.get_input_embeddings().weight.shape[0], tokenizer, where)
-
-
-def check_ids(rows: int, tokenizer: Any, where: str | None) -> None:
-    """`check_vocabulary` for a model of so many embeddings."""
-    if (largest := max(tokenizer.get_vocab().values())) >= rows:
-        raise RLHFError(
-            "M06",
-            f"the tokenizer has ids up to {largest}, the model {rows} embeddings",
-            where=where,
-            hint="use the tokenizer that belongs to the model",
-        )
-
-
-def fit_embeddings(model: Any, tokenizer: Any) -> None:
-    """Grow the embeddings to tokens that were added; a new row starts near the average one: no logit stands out."""
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))
-
-
-def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
-    """Write a plain Hugging Face folder: safetensors, tokenizer, chat template, and `card` as its README.
-
-    Of a model with adapters these alone, as peft writes them. Of several processes the first one writes; all of them
-    must ask for it, since each may have a part of the weights.
-    """
-    state = _gathered(model)
-    if not processes.is_first():
-        return
-    if folder.exists():
-        shutil.rmtree(folder)
-    model.save_pretrained(folder, **({"state_dict": state} if state else {}))
-    if adapters.are_on(model):
-        save_config(model.get_base_model(), folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(terminal.clean(card).rstrip() + "\n", encoding="utf-8")
-
-
-def _gathered(model: Any) -> dict[str, Any] | None:
-    """All weights of a model that is cut up; None of one that is whole."""
-    if zero3.is_sharded(model):  # in a single process too
-        return zero3.whole_state(model)
-    if processes.count() == 1:
-        return None
-    from rlhf_cli.models import sharding  # it takes over half a second to import
-
-    return sharding.whole_state(model)
-
-
-def set_special_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
-    """Write down which id pads, and in the generation config of a model that writes, which one ends a response."""
-    model = adapters.inside(model)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    if model.can_generate():
-        model.generation_config = GenerationConfig(
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=stop_token_id, pad_token_id=tokenizer.pad_token_id
-        )
-
-
-def save_config(model: Any, folder: Path) -> None:
-    """Write the config of a model whose weights, or an adapter of them, are in `folder` already."""
-    model.config.architectures = [type(model).__name__]  # an adapter's is made from that of its base
-    model.config.save_pretrained(config_folder(folder))
-    if model.can_generate():
-        model.generation_config.save_pretrained(config_folder(folder))
-
-
 def is_classifier(config: Any) -> bool:
     """Whether a config is that of a trained sequence classifier."""
     return any(name.endswith(HEADS) for name in config.architectures or [])
@@ -362,7 +205,7 @@ def _load(
     try:
         model, report = kind.from_pretrained(
             folder,
-            dtype=number_format(dtype),
+            dtype=devices.number_format(dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
@@ -372,7 +215,7 @@ def _load(
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise RLHFError("M01", f"{shown(folder)} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
-    fit_threads(model)
+    devices.fit_threads(model)
     return model, sorted(report["missing_keys"])
 
 
@@ -410,11 +253,3 @@ def _refuse_pickles(folder: Path) -> None:
             f"{shown(folder)} holds its weights only as a pickle ({min(pickles)}), which can run code when it is read",
             hint="where you trust it: AutoModel.from_pretrained(FOLDER).save_pretrained(FOLDER) writes safetensors",
         )
-
-
-def number_format(name: str) -> torch.dtype:
-    """float32 for `auto`: what is trained keeps full-precision weights, and bf16 enters as autocast.
-
-    float32 too in place of a format that this device lacks, which E01 tells.
-    """
-    return getattr(torch, name) if name != "auto" and can_use(name) else torch.float32

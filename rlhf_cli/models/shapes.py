@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
-from rlhf_cli.models import loading
+from rlhf_cli.models import devices
 
 
 def causal(body: Any, *, dtype: str = "auto", attn_implementation: str | None = None) -> Any:
@@ -28,4 +28,4 @@ def cache(model: Any) -> DynamicCache:
 
 def _made(kind: Any, body: Any, dtype: str, attn_implementation: str | None) -> Any:
     with torch.device("meta"):
-        return kind.from_config(body, dtype=loading.number_format(dtype), attn_implementation=attn_implementation)
+        return kind.from_config(body, dtype=devices.number_format(dtype), attn_implementation=attn_implementation)

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from rlhf_cli.models import loading
+from rlhf_cli.models import devices
 from rlhf_cli.plan.estimate import Estimate
 
 LONG, FEWEST = 0.1, 3  # seconds of a measurement, and products
@@ -34,7 +34,7 @@ def _width(estimate: Estimate, phase: str) -> int:
 
 def rate(rows: int, hidden: int) -> float:
     """Operations a second of (rows, hidden) x (hidden, 4 hidden) on this machine's device, in float32."""
-    device = loading.device()
+    device = devices.device()
     left = torch.zeros(min(rows, MOST_ROWS), hidden, device=device)
     right = torch.zeros(hidden, 4 * hidden, device=device)
     taken: list[float] = []

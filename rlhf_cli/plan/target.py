@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import loading
+from rlhf_cli.models import devices
 from rlhf_cli.ppo.settings import PPOSettings
 
 
@@ -21,14 +21,14 @@ class Target:
         """GPUs of so many GiB; none: this machine, whose memory several processes on a CPU share."""
         if gib is not None:
             return cls(True, round(gib * 2**30), f"a GPU of {gib:g} GiB", processes)
-        gpu = loading.device().type == "cuda"
-        return cls(gpu, loading.memory() // (1 if gpu else processes), loading.device_name(), processes)
+        gpu = devices.device().type == "cuda"
+        return cls(gpu, devices.memory() // (1 if gpu else processes), devices.device_name(), processes)
 
     def computes_in_bf16(self, wish: bool | None) -> bool:
-        """As loading.computes_in_bf16; a GPU that is not here is taken to be able to."""
-        return loading.computes_in_bf16(wish) if not self.gpu else wish is not False
+        """As devices.computes_in_bf16; a GPU that is not here is taken to be able to."""
+        return devices.computes_in_bf16(wish) if not self.gpu else wish is not False
 
     def usable(self, settings: PPOSettings) -> PPOSettings:
         """The settings that it can follow."""
-        bf16 = self.gpu or loading.can_use("bfloat16")
+        bf16 = self.gpu or devices.can_use("bfloat16")
         return machine.usable(settings, bf16=bf16, gpu=self.gpu, group=self.processes > 1)

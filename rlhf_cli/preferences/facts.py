@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from rlhf_cli import checkpoints, data
-from rlhf_cli.models import loading
+from rlhf_cli.models import devices, loading
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.preferences.split import Parts, distinct
@@ -105,18 +105,18 @@ def count_parameters(folder: Path) -> int:
 
 
 def _memory() -> int:
-    if loading.device().type == "cuda":
+    if devices.device().type == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _device_name() -> str:
-    return torch.cuda.get_device_name() if loading.device().type == "cuda" else f"CPU, {os.cpu_count()} cores"
+    return torch.cuda.get_device_name() if devices.device().type == "cuda" else f"CPU, {os.cpu_count()} cores"
 
 
 def _speed(folder: Path) -> tuple[float, float]:
     """Tokens a second that a model learns from, and that it writes, on this machine as it is now."""
-    model = loading.load_causal(folder).to(loading.device())
+    model = loading.load_causal(folder).to(devices.device())
     config = model.config.get_text_config()
     width = min(PROBE_TOKENS, getattr(config, "max_position_embeddings", None) or PROBE_TOKENS)
     count = PROBE_ROWS * width

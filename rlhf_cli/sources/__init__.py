@@ -12,9 +12,20 @@ from typing import Any, Literal
 from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
 from rlhf_cli.rows import open_data
 from rlhf_cli.sources import folders, hub
-from rlhf_cli.sources.readers import ENDINGS, Place, ending, read
+from rlhf_cli.sources.readers import ENDINGS, Place, ending, lacks_header, read, told
 
-__all__ = ["HUB_ID", "Place", "Share", "Source", "dataset_of", "is_file_name", "locate", "named"]
+__all__ = [
+    "HUB_ID",
+    "Place",
+    "Share",
+    "Source",
+    "dataset_of",
+    "is_file_name",
+    "lacks_header",
+    "locate",
+    "named",
+    "told",
+]
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(/[\w.-]+)*")
 NAMED = re.compile(r"(?P<name>.+?)(\[(?P<split>[\w.-]+)\])?")
@@ -110,8 +121,9 @@ class Source:
         return hub.FirstRows(dataset, self.subset, split, self.splits, self.revision, self.max_rows)
 
     def _of_folder(self, folder: Path, split: str | None) -> list[Path]:
-        found = folders.splits(folder, self.subset, self.where)
-        return folders.pick(found, split, self.splits, self.shown().removesuffix(f"[{split}]"), self.where)
+        name = self.shown().removesuffix(f"[{split}]")
+        found = folders.splits(folder, name, self.subset, self.where)
+        return folders.pick(found, split, self.splits, name, self.where)
 
 
 def named(text: str, base: str = "") -> tuple[str, str | None]:

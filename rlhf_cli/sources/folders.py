@@ -1,6 +1,7 @@
-"""Folders with the hub's layout: `datasets` finds the files of each split, for the hub itself too; we read them."""
+"""Folders of data files: `datasets` finds the files of each split, for the hub itself too; we read them."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -9,51 +10,140 @@ from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError, nearest, shown
-from rlhf_cli.sources.readers import ending
+from rlhf_cli.sources.readers import ENDINGS, ending, lacks_header, read, told
 
-DATA = {".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"}  # .json and .txt may well be notes
-OF_PATTERNS = frozenset("*?[]")  # in a folder's own path they would be taken for a pattern of names
+README = "README.md"
+DATA = ENDINGS.keys() - {".json", ".txt"}  # these two may well be notes: they are data where nothing else is
+NO_DATA = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
+SHOWN = 3  # names of files in a message
+Files = dict[str, list[Path]]  # split -> its files in order, relative to the folder
 
 
-def splits(folder: Path, subset: str | None, where: str | None) -> dict[str, list[Path]]:
-    """Split -> its files in order: by the README's `configs`, by names and by folders.
+def splits(folder: Path, name: str, subset: str | None, where: str | None) -> Files:
+    """Split -> its files in order: by the README's `configs`, by folders and by names.
 
-    Raises RLHFError D01 where there are none, or no such subset.
+    `name` is the folder's in messages. Files that no name gives to a split are `train` where no others are, which is
+    said. Raises RLHFError D01 where there are none, no such subset, or where such files are of several kinds or have
+    other columns.
     """
     if not os.path.isdir(folder):
-        raise RLHFError("D01", f"no such folder {shown(folder)}", where=where)
-    real = folder.resolve()
+        raise RLHFError("D01", f"no such folder {name}", where=where)
+    data = _data_files(folder)
+    if not data:
+        raise _none_there(folder, name, where)
+    declared = _declares_splits(folder)
     with TemporaryDirectory() as scratch:
-        mirror = real
-        if OF_PATTERNS & set(str(real)):
-            mirror = Path(scratch).resolve() / "data"
-            _link(real, mirror)
+        mirror = Path(scratch).resolve() / "data"
+        links = _link(folder.resolve(), data, mirror, small=not declared)
         try:
             found = builder(str(mirror), subset).config.data_files or {}
         except Exception as error:  # each of its many kinds of refusal is one of ours: nothing to read here
-            raise refused(str(mirror), shown(folder), subset, where, error) from error
-        files = {
-            str(split): [folder / os.path.relpath(name, mirror) for name in of_it] for split, of_it in found.items()
-        }
-    _say_what_is_left_aside(folder, [path for of_it in files.values() for path in of_it])
-    return files
+            raise refused(str(mirror), name, subset, where, error) from error
+        files = {str(split): [links[str(link)] for link in of_it] for split, of_it in found.items()}
+    if not declared:
+        files = _with_unnamed(folder, name, files, data, where)
+    return {split: [folder / path for path in of_it] for split, of_it in files.items()}
+
+
+def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], where: str | None) -> Files:
+    """Of files without a split's word in their names `datasets` takes the commonest kind; beside named ones, none."""
+    taken = {path for of_it in files.values() for path in of_it}
+    by_name = {split: of_it for split, of_it in files.items() if split != "train" or any(map(_is_named, of_it))}
+    rest = [path for path in data if not any(path in of_it for of_it in by_name.values())]
+    if (folder / README).exists():  # a dataset as the hub has it: other kinds are its other forms
+        rest = [path for path in rest if ending(path) in set(map(ending, taken))]
+    elif rest and "train" in by_name:
+        _say_once(f"data     {name}: {_listed(rest)} left aside: train is {_listed(by_name['train'])}")
+    if not rest or "train" in by_name:
+        return by_name
+    _refuse_unlike(folder, name, rest, where)
+    others = "".join(f"; {split} is {_listed(of_it)}" for split, of_it in by_name.items())
+    _say_once(f"data     {name}: train is {_listed(rest)}{', the rest' if others else ''}{others}")
+    return {"train": rest, **by_name}
+
+
+def _refuse_unlike(folder: Path, name: str, files: Sequence[Path], where: str | None) -> None:
+    """D01 where files that would be read as one are of several kinds, or have other columns in their first rows."""
+    hint = f"name one of them: {shown(folder / files[0])}"
+    if len(set(map(ending, files))) > 1:
+        text = f"{name} holds data files of several kinds, {_listed(files)}: which of them are meant?"
+        raise RLHFError("D01", text, where=where, hint=hint)
+    filled = [(path, columns) for path in files if (columns := _columns(folder / path))]
+    for path, columns in filled[1:]:
+        first, its = filled[0]
+        if _are_unlike(its, columns, ending(path)):
+            text = f"{name} holds files of different columns, {first} ({told(its)}) and {path} ({told(columns)})"
+            hint = lacks_header(first, its) or lacks_header(path, columns) or hint
+            raise RLHFError("D01", f"{text}: which of them are meant?", where=where, hint=hint)
+
+
+def _are_unlike(one: Sequence[str], other: Sequence[str], kind: str) -> bool:
+    """JSON may leave a column out that a row has no use for; a table has all of its columns."""
+    if kind in (".jsonl", ".ndjson", ".json"):
+        return not (set(one) <= set(other) or set(other) <= set(one))
+    return one != other
+
+
+def _columns(path: Path) -> list[str]:
+    """Those of the first row; of no row, none."""
+    return next((sorted(row) for _, row in read(path)), [])
+
+
+def _listed(files: Sequence[Path]) -> str:
+    names = [str(path) for path in files]
+    if len(names) > SHOWN:
+        return f"{', '.join(names[:SHOWN])} and {len(names) - SHOWN} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _is_named(path: Path) -> bool:
+    """Whether a split's word stands in a file's name or in a folder's above it."""
+    words = {word for words in _datasets().data_files.SPLIT_KEYWORDS.values() for word in words}
+    return bool(words & set(re.split(r"[-._ 0-9/]+", path.as_posix().lower())))
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """All files of a folder that are data by their names, relative to it."""
+    found = [path.relative_to(folder) for path in sorted(folder.rglob("*"), key=Path.as_posix)]
+    seen = [path for path in found if not any(part.startswith((".", "__")) for part in path.parts)]
+    data = [path for path in seen if ending(path) in DATA]
+    return data or [path for path in seen if ending(path) in ENDINGS and path.name not in NO_DATA]
+
+
+def _none_there(folder: Path, name: str, where: str | None) -> RLHFError:
+    found = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    text = f"{name} holds no data files" + (f", but {_listed(found)}" if found else "")
+    hint = f"a data file ends in {', '.join(ENDINGS)}, or in one of them and .gz"
+    if any(path.suffix == ".arrow" for path in found):
+        hint = 'Arrow is read as Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
+    return RLHFError("D01", text, where=where, hint=hint)
+
+
+def _declares_splits(folder: Path) -> bool:
+    """Whether the README says which files are which split."""
+    readme = folder / README
+    return readme.is_file() and b"\nconfigs:" in readme.read_bytes()
+
+
+def _link(folder: Path, data: Sequence[Path], mirror: Path, *, small: bool) -> dict[str, Path]:
+    """Data and README of a folder elsewhere, each a link: link -> file. What else is there would count for `datasets`:
+    eval.yaml would be the whole of a split.
+
+    `small` gives small letters to names: Test.CSV is test.csv to everybody else.
+    """
+    links = {}
+    for path in [*data, *([Path(README)] if (folder / README).exists() else [])]:
+        link = mirror / path.as_posix().lower() if small and path.name != README else mirror / path
+        link = mirror / path if link.is_symlink() else link
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(folder / path)
+        links[str(link)] = path
+    return links
 
 
 @cache
 def _say_once(text: str) -> None:
     terminal.say(text)
-
-
-def _say_what_is_left_aside(folder: Path, files: Sequence[Path]) -> None:
-    """Of data of several kinds `datasets` takes the commonest one; a README may mean that, else nobody does."""
-    kinds = {ending(path) for path in files}
-    others = DATA - kinds
-    left = sorted(path.name for path in folder.rglob("*") if ending(path) in others and not path.name.startswith("."))
-    if left and not (folder / "README.md").exists():
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        _say_once(
-            f"data     {shown(folder)}: {left[0]}{more} left aside, the other files are {', '.join(sorted(kinds))}"
-        )
 
 
 def builder(name: str, subset: str | None, revision: str | None = None) -> Any:
@@ -89,19 +179,12 @@ def pick(
         if one in found:
             return found[one]
     if not split and len(found) == 1:
-        return next(iter(found.values()))
+        ((only, files),) = found.items()
+        _say_once(f"data     {name}: it has no {' or '.join(usual)}, and {only} is read for it")
+        return files
     near = nearest(wanted[0], found) or next(iter(found))
     text = f"{name} has no split {' or '.join(wanted)}; it has {', '.join(map(str, found))}"
     raise RLHFError("D01", text, where=where, hint=f"write the split behind the name: [{near}]")
-
-
-def _link(folder: Path, mirror: Path) -> None:
-    """The same tree of files elsewhere, each a link."""
-    for here, _, names in os.walk(folder):
-        there = mirror / os.path.relpath(here, folder)
-        there.mkdir(parents=True)
-        for name in names:
-            (there / name).symlink_to(os.path.join(here, name))
 
 
 def _subsets(name: str) -> list[str]:

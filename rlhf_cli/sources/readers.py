@@ -3,8 +3,9 @@
 import csv
 import io
 import sys
+import textwrap
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -12,6 +13,7 @@ from rlhf_cli.errors import RLHFError, nearest, shown
 from rlhf_cli.rows import BOM, decoded, numbered_rows, open_data, parse
 
 AT_ONCE = 1024  # rows of a Parquet file
+NAME_WORDS, NAME_CHARACTERS = 3, 40  # that the name of a column may have before it seems to be a text
 
 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a long text is no error
 
@@ -78,7 +80,7 @@ def _json(file: BinaryIO, path: Path) -> Rows:
 def _table(file: BinaryIO, path: Path) -> Rows:
     """CSV or TSV with a header. Every cell is a text as it stands there: "NA" and "1e5" stay what they are."""
     lines = (decoded(raw.removeprefix(BOM) if n == 1 else raw, path, n) for n, raw in enumerate(file, start=1))
-    reader = csv.reader(lines, delimiter="\t" if ending(path) == ".tsv" else ",", strict=True)
+    reader = csv.reader(lines, delimiter=TABLES[ending(path)], strict=True)
     start = 1
     header: list[str] = []
     try:
@@ -103,8 +105,24 @@ def _table(file: BinaryIO, path: Path) -> Rows:
 def _header(cells: list[str], place: Place) -> list[str]:
     twice = next((name for name in cells if name and cells.count(name) > 1), None)
     if twice is not None:
-        raise RLHFError("D03", f'the header names the column "{twice}" twice', where=str(place))
+        text = f'the header names the column "{told([twice])}" twice'
+        raise RLHFError("D03", text, where=str(place), hint=lacks_header(place.path, cells))
     return cells
+
+
+def lacks_header(path: Path, names: Collection[str], wanted: Collection[str] = ()) -> str | None:
+    """A hint where the names of a table's columns seem to be its first row; `wanted` are those it needs."""
+    texts = [len(name.split()) > NAME_WORDS or len(name) > NAME_CHARACTERS for name in names]
+    if ending(path) not in TABLES or 2 * sum(texts) < len(texts):
+        return None
+    between = "," if ending(path) == ".csv" else "\\t"
+    header = f" '{between.join(wanted)}'" if wanted else ""
+    return f"the first line of {path.name} looks like data: does it lack a header line{header}?"
+
+
+def told(names: Iterable[str]) -> str:
+    """Names of columns as messages have them."""
+    return ", ".join(textwrap.shorten(name, NAME_CHARACTERS, placeholder="...") for name in names)
 
 
 def _parquet(file: BinaryIO, path: Path) -> Rows:
@@ -145,6 +163,7 @@ def _text(file: BinaryIO, path: Path) -> Rows:
             yield Place(path, number), {"text": text}
 
 
+TABLES = {".csv": ",", ".tsv": "\t"}  # ending -> what stands between two cells
 ENDINGS: dict[str, Callable[[BinaryIO, Path], Rows]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,

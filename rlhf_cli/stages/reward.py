@@ -19,7 +19,7 @@ from rlhf_cli.config import Options, RewardConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import adapters, machine, models
 from rlhf_cli.inputs import reward as inputs
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import devices, embeddings, loading, saving, tokenizers
 from rlhf_cli.ppo.ranks import ALONE, Ranks, group
 from rlhf_cli.ppo.records import Prompts, right_pad
 from rlhf_cli.ppo.rollout import HFEngine
@@ -55,7 +55,7 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     parent = parents["model.path"]
     identity = checkpoints.identity(config, parents, config.sources())
     status = ranks.first(
-        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
+        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"reward   finished already: {shown(config.folder)}")
@@ -68,9 +68,9 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     if memory:
         terminal.say(f"reward   {memory}")
     steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward", rows)
-    loading.set_special_ids(model, tokenizer, stop)
+    saving.set_special_ids(model, tokenizer, stop)
     text = readme(config, parent, len(rows), steps)
-    ranks.each(partial(loading.save_model, model, tokenizer, config.folder / "model", text))
+    ranks.each(partial(saving.save_model, model, tokenizer, config.folder / "model", text))
     del model
     gc.collect()  # it is read again
     scorer = saved_scorer(config, options)
@@ -82,7 +82,7 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
             bar.advance()
             scale = normalise(config, scorer, answers, ranks)
             bar.advance()
-        ranks.first(lambda: loading.save_config(scorer, config.folder / "model"))
+        ranks.first(lambda: saving.save_config(scorer, config.folder / "model"))
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
         "metrics": {name: card[name] for name in HEADLINE} if card else {},
@@ -144,7 +144,7 @@ def make_trainer(
 def saved_scorer(config: RewardConfig, options: Options) -> Any:
     """What was written to model/: what is measured from here on is what a reader of the folder gets."""
     scorer = loading.load_scorer(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
-    return scorer.to(loading.device()).eval().requires_grad_(False)
+    return scorer.to(devices.device()).eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -170,8 +170,8 @@ def sampled(
     Each rank writes a part.
     """
     model = loading.load_causal(parent.model, **loading.how(config.model, options.trust_remote_code))
-    loading.fit_embeddings(model, tokenizer)
-    model.to(loading.device()).eval()
+    embeddings.fit_embeddings(model, tokenizer)
+    model.to(devices.device()).eval()
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
     picked = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
     length = max(len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in rows)

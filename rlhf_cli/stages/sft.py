@@ -23,7 +23,7 @@ from rlhf_cli.errors import RLHFError, placed, shown
 from rlhf_cli.inputs import adapters, machine, models
 from rlhf_cli.inputs import sft as inputs
 from rlhf_cli.inputs.sft import IGNORED
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import devices, fresh, loading, saving, tokenizers
 from rlhf_cli.ppo.ranks import ALONE, Ranks, group
 from rlhf_cli.ppo.records import right_pad
 from rlhf_cli.progress import Progress, counted
@@ -84,7 +84,7 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
     status = ranks.first(
-        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
+        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"sft      finished already: {shown(config.folder)}")
@@ -100,9 +100,9 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
     steps = trl_training.train(
         make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft", rows
     )
-    loading.set_special_ids(model, tokenizer, stop)
+    saving.set_special_ids(model, tokenizer, stop)
     text = card(config, parents, len(rows), steps)
-    ranks.each(functools.partial(loading.save_model, model, tokenizer, config.folder / "model", text))
+    ranks.each(functools.partial(saving.save_model, model, tokenizer, config.folder / "model", text))
     del model
     gc.collect()  # it is read again
     fields = {
@@ -133,7 +133,7 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
         assert new is not None
         with placed(config.where("model.new")):
             attention = config.model.attn_implementation
-            model = loading.new_causal(new.config_fields(), tokenizer, attn_implementation=attention)
+            model = fresh.new_causal(new.config_fields(), tokenizer, attn_implementation=attention)
     return tokenizer, adapters.to_train(config, parent, model, tokenizer)
 
 
@@ -177,7 +177,7 @@ def make_trainer(
 def headline(config: SFTConfig, options: Options, rows: Rows, pad: int, ranks: Ranks) -> dict[str, float]:
     """Loss per trained token of the saved model over the evaluation rows, in nats, by our own pass, shared by all."""
     model = loading.load_causal(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
-    model.to(loading.device()).eval()
+    model.to(devices.device()).eval()
     width = config.sft.max_length
     cut = [
         (row["input_ids"][i : i + width], row["labels"][i : i + width])

@@ -19,7 +19,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import batches, limits
-from rlhf_cli.models import loading, zero3
+from rlhf_cli.models import devices, zero3
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
@@ -72,7 +72,7 @@ class PlainTrainer:
 def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> Any:
     """TRL's arguments (`kind` is SFTConfig or RewardConfig of TRL). Raises RLHFError C17 for what TRL refuses."""
     ours = config.sft if isinstance(config, SFTConfig) else config.reward
-    gpu = loading.device().type == "cuda"
+    gpu = devices.device().type == "cuda"
     same = (
         "learning_rate num_train_epochs per_device_train_batch_size per_device_eval_batch_size weight_decay adam_beta1 "
         "gradient_accumulation_steps lr_scheduler_type max_grad_norm adam_beta2 adam_epsilon gradient_checkpointing"
@@ -83,7 +83,7 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "seed": config.seed,
         "max_steps": ours.max_steps or -1,
         "warmup_steps": ours.warmup_steps if ours.warmup_steps is not None else ours.warmup_ratio,  # below 1: a share
-        "bf16": loading.computes_in_bf16(ours.bf16),
+        "bf16": devices.computes_in_bf16(ours.bf16),
         "use_cpu": not gpu,
         "ddp_find_unused_parameters": False,  # what learns takes part in each pass; the search for others takes time
         "dataloader_pin_memory": gpu,

@@ -8,10 +8,11 @@ from typing import Any
 from rlhf_cli import __version__
 from rlhf_cli.checkpoints.adapters import read_adapter
 from rlhf_cli.export.card import front, limits, making, results, usage
+from rlhf_cli.export.card.example import held_out
 from rlhf_cli.export.card.markdown import code, text
 from rlhf_cli.export.card.subject import Subject, is_of_the_hub, subject
 
-__all__ = ["subject", "write"]
+__all__ = ["held_out", "subject", "write"]
 
 PPO = "[Schulman et al. 2017](https://arxiv.org/abs/1707.06347)"
 KINDS = {
@@ -70,7 +71,7 @@ def _as_in_training(about: Subject) -> Iterator[str]:
     if about.model.can_generate() and found:
         when = "evaluation" if about.is_evaluated else "training"
         how = f"from the whole distribution at temperature {found[0]:g}, with at most {found[1]} tokens"
-        yield f"So its answers were sampled in its {when}: {how}."
+        yield f"This is how its answers were sampled in its {when}: {how}."
     if hasattr(about.model.config, "reward_mean"):
         yield (
             "`reward_mean` and `reward_std` in config.json are those of the SFT model's own answers: 0 is an answer as "

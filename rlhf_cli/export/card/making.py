@@ -17,7 +17,7 @@ from rlhf_cli.report.health import readings
 from rlhf_cli.report.runs import Stage, is_number
 
 SHORT = 12  # hex digits of a hash
-LIBRARIES = ("rlhf", "torch", "transformers", "trl", "peft", "bitsandbytes", "tokenizers", "safetensors")
+LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "tokenizers", "safetensors")
 COURSE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
 _TRAINING = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps")
 # Told also where they are at their default: what a reader asks for first.
@@ -53,7 +53,7 @@ def blocks(about: Subject) -> Iterator[str]:
         ("stage", "starts from", "trained for", "time", "device", "seed", "model, sha256"),
         (_stage(about, each) for each in about.stages),
     )
-    if rewards := list(_rewards(about.stage)):
+    if rewards := list(_rewards(about)):
         yield "What PPO was trained to raise:"
         yield bullets(rewards)
     yield "### Data"
@@ -61,11 +61,13 @@ def blocks(about: Subject) -> Iterator[str]:
     yield "Rows are all that a file holds: fewer were used where some are too long, or `data.max_rows` is set."
     yield "### Settings"
     yield "Those that differ from the defaults, and the main ones."
-    yield table(("stage", "key", "value", "default"), (row for stage in about.stages for row in _settings(stage)))
-    found = facts.versions(about.stages)
+    yield table(("stage", "key", "value", "default"), (row for each in about.stages for row in _settings(about, each)))
+    versions = facts.versions(about.stages)
+    libraries = [("rlhf-cli", versions.get("rlhf")), *((name, versions.get(name)) for name in LIBRARIES)]
+    made_with = ", ".join(f"{name} {text(version)}" for name, version in libraries if version)
     git = (about.stage.manifest or {}).get("git")
     configs = f" Its configs are of git revision {code(str(git))}." if git else ""
-    yield f"Trained with {', '.join(f'{name} {text(found[name])}' for name in LIBRARIES if name in found)}.{configs}"
+    yield f"Trained with {made_with}.{configs}"
     if course := list(_course(about.stage)):
         yield "### Course of PPO"
         yield bullets(course)
@@ -73,17 +75,29 @@ def blocks(about: Subject) -> Iterator[str]:
 
 def _stage(about: Subject, stage: Stage) -> list[str]:
     row, manifest = facts.stage_row(stage), stage.manifest or {}
-    started = [_parent(told) for key, told in stage.told("parents").items() if not key.startswith("rewards.")]
+    started = [parent(about, told) for key, told in stage.told("parents").items() if not key.startswith("rewards.")]
     started = started or ["fresh weights"]
     of_the_end = "" if stage is not about.stage or about.chosen.last else " at its end"
     made = _short(sha256_of(stage)) + of_the_end
-    return [stage.name, "; ".join(started), row.steps, row.time, text(row.device), str(manifest["seed"]), made]
+    return [
+        _label(about, stage),
+        "; ".join(started),
+        row.steps,
+        row.time,
+        text(row.device),
+        str(manifest["seed"]),
+        made,
+    ]
 
 
-def _parent(told: Mapping[str, Any]) -> str:
+def _label(about: Subject, stage: Stage) -> str:
+    return about.labels.get(sha256_of(stage), stage.name)
+
+
+def parent(about: Subject, told: Mapping[str, Any]) -> str:
     """A model that a stage read, without a place of this machine."""
     if told["stage"] != FOREIGN:
-        return f"{told['stage']} {_short(told['sha256'])}"
+        return f"{about.labels.get(told['sha256'], told['stage'])} {_short(told['sha256'])}"
     name = told["path"] if is_hub_id(told["path"]) else PurePosixPath(told["path"]).name
     return code(name + (f" at {told['revision']}" if "revision" in told else "")) + f" {_short(told['sha256'])}"
 
@@ -92,12 +106,13 @@ def _short(sha256: Any) -> str:
     return code(str(sha256)[:SHORT])
 
 
-def _rewards(stage: Stage) -> Iterator[str]:
+def _rewards(about: Subject) -> Iterator[str]:
     """The terms of PPO's reward; none of another stage."""
+    stage = about.stage
     for name, source in (stage.setting("rewards") or {}).items():
         kind = next(kind for kind in KINDS if source.get(kind))
         models = [told for key, told in stage.told("parents").items() if key.startswith(f"rewards.{name}.")]
-        named = f" ({', '.join(map(_parent, models))})" if models else ""
+        named = f" ({', '.join(parent(about, told) for told in models)})" if models else ""
         weight = f"weight {source['weight']:g}" if source["weight"] else "not optimised: a judge that was only watched"
         yield f"{code(name)}: {SOURCES[kind]}{named}, {weight}"
     kl_coef, start = stage.setting("ppo.kl_coef"), " at the start" if stage.setting("ppo.adap_kl_ctrl") else ""
@@ -108,10 +123,10 @@ def _rewards(stage: Stage) -> Iterator[str]:
 def _data(about: Subject) -> Iterator[list[str]]:
     for stage in [*about.stages, *([about.run.stages["eval"]] if about.is_evaluated else [])]:
         for row in facts.data_rows([stage]):
-            yield [stage.name, code(row.key), code(data_name(stage, row.key)), row.rows, _short(row.sha256)]
+            yield [_label(about, stage), code(row.key), code(data_name(stage, row.key)), row.rows, _short(row.sha256)]
 
 
-def _settings(stage: Stage) -> Iterator[list[str]]:
+def _settings(about: Subject, stage: Stage) -> Iterator[list[str]]:
     set_otherwise = {each.key: each for each in from_defaults(stage)}
     main = {key: value for key, value in flat(stage.config or {}).items() if key in HEADLINE.get(stage.name, ())}
     for key in [*main, *(key for key in set_otherwise if key not in main)]:
@@ -119,7 +134,7 @@ def _settings(stage: Stage) -> Iterator[list[str]]:
         value = each.value if each else said(main[key])
         if UNTOLD.isdisjoint(key.split(".")) and not _is_place(stage.name, key) and "/" not in value:
             default = value if each is None else (each.default or "").removeprefix("-")
-            yield [stage.name, code(key), code(value), code(default)]
+            yield [_label(about, stage), code(key), code(value), code(default)]
 
 
 def _is_place(stage: str, key: str) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rlhf_cli import reward_card, verdict
 from rlhf_cli.config.paths import FUNCTION
+from rlhf_cli.export.card.making import parent
 from rlhf_cli.export.card.markdown import bullets, code, table, text
 from rlhf_cli.export.card.subject import Subject, data_name, report_card
 from rlhf_cli.report import glance, tables
@@ -69,8 +70,21 @@ def _told(about: Subject) -> Iterator[str]:
     columns, policies = tables.policies(report)
     theirs = policies if about.stage.name == "ppo" else [row for row in policies if not row[0].startswith("PPO")]
     yield table(columns, theirs)
+    yield "The policies:"
+    yield bullets(_compared(about))
     yield "The judges:"
     yield bullets(f"{code(name)}: {what}" for name, what in judges(about).items())
+
+
+def _compared(about: Subject) -> Iterator[str]:
+    """What the evaluation's policies are."""
+    parents = about.run.stages["eval"].told("parents")
+    for name in about.report["models"]:
+        told = parents.get(f"models.{name}")
+        if name == about.stage.name:
+            yield f"{text(verdict.label(name))}: this model"
+        elif told and (name != "ppo" or about.stage.name == "ppo"):
+            yield f"{text(verdict.label(name))}: {parent(about, told)}"
 
 
 def _report_card(stage: Stage) -> Iterator[str]:

@@ -8,7 +8,9 @@ from typing import Any
 from rlhf_cli import sources
 from rlhf_cli.checkpoints import FOREIGN, Chosen
 from rlhf_cli.checkpoints.adapters import is_hub_id
+from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.export.card.markdown import text
 from rlhf_cli.inputs import forms
 from rlhf_cli.inputs.forms import Kind
 from rlhf_cli.report.runs import STAGES, Run, Stage, read_stage
@@ -30,11 +32,27 @@ class Subject:
     dtype: str
     updates: int  # that PPO has made, before and after the policy
     prompts: Kind  # how they go to the model
+    example: str | Conversation | None  # a held-out prompt that may be shown
 
     @property
     def stage(self) -> Stage:
         """The one that made the model."""
         return self.stages[0]
+
+    @property
+    def labels(self) -> dict[Any, str]:
+        """The hash of what each stage made -> what a card calls the stage: of two of a kind the nearer has its name
+        alone, the other its run's folder before it.
+        """
+        found: dict[Any, str] = {}
+        for stage in self.stages:
+            label = stage.name
+            if label in found.values():
+                label = text(f"{stage.folder.resolve().parent.name}/{stage.name}")
+            if label in found.values():
+                label += f" {str(sha256_of(stage))[:4]}"
+            found[sha256_of(stage)] = label
+        return found
 
     @property
     def report(self) -> Mapping[str, Any]:
@@ -70,7 +88,15 @@ class Subject:
         return below
 
 
-def subject(chosen: Chosen, model: Any, tokenizer: Any, dtype: str, name: str, address: str) -> Subject:
+def subject(
+    chosen: Chosen,
+    model: Any,
+    tokenizer: Any,
+    dtype: str,
+    name: str,
+    address: str,
+    example: str | Conversation | None = None,
+) -> Subject:
     """What a card of the chosen model can tell."""
     own = read_stage(chosen.model.stage, chosen.model.path)
     updates = max((row["step"] for row in own.metrics), default=0)
@@ -85,7 +111,7 @@ def subject(chosen: Chosen, model: Any, tokenizer: Any, dtype: str, name: str, a
     firings = [row for row in firings if row["step"] <= (chosen.step or 0)]
     run = Run(root.name, root, kinds, chosen.report, (), (), tuple(firings), ())
     prompts = forms.kind(forms.written(chosen.model), tokenizer)
-    return Subject(name, address, chosen, stages, _at(run, chosen), model, tokenizer, dtype, updates, prompts)
+    return Subject(name, address, chosen, stages, _at(run, chosen), model, tokenizer, dtype, updates, prompts, example)
 
 
 def started_from(stage: Stage) -> Mapping[str, Any]:

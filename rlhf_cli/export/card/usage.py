@@ -4,12 +4,11 @@ import json
 from collections.abc import Mapping
 
 from rlhf_cli import data
-from rlhf_cli.data import transcripts
+from rlhf_cli.export.card import example
 from rlhf_cli.export.card.subject import Subject
 from rlhf_cli.report.runs import is_number
 
-QUESTION, ANSWER = "What should I cook for four friends tonight?", "A lentil soup: it is quick, and it keeps."
-TRANSCRIPT = transcripts.render([{"role": "user", "content": QUESTION}])
+ANSWER = "Write an answer to it here."
 TOKENS = 128  # of an answer, where the run tells no length
 
 
@@ -45,11 +44,11 @@ def _answering(about: Subject) -> list[str]:
     if about.prompts == "template":
         how_asked = "add_generation_prompt=True, return_dict=True, return_tensors"
         asked = [
-            f'messages = [{{"role": "user", "content": "{QUESTION}"}}]',
+            f"messages = {example.of(about)!r}",
             f'inputs = tokenizer.apply_chat_template(messages, {how_asked}="pt")',
         ]
     else:
-        asked = [f'inputs = tokenizer({_prompt(about)}, return_tensors="pt")']
+        asked = [f"prompt = {example.of(about)!r}", 'inputs = tokenizer(prompt, return_tensors="pt")']
     return [
         *asked,
         f"output = model.generate(**inputs, {how})",
@@ -66,8 +65,7 @@ def _scoring(about: Subject) -> list[str]:
         end = f"tokenizer.convert_tokens_to_ids({json.dumps(tokenizer.convert_ids_to_tokens(stop))})"
     if chat:
         first = [
-            '    messages = [{"role": "user", "content": prompt}]',
-            "    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)"
+            "    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)"
             '["input_ids"]',
         ]
     else:
@@ -83,10 +81,6 @@ def _scoring(about: Subject) -> list[str]:
         f"    return {result}",
         "",
         "",
-        f'print(score({_prompt(about)}, "{"" if chat else " "}{ANSWER}"))',
+        f"prompt = {example.of(about)!r}",
+        f'print(score(prompt, "{"" if chat else " "}{ANSWER}"))',
     ]
-
-
-def _prompt(about: Subject) -> str:
-    """As Python has it: a question, or a dialogue written as text where the prompts were such."""
-    return json.dumps(TRANSCRIPT if about.prompts == "transcript" else QUESTION)

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TextClassificationPipeline
 
 from rlhf_cli.errors import RLHFError, nearest, placed, shown
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import devices, embeddings, loading, tokenizers
 from rlhf_cli.ppo.rewards.source import Place, TextReward
 
 # What the pipeline does to the logits; None: what the model's config asks for, softmax or sigmoid.
@@ -49,9 +49,9 @@ def make(section: Any, place: Place) -> TextReward:
     with placed(place.where("pipeline")):
         tokenizer = tokenizers.load_tokenizer(place.model, trust_remote_code=trust)
         model = loading.load_classifier(place.model, trust_remote_code=trust)
-        loading.check_vocabulary(model, tokenizer)
+        embeddings.check_vocabulary(model, tokenizer)
     tokenizer.padding_side = "right"  # where an encoder counts positions from
-    pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=loading.device())
+    pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=devices.device())
     return Classifier(pipeline, label, section.number, section.reads, section.batch_size)
 
 

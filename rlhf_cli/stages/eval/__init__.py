@@ -6,7 +6,7 @@ from rlhf_cli import checkpoints, data, rows, terminal, verdict
 from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import machine, models
-from rlhf_cli.models import loading
+from rlhf_cli.models import devices, loading
 from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.report import write_beside
 from rlhf_cli.report.frontier import draw as draw_frontier
@@ -26,7 +26,7 @@ def _run(config: EvalConfig, options: Options, ranks: Ranks) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
     status = ranks.first(
-        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
+        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"eval     finished already: {checkpoints.shown(config.folder)}")

@@ -14,7 +14,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import models
-from rlhf_cli.models import loading, reading
+from rlhf_cli.models import devices, reading
 from rlhf_cli.ppo import formulas
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
@@ -64,7 +64,7 @@ def collect(
     best: list[Answers] = []
 
     def load(parent: Parent) -> Any:
-        return models.causal(config, options, parent, tokenizer).to(loading.device()).eval()
+        return models.causal(config, options, parent, tokenizer).to(devices.device()).eval()
 
     sft = load(parents["models.sft"])
     with Progress("eval", sum(len(each.modes) for each in asked) + draws, "round") as bar:
@@ -110,7 +110,7 @@ def _judges(
 
     def by_model(parent: Parent) -> ModelReward:
         theirs = models.own_tokenizer(config, options, writing.sft, parent)
-        model = models.scorer(config, options, parent, theirs or writing.tokenizer).to(loading.device()).eval()
+        model = models.scorer(config, options, parent, theirs or writing.tokenizer).to(devices.device()).eval()
         return models.reward(config, parent.key, writing, model, theirs, rows=config.eval.per_device_batch_size)
 
     def by_function(name: str) -> Judge:

@@ -5,7 +5,7 @@ from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import machine, reward_cards
 from rlhf_cli.inputs import ppo as inputs
-from rlhf_cli.models import loading, reading, tokenizers
+from rlhf_cli.models import devices, loading, reading, saving, tokenizers
 from rlhf_cli.ppo.alarms import RunStop
 from rlhf_cli.ppo.metrics import Stats, objective
 from rlhf_cli.ppo.ranks import Ranks, group
@@ -33,7 +33,7 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
     if options.fresh or checkpoints.examine(config, identity).state != "finished":
         reward_cards.require(config, parents)  # before --fresh moves anything aside
     status = ranks.first(
-        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=loading.device_name())
+        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")
@@ -89,8 +89,8 @@ def save_models(config: PPOConfig, parts: making.Parts, step: int) -> None:
     """model/ is the policy after `step`, value/ the value model: whole, or adapters of a base that they name."""
     policy, value = parts.policy, parts.value
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
-    loading.save_model(policy, parts.tokenizer, config.folder / "model", f"Policy after {trained}.")
+    saving.save_model(policy, parts.tokenizer, config.folder / "model", f"Policy after {trained}.")
     if isinstance(value, reading.ValueHead):
         head = value.score
         value = parts.base.with_head(policy, head) if parts.base else loading.scorer_around(policy, head)
-    loading.save_model(value, parts.tokenizer, config.folder / "value", f"Value model after {trained}.")
+    saving.save_model(value, parts.tokenizer, config.folder / "value", f"Value model after {trained}.")

@@ -13,7 +13,7 @@ from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.inputs import machine, models, one_base
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.inputs.one_base import OneBase
-from rlhf_cli.models import adapters, loading, offload, reading
+from rlhf_cli.models import adapters, devices, loading, offload, reading
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource, TextReward
 from rlhf_cli.ppo.rollout import HFEngine
@@ -49,7 +49,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
     start = models.causal(config, options, sft, tokenizer)
     ref = start if config.models.adapters else copy.deepcopy(start)  # with offload, a GPU never holds it for long
     if not settings.fsdp:
-        start.to(loading.device())
+        start.to(devices.device())
     base = one_base.of(config, options, sft, start)
     saved_policy = base.policy() if base else start
     policy = adapters.inside(saved_policy)
@@ -64,7 +64,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
     for key, parent in parents.items():
         if parent.manifest.get("probes"):
             model = scorers.frozen(key)
-            with offload.visiting(model, loading.device()) if settings.offload else nullcontext():
+            with offload.visiting(model, devices.device()) if settings.offload else nullcontext():
                 models.check_probes(model, parent, where=config.where(key))
     batch = settings.local_rollout_forward_batch_size
     pad = tokenizer.pad_token_id or 0
@@ -73,7 +73,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
     saved_value = scorers.value(policy)
     trainer = PPOTrainer(
         policy,
-        ref if settings.offload or settings.fsdp else ref.to(loading.device()),
+        ref if settings.offload or settings.fsdp else ref.to(devices.device()),
         adapters.inside(saved_value),
         sources(config, texts, scorers),
         engine,
@@ -148,7 +148,7 @@ class Scorers:
             theirs = models.own_tokenizer(self.config, self.options, self.writing.sft, parent)
             model = self.load(key, theirs).eval().requires_grad_(False)
             if not self.offload:
-                model.to(loading.device())
+                model.to(devices.device())
             self.loaded[parent.model] = model, theirs
             stop = data.stop_token_id(theirs) if theirs else self.writing.stop_token_id
             inputs.warn_pad(model.config, stop, self.config.where(key))
@@ -165,7 +165,7 @@ class Scorers:
             apart = self.base.apart(parent, self.writing.tokenizer)
             return self.base.beside(self.frozen(key), parent) if apart else self.base.scorer(parent)
         made = copy.deepcopy(self.frozen(key)).requires_grad_(True) if wish == "reward" else self.load(key)
-        return made if self.fsdp else made.to(loading.device())
+        return made if self.fsdp else made.to(devices.device())
 
 
 def _ptx(config: PPOConfig, tokenizer: Any, body: Any) -> list[tuple[list[int], list[int]]]:

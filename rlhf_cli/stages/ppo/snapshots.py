@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_cli import checkpoints
 from rlhf_cli.config import PPOConfig
-from rlhf_cli.models import loading, publishing
+from rlhf_cli.models import publishing, saving
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.stages.ppo.parts import Parts
 
@@ -94,7 +94,7 @@ class Snapshots:
             checkpoints.commit_state(
                 self.folder,
                 self.path(step).name,
-                lambda path: loading.save_model(policy, tokenizer, path, card),
+                lambda path: saving.save_model(policy, tokenizer, path, card),
                 keep=None,  # `tidy` drops them, never as the oldest
             )
 
