@@ -93,6 +93,12 @@ def say_here(text: str) -> None:
     _write(sys.stderr, text if processes.count() == 1 else f"process {processes.rank()}: {text}")
 
 
+def say_once(text: str) -> None:
+    """A log line that a command says once, however many of its stages come to it."""
+    if told.is_new(text):
+        say(text)
+
+
 def warn(code: str, text: str, *, where: str | None = None, hint: str | None = None) -> None:
     """`warning[CODE]: ...` on stderr. The same warning is said once in a command, and kept for `warnings_said`."""
     where = where and clean(where)  # a file's name is no better than a model's text

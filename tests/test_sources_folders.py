@@ -8,13 +8,12 @@ import pytest
 
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.rows import write_jsonl
-from rlhf_cli.sources import Source, folders, named
+from rlhf_cli.sources import Source, named
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    folders._say_once.cache_clear()  # a thing is said once a process
     return tmp_path
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -40,13 +39,8 @@ def encoded(
         _write(path, made)
         _prune(path.parent)
     except OSError as error:
-        _say_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
+        terminal.say_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
     return made
-
-
-@cache
-def _say_once(text: str) -> None:
-    terminal.say(text)
 
 
 def _key(tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]) -> str:

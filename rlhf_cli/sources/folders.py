@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -53,12 +52,12 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], w
     if (folder / README).exists():  # a dataset as the hub has it: other kinds are its other forms
         rest = [path for path in rest if ending(path) in set(map(ending, taken))]
     elif rest and "train" in by_name:
-        _say_once(f"data     {name}: {_listed(rest)} left aside: train is {_listed(by_name['train'])}")
+        terminal.say_once(f"data     {name}: {_listed(rest)} left aside: train is {_listed(by_name['train'])}")
     if not rest or "train" in by_name:
         return by_name
     _refuse_unlike(folder, name, rest, where)
     others = "".join(f"; {split} is {_listed(of_it)}" for split, of_it in by_name.items())
-    _say_once(f"data     {name}: train is {_listed(rest)}{', the rest' if others else ''}{others}")
+    terminal.say_once(f"data     {name}: train is {_listed(rest)}{', the rest' if others else ''}{others}")
     return {"train": rest, **by_name}
 
 
@@ -141,11 +140,6 @@ def _link(folder: Path, data: Sequence[Path], mirror: Path, *, small: bool) -> d
     return links
 
 
-@cache
-def _say_once(text: str) -> None:
-    terminal.say(text)
-
-
 def builder(name: str, subset: str | None, revision: str | None = None) -> Any:
     """What `datasets` knows of a folder or of a dataset of the hub. Leaves nothing in its cache."""
     datasets = _datasets()
@@ -180,7 +174,7 @@ def pick(
             return found[one]
     if not split and len(found) == 1:
         ((only, files),) = found.items()
-        _say_once(f"data     {name}: it has no {' or '.join(usual)}, and {only} is read for it")
+        terminal.say_once(f"data     {name}: it has no {' or '.join(usual)}, and {only} is read for it")
         return files
     near = nearest(wanted[0], found) or next(iter(found))
     text = f"{name} has no split {' or '.join(wanted)}; it has {', '.join(map(str, found))}"

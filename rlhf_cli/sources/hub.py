@@ -60,7 +60,7 @@ def fetch(name: str, revision: str | None, part: str, where: str | None) -> Path
         folder = kept(name, revision, part)
         if folder is None:
             raise _not_on_the_hub(name, error, where) from error
-        _say_once(f"data     {name} as the hub's cache holds it; whether that is all of it could not be asked")
+        terminal.say_once(f"data     {name} as the hub's cache holds it; whether that is all of it could not be asked")
         return folder
 
 
@@ -166,11 +166,6 @@ def cache_folder() -> Path:
 
 def _patterns(part: str) -> list[str] | None:
     return [f"{part}/*"] if part else None
-
-
-@cache
-def _say_once(text: str) -> None:
-    terminal.say(text)
 
 
 def _not_on_the_hub(name: str, error: Exception, where: str | None) -> RLHFError:
