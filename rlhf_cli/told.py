@@ -32,17 +32,22 @@ def is_new(text: str) -> bool:
     if not processes.is_first():
         return False
     line = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
-    file, earlier = os.environ.get(FILE), ""
-    with suppress(OSError):  # none told anything yet; or the disk is full, and something is told twice
-        if file:
-            earlier = Path(file).read_text(encoding="ascii")
-    new = line not in _here and line not in earlier.split()
+    if line in _here or line in _before():
+        return False
     _here.add(line)
-    with suppress(OSError):
-        if file and new:
+    with suppress(OSError):  # the disk is full: it is told twice
+        if file := os.environ.get(FILE):
             with open(file, "a", encoding="ascii") as lines:
                 lines.write(f"{line}\n")
-    return new
+    return True
+
+
+def _before() -> list[str]:
+    """What processes before this one told."""
+    try:
+        return Path(os.environ[FILE]).read_text(encoding="ascii").split()
+    except (KeyError, OSError):  # this command has one process, or none of them told anything yet
+        return []
 
 
 def forget() -> None:
