@@ -9,14 +9,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 META = torch.device("meta")
@@ -40,6 +41,7 @@ class Tally:
         self.flops = 0
         self._kinds: dict[int, str] = {}
         self._bytes: dict[int, int] = {}
+        self._there: dict[int, weakref.ref[Any]] = {}
         self._models, self._optimizer = list(models), optimizer
         self._stack = ExitStack()
 
@@ -72,7 +74,7 @@ class Tally:
                 self.live[self._kinds[key]] -= self._bytes[key]
             else:
                 self._bytes[key] = storage.nbytes()
-                weakref.finalize(storage, self._gone, key)
+                self._there[key] = weakref.ref(storage, partial(self._gone, key))
             self._kinds[key] = kind
             self.live[kind] += self._bytes[key]
         if self.live.total() > self.peak.total():
@@ -83,7 +85,8 @@ class Tally:
         if made.untyped_storage()._cdata not in self._kinds:
             self.mark("logits" if made.ndim and made.shape[-1] == self.vocabulary else "activations", [made])
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key: int, _: Any) -> None:
+        del self._there[key]
         self.live[self._kinds.pop(key)] -= self._bytes.pop(key)
 
 
@@ -104,15 +107,74 @@ class _Watch(TorchDispatchMode):
             return True
         made = _known(call, args, kwargs or {})
         if made is None:
-            made = call(*args, **(kwargs or {}))
+            made = _again(call, args, kwargs or {})
         if call.overloadpacket is ATEN.any:
             made.content = 0
         if count := COSTS.get(call.overloadpacket):
             self.tally.flops += count(*args, **(kwargs or {}), out_val=made)
-        for each in tree_iter(made):
-            if isinstance(each, Tensor):
-                self.tally.see(each)
+        for each in _tensors(made):
+            self.tally.see(each)
         return made
+
+
+class _Shape(NamedTuple):
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_made: dict[Any, Any] = {}  # an operation and what it was given, shapes for tensors -> what it made, or None
+
+
+def _again(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operation makes: of shapes that it was given before, tensors of the shapes that it made then.
+
+    Layers are alike, as are the steps of a loop, and torch finds the shapes of most operations in much Python.
+    """
+    key = call, _shapes(args), _shapes(tuple(kwargs.items()))
+    if shapes := _made.get(key):
+        return _empty(shapes)
+    made = call(*args, **kwargs)
+    if key not in _made:
+        _made[key] = _shapes(made) if _is_new(call, made, _tensors((args, kwargs))) else None
+    return made
+
+
+def _is_new(call: Any, made: Any, given: list[Tensor]) -> bool:
+    """Whether an operation does no more than to make tensors, with bytes of their own."""
+    if any(each.alias_info for each in call._schema.arguments):
+        return False
+    theirs = {each.untyped_storage()._cdata for each in given}
+    found = _tensors(made)
+    return (
+        bool(found)
+        and all(each.device == META for each in (*found, *given))
+        and all(each.untyped_storage()._cdata not in theirs for each in found)
+    )
+
+
+def _shapes(each: Any) -> Any:
+    """A tree with shapes for tensors; of numbers the type counts, too: 1 is not 1.0."""
+    if isinstance(each, Tensor):
+        return _Shape(each.shape, each.stride(), each.dtype, each.device)
+    if isinstance(each, tuple | list):
+        return tuple(map(_shapes, each))
+    return type(each), each
+
+
+def _empty(shapes: Any) -> Any:
+    if isinstance(shapes, _Shape):
+        return torch.empty_strided(shapes.size, shapes.stride, dtype=shapes.dtype, device=META)
+    return tuple(map(_empty, shapes))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """torch's own tree_iter takes longer than the operations."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    within = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    return [tensor for each in within for tensor in _tensors(each)]
 
 
 class _Kernels:
@@ -189,7 +251,7 @@ def _content(tensor: Any) -> list[Any]:
 
 def _known(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What follows from known contents alone, such as lengths of rows, with its content; else None."""
-    tensors: list[Any] = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+    tensors: list[Any] = _tensors((args, kwargs))
     if call is ATEN.repeat_interleave.Tensor and not hasattr(tensors[0], "content"):
         return tensors[0].new_empty(sum(_content(tensors[0])))
     if not tensors or not all(hasattr(each, "content") for each in tensors):
