@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
 from rlhf_cli.models import loading
 
@@ -19,6 +19,11 @@ def scorer(body: Any, *, dtype: str = "auto", attn_implementation: str | None = 
     body = copy.deepcopy(body)
     body.num_labels = 1
     return _made(AutoModelForSequenceClassification, body, dtype, attn_implementation)
+
+
+def backbone(body: Any) -> Any:
+    """The layers of a transformers config, and what is before and behind them, without a head."""
+    return _made(AutoModel, body, "auto", None)
 
 
 def cache(model: Any) -> DynamicCache:

@@ -12,15 +12,15 @@ from rlhf_cli.errors import placed
 from rlhf_cli.inputs import machine
 from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.models import reading, shapes
-from rlhf_cli.plan import memory
+from rlhf_cli.plan import depth, memory
 from rlhf_cli.plan.chain import Chain
+from rlhf_cli.plan.depth import Found
 from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.memory import How, Phase
 from rlhf_cli.plan.modes import STANDARD
 from rlhf_cli.plan.target import Target
 
 EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
-Found = tuple[dict[str, int], list[Phase], int]  # parameters of each model, phases, steps
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def of(config: Config, chain: Chain, mode: str | None, target: Target) -> Estima
     if isinstance(config, EvalConfig):
         estimates["eval"] = partial(_eval, snapshots=chain.snapshots(config))
     bodies = {key: start.body for key, start in starts.items()}
-    models, phases, steps = estimates[config.stage](config, bodies, lengths, mode, target)
+    count = partial(estimates[config.stage], lengths=lengths, mode=mode, target=target)
+    models, phases, steps = depth.of(count, config, bodies)
     text = first.body.get_text_config()
     mode = "full" if isinstance(config, EvalConfig) else mode  # what is evaluated is loaded whole
     return Estimate(config, mode, models, lengths, text.hidden_size, text.num_hidden_layers, phases, steps, target)
@@ -88,7 +89,7 @@ def _by_trl(
     how = _how(config, ours, mode, target)
     made = [step(model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, how)]
     if mode == "qlora":  # the finished model is measured as its readers get it
-        made.append(Phase("read again", 0, {"weights": whole}))
+        made.append(Phase("read again", 0, {"read": {"weights": whole}}))
     return count, made, _steps(config, ours, target)
 
 

@@ -29,8 +29,9 @@ On a CPU that is what tensors take; a process holds more, since glibc's malloc k
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,12 +52,22 @@ TOGETHER = 2  # micro-batches that are run through: the second one finds the fir
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase at its fullest moment. `flops`: of an update (PPO), an optimizer step (SFT, reward), the whole (eval)."""
+    """A phase, by its moments. `flops`: of an update (PPO), an optimizer step (SFT, reward), the whole (eval)."""
 
     name: str
     rows: int  # at a time
-    bytes: dict[str, int]  # by kind
+    moments: Mapping[Any, Mapping[str, int]]  # bytes by kind
     flops: float = 0
+
+    @property
+    def fullest(self) -> Any:
+        """The moment when most is held."""
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @cached_property
+    def bytes(self) -> dict[str, int]:
+        """By kind, at the fullest moment."""
+        return dict(self.moments[self.fullest])
 
     @property
     def total(self) -> int:
@@ -125,13 +136,12 @@ def ppo(
     with tally(models.ref) as read:
         experience = trainer.judge(ghosts, torch.zeros(rows, device=META))
     judged.append(read)
-    peak = max((each.peak for each in judged), key=lambda peak: peak.total())
     work = sum(each.flops for each in judged) * episodes / rows
-    found.append(Phase("judge", min(size, rows), dict(peak), work))
+    found.append(Phase("judge", min(size, rows), _together(*(each.moments for each in judged)), work))
     with tally(*[models.ref] * trainer.passes.exact_kl_in_loss) as learnt:
         trainer.update(experience)
     work = learnt.flops * episodes / rows * settings.num_ppo_epochs
-    found.append(Phase("update", min(size, rows), dict(learnt.peak), work))
+    found.append(Phase("update", min(size, rows), learnt.moments, work))
     return [_cut_up(phase, models, settings, processes) for phase in found] if settings.fsdp else found
 
 
@@ -156,12 +166,19 @@ def _cut_up(phase: Phase, models: Trained, settings: PPOSettings, processes: int
     rest = 0 if settings.offload else sum(layers(models.ref))
     everyone = sum(w.nbytes for model in (models.policy, models.value) for w in model.parameters() if w.requires_grad)
     whole = sum(map(words, learn)) + max(layers(models.policy))
-    held = Counter(phase.bytes)
-    held["weights"] += -round(gone * (learnt + rest))
-    held["weights"] += sum(layers(models.policy)) + words(models.policy) if phase.name == "rollout" else whole
-    held["gradients"] += -round(gone * learnt) + (whole if phase.name == "update" else 0)
-    held["optimizer"] -= round(held["optimizer"] * gone * learnt / everyone)
-    return replace(phase, bytes=dict(held))
+    more = sum(layers(models.policy)) + words(models.policy) if phase.name == "rollout" else whole
+    cut = {}
+    for moment, bytes_ in phase.moments.items():
+        cut[moment] = held = Counter(bytes_)
+        held["weights"] += more - round(gone * (learnt + rest))
+        held["gradients"] += -round(gone * learnt) + (whole if phase.name == "update" else 0)
+        held["optimizer"] -= round(held["optimizer"] * gone * learnt / everyone)
+    return replace(phase, moments=cut)
+
+
+def _together(*parts: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
+    """The moments of one part after the other."""
+    return {(number, moment): held for number, moments in enumerate(parts) for moment, held in moments.items()}
 
 
 class _NoEngine:
@@ -185,7 +202,7 @@ def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths, *,
         with tally() as read:
             cache = shapes.cache(model)
             _next(model, cache, rows, lengths.prompt, gpu=gpu)
-            _tell_cache(read.peak, cache)
+            reading_them = _with_cache(read, cache)
         full, half = (shapes.cache(model) for _ in range(2))
         with Tally([], 0):
             _next(model, full, rows, lengths.row - 1, gpu=gpu)
@@ -193,23 +210,26 @@ def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths, *,
         with tally() as wrote:
             wrote.mark("cache", _held(full))
             _next(model, full, rows, 1, before=lengths.row - 1, gpu=gpu)
-            _tell_cache(wrote.peak, full)
+            last_token = _with_cache(wrote, full)
         with tally() as step:
             _next(model, half, rows, 1, before=lengths.prompt + lengths.response // 2, gpu=gpu)
-    peak = max(read.peak, wrote.peak, key=lambda peak: peak.total())
     work = read.flops + step.flops * (lengths.response - 1)
-    return Phase("rollout", rows, dict(peak), work * in_all / rows)
+    return Phase("rollout", rows, _together(reading_them, last_token), work * in_all / rows)
 
 
 def _held(cache: Any) -> list[Tensor]:
     return [each for layer in cache.layers for each in (layer.keys, layer.values)]
 
 
-def _tell_cache(peak: Counter[str], cache: Any) -> None:
+def _with_cache(tally: Tally, cache: Any) -> dict[Any, Counter[str]]:
     """Each layer's keys and values are made anew as they grow: what the cache is by then is no mere activation."""
-    missing = max(0, sum(each.nbytes for each in _held(cache)) - peak["cache"])
-    peak["activations"] -= missing
-    peak["cache"] += missing
+    whole = sum(each.nbytes for each in _held(cache))
+    moments = {}
+    for moment, held in tally.moments.items():
+        missing = max(0, whole - held["cache"])
+        moments[moment] = held + Counter(cache=missing)
+        moments[moment]["activations"] -= missing
+    return moments
 
 
 def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0, *, gpu: bool) -> Tensor:
@@ -281,7 +301,7 @@ def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: H
                 found.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-    return Phase("step", rows, dict(tally.peak), tally.flops * parts / min(parts, TOGETHER))
+    return Phase("step", rows, tally.moments, tally.flops * parts / min(parts, TOGETHER))
 
 
 # Eval
@@ -305,7 +325,7 @@ def evaluation(
         micro = ghosts.micro_batch(torch.arange(rows, device=META))
         kept = [formulas.token_logprobs(reading.response_logits(each, micro), micro.targets, 1.0) for each in policies]
         del kept
-    return [*found, Phase("judge", rows, dict(scored.peak), scored.flops * in_all / rows)]
+    return [*found, Phase("judge", rows, scored.moments, scored.flops * in_all / rows)]
 
 
 def _vocabulary(model: Any) -> int:
