@@ -109,11 +109,11 @@ def _drawn_on(phases: Sequence[Phase], whole: int) -> Phase | None:
             return None
     fullest = next(filter(straight, sorted(common, key=lambda moment: -_at(whole, totals[moment]))))
     held = _by_name([phase.moments[fullest] for phase in phases])
-    flops = [phase.flops for phase in phases]
-    if not _is_straight(flops):
+    work = [phase.work for phase in phases]
+    if not _is_straight(work):
         return None
     moments = {fullest: {kind: round(_at(whole, counts)) for kind, counts in held.items()}}
-    return Phase(phases[0].name, phases[0].rows, moments, _at(whole, flops))
+    return Phase(phases[0].name, phases[0].rows, moments, _at(whole, work))
 
 
 def _by_name(seen: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-META = torch.device("meta")
+from rlhf_cli.models.shapes import META
+
 ATEN = torch.ops.aten
 ATTENTION = ATEN._scaled_dot_product_flash_attention_for_cpu
 # What a tensor is, at a moment; each byte is counted as one of them.
@@ -28,18 +29,21 @@ KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")
 
 
 class Tally:
-    """`with Tally(models, vocabulary) as tally: ...`: bytes by kind at many moments, and operations.
+    """`with Tally(models, vocabulary) as tally: ...`: bytes by kind at many `moments`, and `work` in operations.
 
-    `moments` are named by what was made then, between which backward passes: the first ones, the last ones, and the one
+    Moments are named by what was made then, between which backward passes: the first ones, the last ones, and the one
     when most lived. Within, the weights of `models` live already, with their gradients and what `optimizer` keeps of
     them. A tensor whose last dimension is `vocabulary` holds logits.
     """
+
+    device = META
+    together = 2  # micro-batches that are run through: the second one finds the first one's gradients
 
     def __init__(
         self, models: Iterable[nn.Module], vocabulary: int, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
         self.vocabulary, self.live = vocabulary, Counter[str]()
-        self.flops = 0
+        self.work = 0
         self._seen: dict[Any, _Seen] = {}
         self._passes = 0
         self._kinds: dict[int, str] = {}
@@ -157,7 +161,7 @@ class _Watch(TorchDispatchMode):
         if call.overloadpacket is ATEN.any:
             made.content = 0
         if count := COSTS.get(call.overloadpacket):
-            self.tally.flops += count(*args, **(kwargs or {}), out_val=made)
+            self.tally.work += count(*args, **(kwargs or {}), out_val=made)
         self.tally.see(call, _tensors(made))
         return made
 
