@@ -54,12 +54,13 @@ def run(
     loaded = time.process_time()
     configs, routed = _configs(path, overrides)
     chain = Chain(configs, options, prompt)
-    plans = []
+    estimates = []
     with Progress("plan", len(configs), "stage", brief=True) as bar:
         for config in configs:
-            found = estimate.of(config, chain, mode, target)
-            plans.append(_plan(found, flops, routed[config.stage], chain))
+            estimates.append(estimate.of(config, chain, mode, target))
             bar.advance()
+        libraries = 0 if target.gpu else room.resident()  # phases that are run would count, too
+        plans = [_plan(found, flops, routed[found.config.stage], chain, libraries) for found in estimates]
     total = _total(plans, None if gpu else loaded)
     if as_json:
         told = {**asdict(target), "device": target.name, "stages": plans, "total": total}
@@ -80,12 +81,13 @@ def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[s
     return list(pipeline.load_all(files, routed).values()), routed
 
 
-def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain: Chain) -> dict[str, Any]:
+def _plan(
+    found: Estimate, flops: float | None, overrides: Sequence[str], chain: Chain, libraries: int
+) -> dict[str, Any]:
     """The plan of a stage, as --json tells it."""
     config, stage = found.config, found.config.stage
-    on_a_gpu = found.target.gpu
-    libraries = 0 if on_a_gpu else room.resident() + (TRL if stage in ("sft", "reward") else 0)
-    holes = 0 if on_a_gpu else round(HOLES * found.fullest.total)
+    libraries += TRL if stage in ("sft", "reward") and not found.target.gpu else 0
+    holes = 0 if found.target.gpu else round(HOLES * found.fullest.total)
     needed = found.fullest.total + holes + libraries
     fits = needed <= found.target.memory
     ideas = [] if fits else advice.savings(found, overrides, chain)
@@ -147,9 +149,11 @@ def _show(plan: dict[str, Any], target: Target) -> None:
     for each in plan["advice"]:
         terminal.out(f"         {each['set']} saves {room.size(each['saves'])}")
     parts = " + ".join(f"{name} {times.duration(seconds)}" for name, seconds in plan["seconds"].items())
-    terminal.out(f"time     {STEP[plan['stage']]}: {_about(plan)} {parts}")
+    terminal.out(f"time     {STEP[plan['stage']]}: {parts}")
     whole = sum(plan["seconds"].values())
-    terminal.out(f"         {plan['steps']} x {times.duration(whole)} = {times.duration(whole * plan['steps'])}")
+    in_all = times.duration(whole * plan["steps"])
+    writes = ", with all responses at their limit" if plan["stage"] in ("ppo", "eval") else ""
+    terminal.out(f"         {plan['steps']} x {times.duration(whole)}: {_about(plan)} {in_all}{writes}")
     if plan["share"] < BUSY:
         alone = times.duration(whole * plan["steps"] * plan["share"])
         terminal.out(f"         other work leaves {plan['share']:.0%} of the processor just now; alone some {alone}")
@@ -158,9 +162,9 @@ def _show(plan: dict[str, Any], target: Target) -> None:
 
 def _show_total(total: dict[str, Any], target: Target) -> None:
     verdict = "fits" if total["fits"] else "does not fit"
-    memory = f"memory {room.size(total['needed'])} at most, in {total['fullest']}: {verdict}"
+    memory = f"at most {room.size(total['needed'])} of memory, in {total['fullest']}: {verdict}"
     terminal.out(
-        f"total    {_about(total)} {times.duration(3600 * total['hours'])} in {total['starts']} stages; {memory}"
+        f"in all   {_about(total)} {times.duration(3600 * total['hours'])} for {total['starts']} stages; {memory}"
     )
     loads = total["load_seconds"]
     took = f" (some {times.duration(loads)} here, longer with TRL)" if loads else ""

@@ -1,7 +1,8 @@
 """How long an update takes.
 
-Of small models on a CPU the phases are run, with random weights, in as many threads as the stage will have: such a
-model's time goes into Python and into norms, softmax and copies, which no count of products knows. For all others, and
+Of small models on a CPU the phases are run, with random weights, on rows as long as the data's are on average, in as
+many threads as the stage will have: such a model's time goes into Python and into norms, softmax and copies, which no
+count of products knows. For all others, and
 for machines that are not here, it is matrix products alone, and so a floor:
 
     multiply-adds = those of the phases' own forward and backward passes, counted by shape; two operations each
@@ -23,7 +24,7 @@ from rlhf_cli.plan.clock import Clock
 from rlhf_cli.plan.estimate import Estimate
 
 LONG, FEWEST = 0.1, 3  # seconds of a measurement, and products
-ENOUGH, TOO_LONG = 1.0, 30.0  # seconds of running phases; of products, with which it is not begun
+ENOUGH, TOO_LONG = 1.0, 30.0  # seconds of running phases; of products, from which they take most of the time
 MOST_ROWS = 4096
 
 
@@ -46,7 +47,7 @@ def of(found: Estimate, flops: float | None) -> Duration:
     loading.fit_threads(most)
     floor, share = _shared(lambda: _floor(found, flops))
     small = most < loading.SMALL and found.mode != "qlora"  # whose 4 bits nobody opens here
-    if flops or found.target.gpu or not small or sum(floor.values()) > TOO_LONG:
+    if flops or found.target.gpu or not small or share * sum(floor.values()) > TOO_LONG:
         return Duration(floor, False, 1 if flops else share)
     seconds, share = _shared(lambda: _by_running(found))
     return Duration(seconds, True, share)
@@ -62,7 +63,7 @@ def _by_running(found: Estimate) -> dict[str, float]:
     runs: list[dict[str, float]] = []
     began = time.perf_counter()
     while not runs or time.perf_counter() - began < ENOUGH:
-        _, phases, _ = found.run(count=Clock)
+        _, phases, _ = found.run(count=Clock, lengths=found.lengths.usual)
         runs.append({phase.name: phase.work for phase in phases if phase.work})
     return {name: median(run[name] for run in runs) for name in runs[0]}  # the first one makes what is made once
 

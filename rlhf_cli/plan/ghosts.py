@@ -13,14 +13,24 @@ from rlhf_cli.ppo.records import MicroBatch, Rollout
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest rows: `prompt` and `response` where a stage writes, the two together where it reads."""
+    """Tokens of the longest rows: `prompt` and `response` where a stage writes, the two together where it reads.
+
+    `mean`: of a row, where rows were read that differ.
+    """
 
     prompt: int
     response: int
+    mean: float = 0
 
     @property
     def row(self) -> int:
         return self.prompt + self.response
+
+    @property
+    def usual(self) -> "Lengths":
+        """Of the rows on average, parted like the longest."""
+        share = self.mean / self.row if self.mean else 1
+        return Lengths(*(max(1, round(share * tokens)) for tokens in (self.prompt, self.response)))
 
 
 def rollout(rows: int, lengths: Lengths, device: torch.device) -> Rollout:
