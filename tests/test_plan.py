@@ -27,7 +27,7 @@ from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.tally import META, Tally
 from rlhf_cli.plan.target import Target
 from rlhf_cli.ppo.passes import Passes
-from rlhf_cli.rows import read_jsonl
+from rlhf_cli.rows import append_jsonl, read_jsonl
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 
@@ -448,6 +448,8 @@ def test_of_large_models_and_other_machines_the_time_is_a_floor(three: Path, mon
 
 def test_rows_are_as_long_as_on_average_where_they_are_run(three: Path) -> None:
     assert Lengths(20, 80, mean=50).usual == Lengths(10, 40) and Lengths(20, 80).usual == Lengths(20, 80)
+    (_, row), *_ = read_jsonl(Path("rows.jsonl"))
+    append_jsonl(Path("rows.jsonl"), {**row, "completion": 3 * row["completion"]})
     chain, config = Chain([], Options(), None), load("sft", Path("sft.yaml"))
     start = chain.start(config, "model.path")
     lengths = chain.lengths(config, start)
@@ -479,7 +481,7 @@ def test_the_total_of_the_stages(three: Path) -> None:
     assert line.startswith(f"in all   at least {times.duration(3600 * total['hours'])} for 3 stages; at most ")
     assert line.endswith(f" of memory, in {total['fullest']}: fits")
     assert "in all   " not in plan("ppo.yaml", "--flops", "1e9").stdout
-    small = plan(".", *GPU[:1], "0.02", "--flops", "4e14").stdout
+    small = plan(".", "--gpu", "0.004", "--flops", "4e14").stdout
     assert "does not fit" in small.splitlines()[-2] and " starts, evaluations" in small.splitlines()[-1]
 
 

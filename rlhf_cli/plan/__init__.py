@@ -69,7 +69,7 @@ def run(
     for plan in plans:
         _show(plan, target)
     if len(plans) > 1:
-        _show_total(total, target)
+        _show_total(total)
 
 
 def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[str, list[str]]]:
@@ -160,7 +160,7 @@ def _show(plan: dict[str, Any], target: Target) -> None:
     terminal.out()
 
 
-def _show_total(total: dict[str, Any], target: Target) -> None:
+def _show_total(total: dict[str, Any]) -> None:
     verdict = "fits" if total["fits"] else "does not fit"
     memory = f"at most {room.size(total['needed'])} of memory, in {total['fullest']}: {verdict}"
     terminal.out(

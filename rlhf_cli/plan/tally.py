@@ -155,13 +155,15 @@ class _Watch(TorchDispatchMode):
             return getattr(args[0], "content", 1)
         if call is ATEN.equal.default:
             return True
-        made = _known(call, args, kwargs or {})
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        made = _known(call, args, kwargs, given)
         if made is None:
-            made = _again(call, args, kwargs or {})
+            made = _again(call, args, kwargs, given)
         if call.overloadpacket is ATEN.any:
             made.content = 0
         if count := COSTS.get(call.overloadpacket):
-            self.tally.work += count(*args, **(kwargs or {}), out_val=made)
+            self.tally.work += count(*args, **kwargs, out_val=made)
         self.tally.see(call, _tensors(made))
         return made
 
@@ -176,7 +178,7 @@ class _Shape(NamedTuple):
 _made: dict[Any, Any] = {}  # an operation and what it was given, shapes for tensors -> what it made, or None
 
 
-def _again(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _again(call: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
     """What an operation makes: of shapes that it was given before, tensors of the shapes that it made then.
 
     Layers are alike, as are the steps of a loop, and torch finds the shapes of most operations in much Python.
@@ -186,7 +188,7 @@ def _again(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _empty(shapes)
     made = call(*args, **kwargs)
     if key not in _made:
-        _made[key] = _shapes(made) if _is_new(call, made, _tensors((args, kwargs))) else None
+        _made[key] = _shapes(made) if _is_new(call, made, given) else None
     return made
 
 
@@ -301,16 +303,15 @@ def _content(tensor: Any) -> list[Any]:
     return tensor.content if hasattr(tensor, "content") else list(range(len(tensor)))
 
 
-def _known(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _known(call: Any, args: Any, kwargs: dict[str, Any], given: list[Any]) -> Any:
     """What follows from known contents alone, such as lengths of rows, with its content; else None."""
-    tensors: list[Any] = _tensors((args, kwargs))
-    if call is ATEN.repeat_interleave.Tensor and not hasattr(tensors[0], "content"):
-        return tensors[0].new_empty(sum(_content(tensors[0])))
-    if not tensors or not all(hasattr(each, "content") for each in tensors):
+    if call is ATEN.repeat_interleave.Tensor and not hasattr(given[0], "content"):
+        return given[0].new_empty(sum(_content(given[0])))
+    if not given or not all(hasattr(each, "content") for each in given):
         return None
 
     def real(each: Any) -> Any:
-        known = any(each is tensor for tensor in tensors)
+        known = any(each is tensor for tensor in given)
         return torch.tensor(each.content, dtype=each.dtype) if known else each
 
     kwargs = {name: torch.device("cpu") if name == "device" and value else value for name, value in kwargs.items()}
