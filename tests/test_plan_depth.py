@@ -15,8 +15,8 @@ from rlhf_cli.models import shapes
 from rlhf_cli.plan import depth, tally
 from rlhf_cli.plan.memory import Phase
 
-LAYERS = 22
-SMALLER = ("ppo.response_length=6", "ppo.per_device_train_batch_size=4", "ppo.gradient_accumulation_steps=2")
+LAYERS = 20
+SMALLER = ("ppo.response_length=4", "ppo.per_device_train_batch_size=4", "ppo.gradient_accumulation_steps=2")
 CASES = {
     "ppo": ("ppo.yaml", *SMALLER, "ppo.bf16=true", "ppo.gradient_checkpointing=true", *GPU),
     "ppo on one base": ("ppo.yaml", *SMALLER, "--mode", "one-base"),
@@ -137,3 +137,15 @@ def test_models_are_cut_where_their_layers_are_alike(like: Any, seen: Any, three
     counted = Counted(lambda layers: layers)
     count(counted, **like)
     assert counted.seen == seen
+
+
+def test_a_model_whose_layers_are_not_found_is_counted_whole(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def odd(model: Any) -> Any:
+        raise ValueError("no list of 40 layers in an Odd")
+
+    depth._are_alike.cache_clear()
+    monkeypatch.setattr(depth.sharing, "layers", odd)
+    counted = Counted(lambda layers: layers)
+    count(counted)
+    depth._are_alike.cache_clear()
+    assert counted.seen == [(40, 40, None)]

@@ -19,9 +19,9 @@ from rlhf_cli.plan.tally import KINDS
 from rlhf_cli.plan.target import Target
 from rlhf_cli.progress import Progress
 
+BUSY = 0.9  # share of the processor below which other work is worth a line
 # What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 75 % were seen (docs/plan.md).
 HOLES = 0.3
-BUSY = 0.9  # share of the processor below which other work is worth a line
 TRL = 220_000_000  # bytes that TRL and datasets add to torch and transformers
 
 
@@ -54,13 +54,13 @@ def run(
     loaded = time.process_time()
     configs, routed = _configs(path, overrides)
     chain = Chain(configs, options, prompt)
-    estimates = []
+    plans = []
     with Progress("plan", len(configs), "stage", brief=True) as bar:
-        for config in configs:
-            estimates.append(estimate.of(config, chain, mode, target))
-            bar.advance()
+        estimates = [estimate.of(config, chain, mode, target) for config in configs]
         libraries = 0 if target.gpu else room.resident()  # phases that are run would count, too
-        plans = [_plan(found, flops, routed[found.config.stage], chain, libraries) for found in estimates]
+        for found in estimates:
+            plans.append(_plan(found, flops, routed[found.config.stage], chain, libraries))
+            bar.advance()
     total = _total(plans, None if gpu else loaded)
     if as_json:
         told = {**asdict(target), "device": target.name, "stages": plans, "total": total}

@@ -81,7 +81,10 @@ def _are_alike(kind: Any, body: str) -> bool:
     text = config.get_text_config()
     if any(one != each[0] for _, each in _of_each_layer(text, text.num_hidden_layers) for one in each):
         return False
-    first, *others = map(_looks, sharing.layers(shapes.backbone(config)))
+    try:
+        first, *others = map(_looks, sharing.layers(shapes.backbone(config)))
+    except ValueError:  # a family that is built in another way
+        return False
     return all(layer == first for layer in others)
 
 

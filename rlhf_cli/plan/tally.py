@@ -196,13 +196,11 @@ def _is_new(call: Any, made: Any, given: list[Tensor]) -> bool:
     """Whether an operation does no more than to make tensors, with bytes of their own."""
     if any(each.alias_info for each in call._schema.arguments):
         return False
+    found = list(made) if isinstance(made, tuple | list) else [made]
+    if not all(isinstance(each, Tensor) and each.device == META for each in (*found, *given)):
+        return False
     theirs = {each.untyped_storage()._cdata for each in given}
-    found = _tensors(made)
-    return (
-        bool(found)
-        and all(each.device == META for each in (*found, *given))
-        and all(each.untyped_storage()._cdata not in theirs for each in found)
-    )
+    return all(each.untyped_storage()._cdata not in theirs for each in found)
 
 
 def _shapes(each: Any) -> Any:
