@@ -62,7 +62,7 @@ def test_a_deep_model_is_counted_on_shallow_ones(case: str, deep: set[int], monk
 
 def test_what_an_operation_makes_is_remembered_by_its_shapes(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     remembered = {stage: told["phases"] for stage, told in found(".").items()}
-    monkeypatch.setattr(tally, "_again", lambda call, args, kwargs, given: call(*args, **kwargs))
+    monkeypatch.setattr(tally, "again", lambda call, args, kwargs, given: call(*args, **kwargs))
     assert {stage: told["phases"] for stage, told in found(".").items()} == remembered
 
 
