@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,18 @@ from safetensors import safe_open
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from rlhf_cli import progress, room
+from rlhf_cli import progress, room, times
 from rlhf_cli.cli import app
+from rlhf_cli.config import Options, load
 from rlhf_cli.inputs import machine
 from rlhf_cli.models import adapters, loading, reading, shapes
 from rlhf_cli.plan import _show, duration, modes
+from rlhf_cli.plan.chain import Chain
+from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.tally import META, Tally
 from rlhf_cli.plan.target import Target
+from rlhf_cli.ppo.passes import Passes
+from rlhf_cli.rows import append_jsonl, read_jsonl
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 
@@ -403,7 +409,80 @@ def test_operations_are_six_for_each_weight_and_token(three: Path) -> None:
 
 def test_the_rate_of_this_machine_is_measured() -> None:
     assert 1e8 < duration.rate(1024, 256) < 1e16
-    assert plan("--help").exit_code == 0
+
+
+@on_a_cpu
+def test_a_small_models_phases_are_run(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no matrix product counts, in the threads that the stage will have. 64 episodes, 16 rows at a time."""
+    threads = set()
+    plain = Passes.read
+
+    def slow(*args: Any) -> Any:
+        threads.add(torch.get_num_threads())
+        time.sleep(0.05)
+        return plain(*args)
+
+    monkeypatch.setattr(Passes, "read", slow)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(loading, "ALL_THREADS", 2)
+    before = torch.get_num_threads()
+    told = json.loads(plan("ppo.yaml", "ppo.num_ppo_epochs=2", "--json").stdout)["stages"][0]
+    torch.set_num_threads(before)
+    assert told["run"] and set(told["seconds"]) == {"rollout", "judge", "update"} and 1 in threads
+    assert 4 * 0.05 < told["seconds"]["judge"] < 100 * 0.05
+    assert told["share"] < 0.95  # it slept
+    assert told["hours"] == pytest.approx(10 * sum(told["seconds"].values()) / 3600)
+
+
+def test_of_large_models_and_other_machines_the_time_is_a_floor(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*more: str) -> dict[str, Any]:
+        first: dict[str, Any] = json.loads(plan("sft.yaml", *more, "--json").stdout)["stages"][0]
+        return first
+
+    assert not told("--flops", "1e9")["run"] and told("--flops", "1e9")["share"] == 1
+    assert not told(*GPU, "--flops", "4e14")["run"]
+    monkeypatch.setattr(loading, "SMALL", 100)
+    assert not told()["run"]
+    assert ": at least " in plan("sft.yaml").stdout
+
+
+def test_rows_are_as_long_as_on_average_where_they_are_run(three: Path) -> None:
+    assert Lengths(20, 80, mean=50).usual == Lengths(10, 40) and Lengths(20, 80).usual == Lengths(20, 80)
+    (_, row), *_ = read_jsonl(Path("rows.jsonl"))
+    append_jsonl(Path("rows.jsonl"), {**row, "completion": 3 * row["completion"]})
+    chain, config = Chain([], Options(), None), load("sft", Path("sft.yaml"))
+    start = chain.start(config, "model.path")
+    lengths = chain.lengths(config, start)
+    encoded = [
+        start.tokenizer(line["prompt"] + line["completion"])["input_ids"] for _, line in read_jsonl(Path("rows.jsonl"))
+    ]
+    assert lengths.mean == pytest.approx(sum(map(len, encoded)) / len(encoded), abs=1.01)  # and the end of text
+    assert lengths.mean < lengths.row
+
+
+def test_what_other_work_leaves_of_the_processor_is_told(capsys: pytest.CaptureFixture[str], three: Path) -> None:
+    _, share = duration._shared(lambda: time.sleep(0.1) or {})
+    assert share < 0.5
+    told = found("ppo.yaml")["ppo"]
+    for share, said in ((0.95, False), (0.25, True)):
+        _show({**told, "steps": 4, "seconds": {"update": 10}, "share": share, "run": True}, Target.of(None, 1))
+        out = capsys.readouterr().out
+        assert "4 x 10 s: about 40 s, with all responses at their limit" in out
+        assert ("other work leaves 25% of the processor just now; alone some 10 s" in out) == said
+
+
+def test_the_total_of_the_stages(three: Path) -> None:
+    result = json.loads(plan(".", "--flops", "1e9", "--json").stdout)
+    stages, total = result["stages"], result["total"]
+    assert total["hours"] == pytest.approx(sum(stage["hours"] for stage in stages)) and total["starts"] == 3
+    assert total["needed"] == max(stage["needed"] for stage in stages)
+    assert total["fullest"] == max(stages, key=lambda stage: stage["needed"])["stage"] and total["fits"]
+    (line,) = (line for line in plan(".", "--flops", "1e9").stdout.splitlines() if line.startswith("in all   "))
+    assert line.startswith(f"in all   at least {times.duration(3600 * total['hours'])} for 3 stages; at most ")
+    assert line.endswith(f" of memory, in {total['fullest']}: fits")
+    assert "in all   " not in plan("ppo.yaml", "--flops", "1e9").stdout
+    small = plan(".", "--gpu", "0.004", "--flops", "4e14").stdout
+    assert "does not fit" in small.splitlines()[-2] and " starts, evaluations" in small.splitlines()[-1]
 
 
 # The command.

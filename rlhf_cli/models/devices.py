@@ -1,7 +1,6 @@
 """What models run on: the first GPU or the CPU, its memory, the number formats that it has, its threads."""
 
 import os
-from typing import Any
 
 import torch
 
@@ -11,13 +10,13 @@ SMALL = 5_000_000  # parameters
 ALL_THREADS = torch.get_num_threads()
 
 
-def fit_threads(model: Any) -> None:
-    """One CPU thread for a small model, unless OMP_NUM_THREADS says otherwise.
+def fit_threads(parameters: int) -> None:
+    """One CPU thread for a model of few parameters, unless OMP_NUM_THREADS says otherwise.
 
     Its matrices are too small to share out: on two busy cores the demo's base model (0.6 M parameters) made 1.2 steps a
     second with two threads and 10.9 with one.
     """
-    small = model.num_parameters() < SMALL and device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ
+    small = parameters < SMALL and device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ
     torch.set_num_threads(1 if small else ALL_THREADS)
 
 

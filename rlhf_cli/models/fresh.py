@@ -22,7 +22,7 @@ def new_causal(fields: Mapping[str, Any], tokenizer: Any, *, attn_implementation
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
     except Exception as error:  # each family checks its numbers in a way of its own
         raise _odd_fields(error) from error
-    fit_threads(model)
+    fit_threads(model.num_parameters())
     return model
 
 

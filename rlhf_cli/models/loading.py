@@ -215,7 +215,7 @@ def _load(
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise RLHFError("M01", f"{shown(folder)} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
-    devices.fit_threads(model)
+    devices.fit_threads(model.num_parameters())
     return model, sorted(report["missing_keys"])
 
 

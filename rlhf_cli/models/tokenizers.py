@@ -83,7 +83,7 @@ def set_chat_template(tokenizer: Any, template: str) -> None:
 def prepare_padding(tokenizer: Any, *, stop_token_id: int) -> str | None:
     """Make sure that padding looks like nothing else: adds `[PAD]`, and returns it, where it is missing or ends a text.
 
-    Warns T02 or T01. The embeddings of the model have to grow with it (`loading.fit_embeddings`).
+    Warns T02 or T01. The embeddings of the model have to grow with it (`embeddings.fit_embeddings`).
     """
     if tokenizer.pad_token_id is None:
         terminal.warn("T02", f"the tokenizer has no pad token: {PAD} is added, and saved with the model")

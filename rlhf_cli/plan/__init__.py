@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from rlhf_cli.plan.tally import KINDS
 from rlhf_cli.plan.target import Target
 from rlhf_cli.progress import Progress
 
+BUSY = 0.9  # share of the processor below which other work is worth a line
 # What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 75 % were seen (docs/plan.md).
 HOLES = 0.3
 TRL = 220_000_000  # bytes that TRL and datasets add to torch and transformers
@@ -49,19 +51,25 @@ def run(
     if mode is not None and mode not in MODES:
         near = nearest(mode, MODES)
         raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=near and f"did you mean {near}?")
+    loaded = time.process_time()
     configs, routed = _configs(path, overrides)
     chain = Chain(configs, options, prompt)
     plans = []
     with Progress("plan", len(configs), "stage", brief=True) as bar:
-        for config in configs:
-            found = estimate.of(config, chain, mode, target)
-            plans.append(_plan(found, flops, routed[config.stage], chain))
+        estimates = [estimate.of(config, chain, mode, target) for config in configs]
+        libraries = 0 if target.gpu else room.resident()  # phases that are run would count, too
+        for found in estimates:
+            plans.append(_plan(found, flops, routed[found.config.stage], chain, libraries))
             bar.advance()
+    total = _total(plans, None if gpu else loaded)
     if as_json:
-        terminal.out(json.dumps({**asdict(target), "device": target.name, "stages": plans}, indent=2))
-    else:
-        for plan in plans:
-            _show(plan, target)
+        told = {**asdict(target), "device": target.name, "stages": plans, "total": total}
+        terminal.out(json.dumps(told, indent=2))
+        return
+    for plan in plans:
+        _show(plan, target)
+    if len(plans) > 1:
+        _show_total(total)
 
 
 def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[str, list[str]]]:
@@ -73,16 +81,17 @@ def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[s
     return list(pipeline.load_all(files, routed).values()), routed
 
 
-def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain: Chain) -> dict[str, Any]:
+def _plan(
+    found: Estimate, flops: float | None, overrides: Sequence[str], chain: Chain, libraries: int
+) -> dict[str, Any]:
     """The plan of a stage, as --json tells it."""
     config, stage = found.config, found.config.stage
-    on_a_gpu = found.target.gpu
-    libraries = 0 if on_a_gpu else room.resident() + (TRL if stage in ("sft", "reward") else 0)
-    holes = 0 if on_a_gpu else round(HOLES * found.fullest.total)
+    libraries += TRL if stage in ("sft", "reward") and not found.target.gpu else 0
+    holes = 0 if found.target.gpu else round(HOLES * found.fullest.total)
     needed = found.fullest.total + holes + libraries
     fits = needed <= found.target.memory
     ideas = [] if fits else advice.savings(found, overrides, chain)
-    seconds = duration.seconds(found, flops)
+    took = duration.of(found, flops)
     return {
         "stage": stage,
         "mode": found.mode,
@@ -91,7 +100,7 @@ def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain:
         "prompt_tokens": found.lengths.prompt,
         "response_tokens": found.lengths.response,
         "phases": [
-            {"name": phase.name, "rows": phase.rows, "bytes": phase.bytes, "total": phase.total, "flops": phase.flops}
+            {"name": phase.name, "rows": phase.rows, "bytes": phase.bytes, "total": phase.total, "flops": phase.work}
             for phase in found.phases
         ],
         "fullest": found.fullest.name,
@@ -99,10 +108,26 @@ def _plan(found: Estimate, flops: float | None, overrides: Sequence[str], chain:
         "libraries": libraries,
         "needed": needed,
         "fits": fits,
-        "seconds": seconds,
+        "seconds": took.phases,
+        "run": took.run,
+        "share": took.share,
         "steps": found.steps,
-        "hours": sum(seconds.values()) * found.steps / 3600,
+        "hours": sum(took.phases.values()) * found.steps / 3600,
         "advice": [{"set": what, "saves": saved} for what, saved in ideas],
+    }
+
+
+def _total(plans: Sequence[dict[str, Any]], loaded: float | None) -> dict[str, Any]:
+    """Of stages that run one after the other. `loaded`: seconds that the libraries took to load, on this machine."""
+    fullest = max(plans, key=lambda plan: plan["needed"])
+    return {
+        "hours": sum(plan["hours"] for plan in plans),
+        "run": all(plan["run"] for plan in plans),
+        "starts": len(plans),
+        "load_seconds": loaded,
+        "needed": fullest["needed"],
+        "fullest": fullest["stage"],
+        "fits": all(plan["fits"] for plan in plans),
     }
 
 
@@ -124,10 +149,31 @@ def _show(plan: dict[str, Any], target: Target) -> None:
     for each in plan["advice"]:
         terminal.out(f"         {each['set']} saves {room.size(each['saves'])}")
     parts = " + ".join(f"{name} {times.duration(seconds)}" for name, seconds in plan["seconds"].items())
-    terminal.out(f"time     {STEP[plan['stage']]}: {parts}, about")
+    terminal.out(f"time     {STEP[plan['stage']]}: {parts}")
     whole = sum(plan["seconds"].values())
-    terminal.out(f"         {plan['steps']} x {times.duration(whole)} = {times.duration(whole * plan['steps'])}")
+    in_all = times.duration(whole * plan["steps"])
+    writes = ", with all responses at their limit" if plan["stage"] in ("ppo", "eval") else ""
+    terminal.out(f"         {plan['steps']} x {times.duration(whole)}: {_about(plan)} {in_all}{writes}")
+    if plan["share"] < BUSY:
+        alone = times.duration(whole * plan["steps"] * plan["share"])
+        terminal.out(f"         other work leaves {plan['share']:.0%} of the processor just now; alone some {alone}")
     terminal.out()
+
+
+def _show_total(total: dict[str, Any]) -> None:
+    verdict = "fits" if total["fits"] else "does not fit"
+    memory = f"at most {room.size(total['needed'])} of memory, in {total['fullest']}: {verdict}"
+    terminal.out(
+        f"in all   {_about(total)} {times.duration(3600 * total['hours'])} for {total['starts']} stages; {memory}"
+    )
+    loads = total["load_seconds"]
+    took = f" (some {times.duration(loads)} here, longer with TRL)" if loads else ""
+    terminal.out(f"         on top: {total['starts']} starts{took}, evaluations, report card and states")
+
+
+def _about(told: dict[str, Any]) -> str:
+    """Where phases were run their time is told, else the products' alone."""
+    return "about" if told["run"] else "at least"
 
 
 def _title(plan: dict[str, Any], target: Target) -> str:

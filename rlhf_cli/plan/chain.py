@@ -1,6 +1,6 @@
 """What a stage starts from, whether it is there yet or not: the shape of each model, the tokenizer, lengths of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,8 +129,7 @@ class Chain:
             if isinstance(config, SFTConfig):
                 return _of_examples(config, start.tokenizer, whole=self.prompt is not None)
             if isinstance(config, RewardConfig):
-                longest = config.reward.max_length if self.prompt else _of_pairs(config, start.tokenizer)
-                return Lengths(longest - 1, 1)
+                return Lengths(config.reward.max_length - 1, 1) if self.prompt else _of_pairs(config, start.tokenizer)
             response = self._response(config)
             return Lengths(self.prompt or _of_prompts(config, start, response), response)
 
@@ -153,15 +152,21 @@ def _of_examples(config: SFTConfig, tokenizer: Any, *, whole: bool) -> Lengths:
     rows = data.sft_rows(_first(config.sources()["data.train"]), tokenizer, max_length=limit, on_long="drop")
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
-    return Lengths(rows.longest - counted, counted)
+    return Lengths(rows.longest - counted, counted, _mean(row["input_ids"] for row in rows))
 
 
-def _of_pairs(config: RewardConfig, tokenizer: Any) -> int:
+def _mean(rows: Iterable[list[int]]) -> float:
+    lengths = list(map(len, rows))
+    return sum(lengths) / max(1, len(lengths))
+
+
+def _of_pairs(config: RewardConfig, tokenizer: Any) -> Lengths:
     source = _first(config.sources()["data.train"])
     rows = data.preference_rows(
         source, tokenizer, max_length=config.reward.max_length, on_long="drop", on_identical="drop"
     )
-    return rows.longest
+    mean = _mean(row[side] for row in rows for side in ("chosen_ids", "rejected_ids"))
+    return Lengths(rows.longest - 1, 1, mean)
 
 
 def _of_prompts(config: Config, start: Start, response: int) -> int:

@@ -1,4 +1,9 @@
-"""How long an update takes at least: its matrix products at the rate at which this machine multiplies.
+"""How long an update takes.
+
+Of small models on a CPU the phases are run, with random weights, on rows as long as the data's are on average, in as
+many threads as the stage will have: such a model's time goes into Python and into norms, softmax and copies, which no
+count of products knows. For all others, and
+for machines that are not here, it is matrix products alone, and so a floor:
 
     multiply-adds = those of the phases' own forward and backward passes, counted by shape; two operations each
     seconds       = operations / rate
@@ -8,28 +13,71 @@ as rows, and one for what writes, whose every step has one row a response and is
 """
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from rlhf_cli.models import devices
+from rlhf_cli.plan.clock import Clock
 from rlhf_cli.plan.estimate import Estimate
 
 LONG, FEWEST = 0.1, 3  # seconds of a measurement, and products
+ENOUGH, TOO_LONG = 1.0, 30.0  # seconds of running phases; of products, from which they take most of the time
 MOST_ROWS = 4096
 
 
-def seconds(estimate: Estimate, flops: float | None) -> dict[str, float]:
-    """Of each phase that calculates; `flops`: operations a second, instead of measured ones."""
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of each phase that calculates. `run`: told by running it, else a floor.
+
+    `share`: how much of the time this process had the processor while it measured, which is what other work leaves it;
+    1 where nothing was measured.
+    """
+
+    phases: dict[str, float]
+    run: bool
+    share: float
+
+
+def of(found: Estimate, flops: float | None) -> Duration:
+    """By `flops`, operations a second, or as this machine does it now."""
+    most = max(found.parameters.values())
+    devices.fit_threads(most)
+    floor, share = _shared(lambda: _floor(found, flops))
+    small = most < devices.SMALL and found.mode != "qlora"  # whose 4 bits nobody opens here
+    if flops or found.target.gpu or not small or share * sum(floor.values()) > TOO_LONG:
+        return Duration(floor, False, 1 if flops else share)
+    seconds, share = _shared(lambda: _by_running(found))
+    return Duration(seconds, True, share)
+
+
+def _shared(measure: Callable[[], dict[str, float]]) -> tuple[dict[str, float], float]:
+    began, busy = time.perf_counter(), time.thread_time()
+    measured = measure()
+    return measured, (time.thread_time() - busy) / (time.perf_counter() - began)
+
+
+def _by_running(found: Estimate) -> dict[str, float]:
+    runs: list[dict[str, float]] = []
+    began = time.perf_counter()
+    while not runs or time.perf_counter() - began < ENOUGH:
+        _, phases, _ = found.run(count=Clock, lengths=found.lengths.usual)
+        runs.append({phase.name: phase.work for phase in phases if phase.work})
+    return {name: median(run[name] for run in runs) for name in runs[0]}  # the first one makes what is made once
+
+
+def _floor(found: Estimate, flops: float | None) -> dict[str, float]:
     return {
-        phase.name: phase.flops / (flops or rate(phase.rows * _width(estimate, phase.name), estimate.hidden))
-        for phase in estimate.phases
-        if phase.flops
+        phase.name: phase.work / (flops or rate(phase.rows * _width(found, phase.name), found.hidden))
+        for phase in found.phases
+        if phase.work
     }
 
 
-def _width(estimate: Estimate, phase: str) -> int:
-    return 1 if phase == "rollout" else estimate.lengths.row
+def _width(found: Estimate, phase: str) -> int:
+    return 1 if phase == "rollout" else found.lengths.row
 
 
 def rate(rows: int, hidden: int) -> float:

@@ -12,15 +12,16 @@ from rlhf_cli.errors import placed
 from rlhf_cli.inputs import machine
 from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.models import reading, shapes
-from rlhf_cli.plan import memory
+from rlhf_cli.plan import depth, memory
 from rlhf_cli.plan.chain import Chain
+from rlhf_cli.plan.depth import Found
 from rlhf_cli.plan.ghosts import Lengths
-from rlhf_cli.plan.memory import How, Phase
+from rlhf_cli.plan.memory import Count, How, Phase
 from rlhf_cli.plan.modes import STANDARD
+from rlhf_cli.plan.tally import Tally
 from rlhf_cli.plan.target import Target
 
 EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
-Found = tuple[dict[str, int], list[Phase], int]  # parameters of each model, phases, steps
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Estimate:
     phases: list[Phase]
     steps: int
     target: Target
+    run: Callable[..., Found]  # it once more, with another `count`
 
     @property
     def fullest(self) -> Phase:
@@ -57,10 +59,14 @@ def of(config: Config, chain: Chain, mode: str | None, target: Target) -> Estima
     if isinstance(config, EvalConfig):
         estimates["eval"] = partial(_eval, snapshots=chain.snapshots(config))
     bodies = {key: start.body for key, start in starts.items()}
-    models, phases, steps = estimates[config.stage](config, bodies, lengths, mode, target)
+    run = partial(estimates[config.stage], lengths=lengths, mode=mode, target=target)
+    models, phases, steps = depth.of(partial(run, count=Tally), config, bodies)
     text = first.body.get_text_config()
     mode = "full" if isinstance(config, EvalConfig) else mode  # what is evaluated is loaded whole
-    return Estimate(config, mode, models, lengths, text.hidden_size, text.num_hidden_layers, phases, steps, target)
+    return Estimate(
+        config, mode, models, lengths, text.hidden_size, text.num_hidden_layers, phases, steps, target,
+        partial(run, config, bodies),
+    )  # fmt: skip
 
 
 def _mode(config: Config) -> str:
@@ -69,80 +75,86 @@ def _mode(config: Config) -> str:
     return machine.adapters_of(config) or "full"
 
 
-def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target) -> Found:
-    model = _causal(config, "model.path", bodies, config.model)
-    return _by_trl(config, config.sft, "policy", model, memory.sft, lengths, mode, target)
+def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count) -> Found:
+    model = _causal(config, "model.path", bodies, config.model, count)
+    return _by_trl(config, config.sft, "policy", model, memory.sft, lengths, mode, target, count)
 
 
-def _reward(config: RewardConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target) -> Found:
-    model = _scorer(config, "model.path", bodies, config.model)
-    return _by_trl(config, config.reward, "reward", model, memory.reward, lengths, mode, target)
+def _reward(
+    config: RewardConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count
+) -> Found:
+    model = _scorer(config, "model.path", bodies, config.model, count)
+    return _by_trl(config, config.reward, "reward", model, memory.reward, lengths, mode, target, count)
 
 
 def _by_trl(
-    config: Any, ours: Any, name: str, model: Any, step: Any, lengths: Lengths, mode: str, target: Target
-) -> Found:
+    config: Any, ours: Any, name: str, model: Any, step: Any, lengths: Lengths, mode: str, target: Target,
+    count: Count,
+) -> Found:  # fmt: skip
     """A stage of one model that TRL trains; `step` is its function in `memory`."""
-    count = {name: model.num_parameters()}  # before a mode changes the model
+    parameters = {name: model.num_parameters()}  # before a mode changes the model
     whole = sum(weight.nbytes for weight in model.parameters())
     how = _how(config, ours, mode, target)
-    made = [step(model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, how)]
+    made = [step(model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, how, count)]
     if mode == "qlora":  # the finished model is measured as its readers get it
-        made.append(Phase("read again", 0, {"weights": whole}))
-    return count, made, _steps(config, ours, target)
+        made.append(Phase("read again", 0, {"read": {"weights": whole}}))
+    return parameters, made, _steps(config, ours, target)
 
 
 def _ppo(
-    config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, apart: Collection[str]
-) -> Found:
+    config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
+    *, apart: Collection[str],
+) -> Found:  # fmt: skip
     """`apart`: keys of models that are no adapters of the policy's weights, though PPO trains adapters."""
     of_ppo.check_layers(config, bodies["models.sft"])
     settings, section = target.usable(config.ppo), config.models
-    policy = _causal(config, "models.sft", bodies, section)
+    policy = _causal(config, "models.sft", bodies, section, count)
     made: dict[str, Any] = {"policy": policy, "reference": copy.deepcopy(policy)}
     keys: dict[str, str] = {}
     for use in machine.uses(config):
         if use.role in ("value", "reward"):
             name = use.role if use.role not in made else f"{use.role} {use.key}"
-            made[name], keys[name] = _scorer(config, use.key, bodies, section), use.key
+            made[name], keys[name] = _scorer(config, use.key, bodies, section, count), use.key
     value = made.get("value") or reading.ValueHead(policy)
-    count = {name: model.num_parameters() for name, model in made.items()}
+    parameters = {name: model.num_parameters() for name, model in made.items()}
     rewards = {name: model for name, model in made.items() if name.startswith("reward")}
     paths = {reference.key: reference.path for reference in checkpoints.references(config)}
     beside = next((name for name in rewards if "value" in keys and paths[keys[name]] == paths[keys["value"]]), None)
     whole = {name for name, key in keys.items() if key in apart}
     adapters = config.models.adapters or STANDARD
     models = memory.Trained(policy, made["reference"], value, rewards, adapters, whole, beside)
-    phases = memory.ppo(models, settings, lengths, mode=mode, gpu=target.gpu, processes=target.processes)
+    phases = memory.ppo(models, settings, lengths, mode=mode, gpu=target.gpu, processes=target.processes, count=count)
     prompts = None if settings.total_episodes else _rows(config, "data.prompts")
-    return count, phases, of_ppo.of_group(config, target.processes).ppo.num_updates(prompts)
+    return parameters, phases, of_ppo.of_group(config, target.processes).ppo.num_updates(prompts)
 
 
 def _eval(
-    config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, *, snapshots: int
-) -> Found:
+    config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
+    *, snapshots: int,
+) -> Found:  # fmt: skip
     section, ours, uses = config.models, config.eval, machine.uses(config)
-    policies = {u.key: _causal(config, u.key, bodies, section) for u in uses if u.role == "policy"}
-    judges = {u.key: _scorer(config, u.key, bodies, section) for u in uses if u.role == "judge"}
+    policies = {u.key: _causal(config, u.key, bodies, section, count) for u in uses if u.role == "policy"}
+    judges = {u.key: _scorer(config, u.key, bodies, section, count) for u in uses if u.role == "judge"}
     rounds = (len(policies) + bool(section.base)) * len(ours.modes) + snapshots + max(ours.best_of, default=0)
     phases = memory.evaluation(
         [*policies.values()], [*judges.values()], ours.per_device_batch_size, -(-ours.n // target.processes) * rounds,
-        lengths, gpu=target.gpu,
+        lengths, gpu=target.gpu, count=count,
     )  # fmt: skip
     return {key: model.num_parameters() for key, model in {**policies, **judges}.items()}, phases, 1
 
 
-def _causal(config: Config, key: str, bodies: dict[str, Any], section: Any) -> Any:
-    return _built(shapes.causal, config, key, bodies, section)
+def _causal(config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
+    return _built(shapes.causal, config, key, bodies, section, count)
 
 
-def _scorer(config: Config, key: str, bodies: dict[str, Any], section: Any) -> Any:
-    return _built(shapes.scorer, config, key, bodies, section)
+def _scorer(config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
+    return _built(shapes.scorer, config, key, bodies, section, count)
 
 
-def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section: Any) -> Any:
+def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
     with placed(config.where(key)):
-        return make(bodies[key], dtype=section.dtype, attn_implementation=section.attn_implementation)
+        how = {"dtype": section.dtype, "attn_implementation": section.attn_implementation}
+        return make(bodies[key], **how, device=count.device)
 
 
 def _how(config: Any, ours: Any, mode: str, target: Target) -> How:

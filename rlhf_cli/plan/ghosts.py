@@ -7,32 +7,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.plan.tally import META
+from rlhf_cli.models.shapes import META
 from rlhf_cli.ppo.records import MicroBatch, Rollout
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest rows: `prompt` and `response` where a stage writes, the two together where it reads."""
+    """Tokens of the longest rows: `prompt` and `response` where a stage writes, the two together where it reads.
+
+    `mean`: of a row, where rows were read that differ.
+    """
 
     prompt: int
     response: int
+    mean: float = 0
 
     @property
     def row(self) -> int:
         return self.prompt + self.response
 
+    @property
+    def usual(self) -> "Lengths":
+        """Of the rows on average, parted like the longest."""
+        share = self.mean / self.row if self.mean else 1
+        return Lengths(*(max(1, round(share * tokens)) for tokens in (self.prompt, self.response)))
+
+
+def rollout(rows: int, lengths: Lengths, device: torch.device) -> Rollout:
+    """So many rows, all as long as the longest; on the meta device without content."""
+    mask = torch.ones(rows, lengths.row, dtype=torch.bool, device=device)
+    ids = torch.zeros(rows, lengths.row, dtype=torch.int64, device=device)
+    kind = Ghosts if device == META else Rollout
+    return kind(ids, mask, mask[:, lengths.prompt :].clone(), mask[:, 0].clone())
+
 
 @dataclass(frozen=True)
 class Ghosts(Rollout):
-    """Rows without content, all as long as the longest."""
-
-    @classmethod
-    def of(cls, rows: int, lengths: Lengths) -> "Ghosts":
-        """So many rows."""
-        mask = torch.ones(rows, lengths.row, dtype=torch.bool, device=META)
-        ids = torch.zeros(rows, lengths.row, dtype=torch.int64, device=META)
-        return cls(ids, mask, mask[:, lengths.prompt :].clone(), mask[:, 0].clone())
+    """Rows without content, all of one length."""
 
     def to(self, device: torch.device) -> "Ghosts":
         return self

@@ -29,8 +29,9 @@ On a CPU that is what tensors take; a process holds more, since glibc's malloc k
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,24 +40,35 @@ from torch import Tensor, nn
 from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.models import eight_bits, reading, shapes, sharing
 from rlhf_cli.plan import modes
-from rlhf_cli.plan.ghosts import Ghosts, Lengths, prime
-from rlhf_cli.plan.tally import META, Tally
+from rlhf_cli.plan.clock import Clock
+from rlhf_cli.plan.ghosts import Lengths, prime, rollout
+from rlhf_cli.plan.tally import Tally
 from rlhf_cli.ppo import formulas, noise, passes
 from rlhf_cli.ppo.rewards import ModelReward
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.ppo.trainer import PPOTrainer
 
-TOGETHER = 2  # micro-batches that are run through: the second one finds the first one's gradients
+Count = type[Tally] | type[Clock]  # a stage's bytes and operations without its models, or its seconds with small ones
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase at its fullest moment. `flops`: of an update (PPO), an optimizer step (SFT, reward), the whole (eval)."""
+    """A phase, by its moments. `work`: of an update (PPO), an optimizer step (SFT, reward), the whole (eval)."""
 
     name: str
     rows: int  # at a time
-    bytes: dict[str, int]  # by kind
-    flops: float = 0
+    moments: Mapping[Any, Mapping[str, int]]  # bytes by kind
+    work: float = 0  # operations, or of a Clock seconds
+
+    @property
+    def fullest(self) -> Any:
+        """The moment when most is held."""
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @cached_property
+    def bytes(self) -> dict[str, int]:
+        """By kind, at the fullest moment."""
+        return dict(self.moments[self.fullest])
 
     @property
     def total(self) -> int:
@@ -81,14 +93,15 @@ class Trained:
 
 
 def ppo(
-    models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str = "full", gpu: bool, processes: int = 1
-) -> list[Phase]:
+    models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str = "full", gpu: bool, processes: int = 1,
+    count: Count = Tally,
+) -> list[Phase]:  # fmt: skip
     """The phases of an update, with what the one before it left; of several processes, what each of them makes."""
     vocabulary, episodes = _vocabulary(models.policy), settings.episodes_per_update
     minibatch = episodes // settings.num_mini_batches
     tokens = passes.most_tokens(settings, on_cpu=not gpu) or sys.maxsize
     size = max(1, min(settings.per_device_train_batch_size, tokens // lengths.row))
-    rows = min(minibatch, TOGETHER * size)
+    rows = min(minibatch, count.together * size)
     held = passes.logits_held(settings, vocabulary, on_cpu=not gpu) or "all"
     once = settings.model_copy(
         update={
@@ -101,37 +114,36 @@ def ppo(
         four = (models.policy, models.ref, models.value, models.rewards)
         modes.prepare(*four, mode, models.adapters, models.whole, models.beside)
     rate: Any = _NoSchedule()
-    with Tally([], vocabulary):  # to share layers, models are compared
+    with count([], vocabulary):  # to share layers, models are compared
         trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, None, rate)
     optimizer = trainer.optimizer
     for group in optimizer.param_groups:
         group["foreach"] = gpu and settings.optim == "adamw_torch"  # as torch chooses where it sees the device
     prime(optimizer, gradients=True)
 
-    def tally(*read: Any) -> Tally:
+    def tally(*read: Any) -> Tally | Clock:
         """With the models in memory: all; with offload those that are trained, and of the others what is `read`."""
         resident = [models.policy, models.value, *read] if settings.offload else models.all
-        return Tally(resident, vocabulary, optimizer)
+        return count(resident, vocabulary, optimizer)
 
     at_once = settings.local_rollout_forward_batch_size or episodes
     found = [writing(models.policy, tally, at_once, episodes, lengths, gpu=gpu)]
-    ghosts = Ghosts.of(rows, lengths)
-    judged = []
+    ghosts = rollout(rows, lengths, count.device)
+    judged: list[Tally | Clock] = []
     for model in models.rewards.values():
         at_once = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
         with tally(model) as scored:
             ModelReward(model, at_once, packed=settings.packing)(ghosts)
         judged.append(scored)
     with tally(models.ref) as read:
-        experience = trainer.judge(ghosts, torch.zeros(rows, device=META))
+        experience = trainer.judge(ghosts, torch.zeros(rows, device=count.device))
     judged.append(read)
-    peak = max((each.peak for each in judged), key=lambda peak: peak.total())
-    work = sum(each.flops for each in judged) * episodes / rows
-    found.append(Phase("judge", min(size, rows), dict(peak), work))
+    work = sum(each.work for each in judged) * episodes / rows
+    found.append(Phase("judge", min(size, rows), _together(*(each.moments for each in judged)), work))
     with tally(*[models.ref] * trainer.passes.exact_kl_in_loss) as learnt:
         trainer.update(experience)
-    work = learnt.flops * episodes / rows * settings.num_ppo_epochs
-    found.append(Phase("update", min(size, rows), dict(learnt.peak), work))
+    work = learnt.work * episodes / rows * settings.num_ppo_epochs
+    found.append(Phase("update", min(size, rows), learnt.moments, work))
     return [_cut_up(phase, models, settings, processes) for phase in found] if settings.fsdp else found
 
 
@@ -156,12 +168,19 @@ def _cut_up(phase: Phase, models: Trained, settings: PPOSettings, processes: int
     rest = 0 if settings.offload else sum(layers(models.ref))
     everyone = sum(w.nbytes for model in (models.policy, models.value) for w in model.parameters() if w.requires_grad)
     whole = sum(map(words, learn)) + max(layers(models.policy))
-    held = Counter(phase.bytes)
-    held["weights"] += -round(gone * (learnt + rest))
-    held["weights"] += sum(layers(models.policy)) + words(models.policy) if phase.name == "rollout" else whole
-    held["gradients"] += -round(gone * learnt) + (whole if phase.name == "update" else 0)
-    held["optimizer"] -= round(held["optimizer"] * gone * learnt / everyone)
-    return replace(phase, bytes=dict(held))
+    more = sum(layers(models.policy)) + words(models.policy) if phase.name == "rollout" else whole
+    cut = {}
+    for moment, bytes_ in phase.moments.items():
+        cut[moment] = held = Counter(bytes_)
+        held["weights"] += more - round(gone * (learnt + rest))
+        held["gradients"] += -round(gone * learnt) + (whole if phase.name == "update" else 0)
+        held["optimizer"] -= round(held["optimizer"] * gone * learnt / everyone)
+    return replace(phase, moments=cut)
+
+
+def _together(*parts: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
+    """The moments of one part after the other."""
+    return {(number, moment): held for number, moments in enumerate(parts) for moment, held in moments.items()}
 
 
 class _NoEngine:
@@ -185,41 +204,44 @@ def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths, *,
         with tally() as read:
             cache = shapes.cache(model)
             _next(model, cache, rows, lengths.prompt, gpu=gpu)
-            _tell_cache(read.peak, cache)
+            reading_them = _with_cache(read, cache)
         full, half = (shapes.cache(model) for _ in range(2))
-        with Tally([], 0):
+        with tally():
             _next(model, full, rows, lengths.row - 1, gpu=gpu)
             _next(model, half, rows, lengths.prompt + lengths.response // 2, gpu=gpu)
         with tally() as wrote:
             wrote.mark("cache", _held(full))
             _next(model, full, rows, 1, before=lengths.row - 1, gpu=gpu)
-            _tell_cache(wrote.peak, full)
+            last_token = _with_cache(wrote, full)
         with tally() as step:
             _next(model, half, rows, 1, before=lengths.prompt + lengths.response // 2, gpu=gpu)
-    peak = max(read.peak, wrote.peak, key=lambda peak: peak.total())
-    work = read.flops + step.flops * (lengths.response - 1)
-    return Phase("rollout", rows, dict(peak), work * in_all / rows)
+    work = read.work + step.work * (lengths.response - 1)
+    return Phase("rollout", rows, _together(reading_them, last_token), work * in_all / rows)
 
 
 def _held(cache: Any) -> list[Tensor]:
     return [each for layer in cache.layers for each in (layer.keys, layer.values)]
 
 
-def _tell_cache(peak: Counter[str], cache: Any) -> None:
+def _with_cache(tally: Tally | Clock, cache: Any) -> dict[Any, Counter[str]]:
     """Each layer's keys and values are made anew as they grow: what the cache is by then is no mere activation."""
-    missing = max(0, sum(each.nbytes for each in _held(cache)) - peak["cache"])
-    peak["activations"] -= missing
-    peak["cache"] += missing
+    whole = sum(each.nbytes for each in _held(cache))
+    moments = {}
+    for moment, held in tally.moments.items():
+        missing = max(0, whole - held["cache"])
+        moments[moment] = held + Counter(cache=missing)
+        moments[moment]["activations"] -= missing
+    return moments
 
 
 def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0, *, gpu: bool) -> Tensor:
     """The token after `width` new ones behind `before` in the cache, drawn as HFEngine does."""
-    ids = torch.zeros(rows, width, dtype=torch.int64, device=META)
-    mask = torch.ones(rows, before + width, dtype=torch.int64, device=META)
+    ids = torch.zeros(rows, width, dtype=torch.int64, device=model.device)
+    mask = torch.ones(rows, before + width, dtype=torch.int64, device=model.device)
     made = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     scaled = made.logits[:, -1].float() / 1.0
     at_once = rows if gpu else min(rows, max(1, noise.CELLS // scaled.shape[1]))
-    keys, counters = ids.new_zeros(at_once, 2, dtype=torch.int32), noise.counters(scaled.shape[1], META)
+    keys, counters = ids.new_zeros(at_once, 2, dtype=torch.int32), noise.counters(scaled.shape[1], ids.device)
     return noise.drawn(scaled[:at_once], keys, 0, counters)
 
 
@@ -238,7 +260,7 @@ class How:
     eight_bits: bool = False
 
 
-def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How) -> Phase:
+def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How, count: Count = Tally) -> Phase:
     """An optimizer step on `parts` micro-batches of `rows`, the loss on the responses alone."""
 
     def loss(micro: Any) -> Tensor:
@@ -250,19 +272,19 @@ def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How) -> Phase:
             _entropy, _top = -(logprobs.exp() * logprobs).sum(-1), logits.argmax(-1)
         return logprobs.gather(-1, micro.targets[:, None]).sum()
 
-    return _step(model, loss, rows, lengths, parts, how)
+    return _step(model, loss, rows, lengths, parts, how, count)
 
 
-def reward(model: Any, pairs: int, lengths: Lengths, parts: int, how: How) -> Phase:
+def reward(model: Any, pairs: int, lengths: Lengths, parts: int, how: How, count: Count = Tally) -> Phase:
     """An optimizer step on `parts` micro-batches of `pairs`, whose two sides are read together."""
 
     def loss(micro: Any) -> Tensor:
         return reading.final_scores(model, micro).sum()
 
-    return _step(model, loss, 2 * pairs, lengths, parts, how)
+    return _step(model, loss, 2 * pairs, lengths, parts, how, count)
 
 
-def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: How) -> Phase:
+def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: How, count: Count) -> Phase:
     if how.checkpointing:
         reading.checkpoint_activations(model)
     if how.mode != "full":
@@ -272,40 +294,41 @@ def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: H
     if how.eight_bits:
         optimizer = eight_bits.adamw([{"params": trained}], words=eight_bits.embeddings([model]))
     prime(optimizer, gradients=False)
-    with Tally([model], _vocabulary(model), optimizer) as tally:
-        for _ in range(min(parts, TOGETHER)):
-            micro = Ghosts.of(rows, lengths).micro_batch(torch.arange(rows, device=META))
+    made = min(parts, count.together)
+    with count([model], _vocabulary(model), optimizer) as tally:
+        for _ in range(made):
+            micro = rollout(rows, lengths, count.device).micro_batch(torch.arange(rows, device=count.device))
             with reading.recomputing(model):
-                with torch.autocast("meta", dtype=torch.bfloat16, enabled=how.bf16):
+                with torch.autocast(count.device.type, dtype=torch.bfloat16, enabled=how.bf16):
                     found = loss(micro)
                 found.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-    return Phase("step", rows, dict(tally.peak), tally.flops * parts / min(parts, TOGETHER))
+    return Phase("step", rows, tally.moments, tally.work * parts / made)
 
 
 # Eval
 
 
 def evaluation(
-    policies: list[Any], judges: list[Any], rows: int, in_all: int, lengths: Lengths, *, gpu: bool
+    policies: list[Any], judges: list[Any], rows: int, in_all: int, lengths: Lengths, *, gpu: bool, count: Count = Tally
 ) -> list[Phase]:
     """Answers and scores. `policies` are those in memory at once: the SFT model and one beside it."""
     vocabulary = _vocabulary(policies[0])
 
-    def tally() -> Tally:
-        return Tally([*policies, *judges], vocabulary)
+    def tally() -> Tally | Clock:
+        return count([*policies, *judges], vocabulary)
 
     found = [writing(policies[0], tally, rows, in_all, lengths, gpu=gpu)]
     rows = min(rows, in_all)
-    ghosts = Ghosts.of(rows, lengths)
+    ghosts = rollout(rows, lengths, count.device)
     with torch.no_grad(), tally() as scored:
         for judge in judges:
             ModelReward(judge, rows)(ghosts)
-        micro = ghosts.micro_batch(torch.arange(rows, device=META))
+        micro = ghosts.micro_batch(torch.arange(rows, device=count.device))
         kept = [formulas.token_logprobs(reading.response_logits(each, micro), micro.targets, 1.0) for each in policies]
         del kept
-    return [*found, Phase("judge", rows, dict(scored.peak), scored.flops * in_all / rows)]
+    return [*found, Phase("judge", rows, scored.moments, scored.work * in_all / rows)]
 
 
 def _vocabulary(model: Any) -> int:

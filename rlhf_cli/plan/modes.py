@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rlhf_cli.config.adapters import Adapters, LoRA
 from rlhf_cli.models import adapters
-from rlhf_cli.plan.tally import META
+from rlhf_cli.models.shapes import META
 
 Mode = Literal["full", "lora", "qlora", "one-base"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -18,11 +18,11 @@ STANDARD: LoRA = Adapters(kind="lora")
 class Adapted(nn.Module):
     """A linear layer whose frozen weight has two small matrices beside it, which learn (LoRA, arXiv 2106.09685)."""
 
-    def __init__(self, base: nn.Module, width: int, height: int, rank: int) -> None:
+    def __init__(self, base: nn.Module, width: int, height: int, rank: int, device: torch.device) -> None:
         super().__init__()
         self.base = base
-        self.down = nn.Linear(width, rank, bias=False, device=META)
-        self.up = nn.Linear(rank, height, bias=False, device=META)
+        self.down = nn.Linear(width, rank, bias=False, device=device)
+        self.up = nn.Linear(rank, height, bias=False, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
@@ -94,7 +94,8 @@ def adapt(model: Any, mode: str, ours: LoRA = STANDARD) -> None:
     for owner, name, layer in layers:
         width, height = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
         base = Packed((width, height)) if mode == "qlora" and adapters.can_pack(layer) else layer
-        setattr(owner, name, Adapted(base, width, height, ours.r) if name in targets else base)
+        beside = Adapted(base, width, height, ours.r, layer.weight.device)
+        setattr(owner, name, beside if name in targets else base)
     freeze(model)
 
 

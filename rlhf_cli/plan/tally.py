@@ -6,9 +6,10 @@ may carry `content`, what the code is to find in it where it asks.
 """
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +17,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-META = torch.device("meta")
+from rlhf_cli.models.shapes import META
+from rlhf_cli.plan.remembered import again, tensors_of
+
 ATEN = torch.ops.aten
 ATTENTION = ATEN._scaled_dot_product_flash_attention_for_cpu
 # What a tensor is, at a moment; each byte is counted as one of them.
@@ -27,19 +30,26 @@ KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")
 
 
 class Tally:
-    """`with Tally(models, vocabulary) as tally: ...`: bytes by kind at the moment when most live, and operations.
+    """`with Tally(models, vocabulary) as tally: ...`: bytes by kind at many `moments`, and `work` in operations.
 
-    Within, the weights of `models` live already, with their gradients and what `optimizer` keeps of them. A tensor
-    whose last dimension is `vocabulary` holds logits.
+    Moments are named by what was made then, between which backward passes: the first ones, the last ones, and the one
+    when most lived. Within, the weights of `models` live already, with their gradients and what `optimizer` keeps of
+    them. A tensor whose last dimension is `vocabulary` holds logits.
     """
+
+    device = META
+    together = 2  # micro-batches that are run through: the second one finds the first one's gradients
 
     def __init__(
         self, models: Iterable[nn.Module], vocabulary: int, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        self.vocabulary, self.live, self.peak = vocabulary, Counter[str](), Counter[str]()
-        self.flops = 0
+        self.vocabulary, self.live = vocabulary, Counter[str]()
+        self.work = 0
+        self._seen: dict[Any, _Seen] = {}
+        self._passes = 0
         self._kinds: dict[int, str] = {}
         self._bytes: dict[int, int] = {}
+        self._there: dict[int, weakref.ref[Any]] = {}
         self._models, self._optimizer = list(models), optimizer
         self._stack = ExitStack()
 
@@ -55,7 +65,8 @@ class Tally:
         if self._optimizer:
             for state in self._optimizer.state.values():
                 self.mark("optimizer", [each for each in state.values() if isinstance(each, Tensor)])
-        for change in _Kernels().patches():
+        self.note("beginning")
+        for change in _Kernels(self.turn).patches():
             self._stack.enter_context(change)
         self._stack.enter_context(_Watch(self))
         return self
@@ -72,19 +83,62 @@ class Tally:
                 self.live[self._kinds[key]] -= self._bytes[key]
             else:
                 self._bytes[key] = storage.nbytes()
-                weakref.finalize(storage, self._gone, key)
+                self._there[key] = weakref.ref(storage, partial(self._gone, key))
             self._kinds[key] = kind
             self.live[kind] += self._bytes[key]
-        if self.live.total() > self.peak.total():
-            self.peak = self.live.copy()
 
-    def see(self, made: Tensor) -> None:
-        """A tensor that an operation returned: counted unless it shares the bytes of another."""
-        if made.untyped_storage()._cdata not in self._kinds:
-            self.mark("logits" if made.ndim and made.shape[-1] == self.vocabulary else "activations", [made])
+    @property
+    def moments(self) -> dict[Any, Counter[str]]:
+        """Bytes by kind at each."""
+        return {(made, when): held for made, seen in self._seen.items() for when, held in seen.told.items()}
 
-    def _gone(self, key: int) -> None:
+    def note(self, made: Any) -> None:
+        """This is a moment: that of the making of something."""
+        self._seen.setdefault((self._passes, made), _Seen()).note(self.live)
+
+    def turn(self) -> None:
+        """A backward pass begins, or ends."""
+        self._passes += 1
+
+    def see(self, call: Any, made: list[Tensor]) -> None:
+        """Tensors that an operation returned: counted unless they share the bytes of others."""
+        fresh = [each for each in made if each.untyped_storage()._cdata not in self._kinds]
+        for each in fresh:
+            self.mark("logits" if each.ndim and each.shape[-1] == self.vocabulary else "activations", [each])
+        if fresh:
+            self.note((call, fresh[0].shape))
+
+    def _gone(self, key: int, _: Any) -> None:
+        del self._there[key]
         self.live[self._kinds.pop(key)] -= self._bytes.pop(key)
+
+
+FEW = 8  # about as many as a layer makes of one shape
+
+
+class _Seen:
+    """What lived when tensors of one shape were made by one operation: the first and last few times, and the most."""
+
+    def __init__(self) -> None:
+        self.first: list[Counter[str]] = []
+        self.last: deque[Counter[str]] = deque(maxlen=FEW)
+        self.most, self.total = Counter[str](), -1
+
+    def note(self, live: Counter[str]) -> None:
+        """Once more."""
+        now, total = live.copy(), live.total()
+        self.last.append(now)
+        if len(self.first) < FEW:
+            self.first.append(now)
+        if total > self.total:
+            self.most, self.total = now, total
+
+    @property
+    def told(self) -> dict[Any, Counter[str]]:
+        """By when."""
+        told = {("first", number): held for number, held in enumerate(self.first)}
+        told |= {("last", number): held for number, held in enumerate(reversed(self.last))}
+        return {**told, "most": self.most}
 
 
 class _Watch(TorchDispatchMode):
@@ -102,23 +156,24 @@ class _Watch(TorchDispatchMode):
             return getattr(args[0], "content", 1)
         if call is ATEN.equal.default:
             return True
-        made = _known(call, args, kwargs or {})
+        kwargs = kwargs or {}
+        given = tensors_of((args, kwargs))
+        made = _known(call, args, kwargs, given)
         if made is None:
-            made = call(*args, **(kwargs or {}))
+            made = again(call, args, kwargs, given)
         if call.overloadpacket is ATEN.any:
             made.content = 0
         if count := COSTS.get(call.overloadpacket):
-            self.tally.flops += count(*args, **(kwargs or {}), out_val=made)
-        for each in tree_iter(made):
-            if isinstance(each, Tensor):
-                self.tally.see(each)
+            self.tally.work += count(*args, **kwargs, out_val=made)
+        self.tally.see(call, tensors_of(made))
         return made
 
 
 class _Kernels:
     """What meta tensors do not do as those of a device: attention without its L x L weights, autocast, lists."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Callable[[], None]) -> None:
+        self.turn = turn
         self.bf16 = self.was_bf16 = False
         self.copies: dict[int, Tensor] = {}
 
@@ -153,8 +208,10 @@ class _Kernels:
 
     def _backward(self, plain: Callable[..., None]) -> Callable[..., None]:
         def backward(*args: Any, **kwargs: Any) -> None:  # layers that are computed again find what they had before
+            self.turn()
             with self.autocast(META.type, enabled=self.was_bf16):
                 plain(*args, **kwargs)
+            self.turn()
 
         return backward
 
@@ -187,16 +244,15 @@ def _content(tensor: Any) -> list[Any]:
     return tensor.content if hasattr(tensor, "content") else list(range(len(tensor)))
 
 
-def _known(call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _known(call: Any, args: Any, kwargs: dict[str, Any], given: list[Any]) -> Any:
     """What follows from known contents alone, such as lengths of rows, with its content; else None."""
-    tensors: list[Any] = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-    if call is ATEN.repeat_interleave.Tensor and not hasattr(tensors[0], "content"):
-        return tensors[0].new_empty(sum(_content(tensors[0])))
-    if not tensors or not all(hasattr(each, "content") for each in tensors):
+    if call is ATEN.repeat_interleave.Tensor and not hasattr(given[0], "content"):
+        return given[0].new_empty(sum(_content(given[0])))
+    if not given or not all(hasattr(each, "content") for each in given):
         return None
 
     def real(each: Any) -> Any:
-        known = any(each is tensor for tensor in tensors)
+        known = any(each is tensor for tensor in given)
         return torch.tensor(each.content, dtype=each.dtype) if known else each
 
     kwargs = {name: torch.device("cpu") if name == "device" and value else value for name, value in kwargs.items()}
