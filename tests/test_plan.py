@@ -20,7 +20,7 @@ from rlhf_cli import progress, room, times
 from rlhf_cli.cli import app
 from rlhf_cli.config import Options, load
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import adapters, loading, reading, shapes
+from rlhf_cli.models import adapters, devices, loading, reading, shapes
 from rlhf_cli.plan import _show, duration, modes
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.ghosts import Lengths
@@ -424,7 +424,7 @@ def test_a_small_models_phases_are_run(three: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Passes, "read", slow)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(loading, "ALL_THREADS", 2)
+    monkeypatch.setattr(devices, "ALL_THREADS", 2)
     before = torch.get_num_threads()
     told = json.loads(plan("ppo.yaml", "ppo.num_ppo_epochs=2", "--json").stdout)["stages"][0]
     torch.set_num_threads(before)
@@ -434,6 +434,12 @@ def test_a_small_models_phases_are_run(three: Path, monkeypatch: pytest.MonkeyPa
     assert told["hours"] == pytest.approx(10 * sum(told["seconds"].values()) / 3600)
 
 
+def test_a_stage_that_would_start_from_itself_is_refused(three: Path) -> None:
+    refused = plan("sft.yaml", "model.path=sft")
+    assert refused.exit_code == 2 and "error[M10]" in refused.stderr
+    assert "model.path names the folder that this stage writes" in refused.stderr
+
+
 def test_of_large_models_and_other_machines_the_time_is_a_floor(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(*more: str) -> dict[str, Any]:
         first: dict[str, Any] = json.loads(plan("sft.yaml", *more, "--json").stdout)["stages"][0]
@@ -441,7 +447,7 @@ def test_of_large_models_and_other_machines_the_time_is_a_floor(three: Path, mon
 
     assert not told("--flops", "1e9")["run"] and told("--flops", "1e9")["share"] == 1
     assert not told(*GPU, "--flops", "4e14")["run"]
-    monkeypatch.setattr(loading, "SMALL", 100)
+    monkeypatch.setattr(devices, "SMALL", 100)
     assert not told()["run"]
     assert ": at least " in plan("sft.yaml").stdout
 

@@ -56,7 +56,8 @@ class Chain:
         (reference,) = (one for one in checkpoints.references(config) if one.key == key)
         path = Path(reference.path)
         if path not in self.known:
-            maker = None if (path / "manifest.json").exists() else self._maker(path)
+            is_there = path == config.folder or (path / "manifest.json").exists()  # its own folder is refused below
+            maker = None if is_there else self._maker(path)
             self.known[path] = self._of(maker) if maker else self._there(config, reference)
         return self.known[path]
 
