@@ -2,7 +2,7 @@
 
 Of small models on a CPU the phases are run, with random weights, on rows as long as the data's are on average, in as
 many threads as the stage will have: such a model's time goes into Python and into norms, softmax and copies, which no
-count of products knows. For all others, and for machines that are not here, it is matrix products alone, and so a floor:
+count of products knows. Of all others, and of machines that are not here, it is matrix products alone, so a floor:
 
     multiply-adds = those of the phases' own forward and backward passes, counted by shape; two operations each
     seconds       = operations / rate
