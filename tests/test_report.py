@@ -16,8 +16,9 @@ from ppo_folder import lines, ppo, rlhf
 from report_run import CARD, answers, begin, change, configs, finish, metrics, report, win, write_run
 
 from rlhf_cli import checkpoints, terminal
-from rlhf_cli.report import charts, facts, frontier, headline, page, write_beside
+from rlhf_cli.report import charts, compare, facts, frontier, headline, page, write_beside
 from rlhf_cli.report.runs import read_run
+from rlhf_cli.report.steps import at_step
 from rlhf_cli.report.svg import Drawing
 from rlhf_cli.rows import write_jsonl
 
@@ -95,7 +96,9 @@ def test_how_to_make_it_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(facts, "load", lambda stage, file: SimpleNamespace(dump=lambda relative_to: written(file)))
     for name in ("sft", "reward", "ppo", "eval"):
         shutil.copy(run / name / "config.yaml", run / f"{name}.yaml")
-    assert facts.commands(read_run(run)) == ["rlhf run demo"] and "rlhf run demo" in words(run)
+    assert facts.commands(read_run(run)) == ["rlhf run demo"]
+    assert "In the folder that holds demo : rlhf run demo" in words(run)
+    assert facts.commands(at_step(read_run(run), "10")) == ["rlhf run demo"], "its name says more than its folder's"
     now = written(run / "ppo.yaml")
     now["output"] = {"newer_than_the_run": 1}
     (run / "ppo.yaml").write_text(yaml.safe_dump(now))
@@ -206,7 +209,40 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run: Path, damaged: tuple
 def test_stages_that_do_not_belong_together_are_said(run: Path) -> None:
     assert "was made from another" not in words(run)
     change(run / "ppo/manifest.json", model_sha256="trained again")
-    assert "eval was made from another ppo than the one that is there now (models.ppo)" in words(run)
+    since = "made from another ppo than the one that is there now (models.ppo)"
+    said = words(run)
+    assert f"eval out of date {since}" in said and said.count(since) == 2, "in its badge and in the headline"
+    assert headline(run) == f"No stage looks bad. eval is out of date: it was {since}." and headline(run) in said
+
+
+def test_nothing_is_concluded_from_an_evaluation_that_is_out_of_date(run: Path) -> None:
+    told = report(gold=0.3)
+    told["models"]["sft"]["eos_fraction"] = 0.1
+    (run / "eval/report.json").write_text(json.dumps(told))
+    finish(run / "eval", parents=("sft", "reward", "ppo"))
+    drawn = ("lost by gold", "sampled answers end by themselves", "PPO loses to SFT", "The policy to take is")
+    now = words(run)
+    assert all(part in now for part in drawn)
+    change(run / "ppo/manifest.json", model_sha256="trained again")
+    old = words(run)
+    assert not any(part in old for part in drawn) and "What came out The evaluation is of what is no longer" in old
+    assert old.count("Out of date: this is of other models") == 4 and "Out of date: this" not in now
+    rows = {row.title: row for row in compare.numbers([read_run(run)])}
+    assert "PPO over SFT, gold" not in rows and rows["PPO, KL from SFT in nats"].values == [None]
+
+
+def test_a_win_by_the_reward_alone_is_not_called_good(run: Path) -> None:
+    told = report()
+    for section in (told, told["greedy"]):
+        section["win_rate"]["ppo_vs_sft"].pop("gold", None)
+    told["best_of"][0]["ppo_win_rate"] = {"reward": win(0.52)}
+    (run / "eval/report.json").write_text(json.dumps(told))
+    finish(run / "eval")
+    said = words(run)
+    assert "eval worth a look PPO beats SFT by the reward itself, which proves little" in said
+    assert "eval (worth a look): name another judge in eval.yaml (judges:)" in said
+    assert "held-out prompts by reward, at 12.3 nats from it: the reward itself, which proves little." in said
+    assert "training, PPO wins 52 % [46, 58], undecided." in said
 
 
 def test_stages_elsewhere_are_found_by_the_manifest_or_by_the_config(run: Path, tmp_path: Path) -> None:
@@ -291,7 +327,8 @@ def test_a_healthy_run_has_no_bad_stage(run: Path) -> None:
     finish(run / "eval")
     said = words(run)
     assert "PPO and SFT cannot be told apart by gold" in said
-    assert "What to do eval : raise eval.n; more prompts tell smaller differences" in said
+    assert "No stage is bad. Worth a look first: eval. PPO and SFT" in said
+    assert "What to do eval (worth a look): raise eval.n; more prompts tell smaller differences" in said
 
 
 @pytest.mark.parametrize(
@@ -317,7 +354,8 @@ def test_the_badge_of_sft_goes_by_the_answers_that_end(
     said = words(run)
     assert f" sft {grade} " in said and f"{100 * ended:.0f} % [" in said and "of its 256 sampled answers end by" in said
     assert ("90 % and more is healthy; the others are cut off at 53 tokens" in said) == (grade != "good")
-    assert (f"sft : {todo}" in said) if todo else ("sft :" not in said)
+    mark = " (worth a look)" if grade != "bad" else " "
+    assert (f"sft{mark}: {todo}" in said) if todo else (f"sft{mark}:" not in said)
 
 
 def test_answers_that_are_not_meant_to_end_are_not_held_against_sft(run: Path) -> None:
@@ -343,12 +381,42 @@ def test_what_to_do_is_one_thing_a_stage_in_the_order_of_the_stages(run: Path) -
     said = words(run)
     todo = said[said.index("What to do, in this order") : said.index("One change at a time")]
     assert todo.endswith(
-        "what follows builds on what comes before reward : add pairs in which an empty answer is rejected: PPO will "
-        "find it ppo : lower ppo.learning_rate (here 0.003) or ppo.num_ppo_epochs "
+        "in this order reward (worth a look): add pairs in which an empty answer is rejected: PPO will find it "
+        "ppo (worth a look): lower ppo.learning_rate (here 0.003) or ppo.num_ppo_epochs "
     )
     (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
     finish(run / "eval")
-    assert "builds on what comes before ppo : lower ppo.learning_rate" in words(run), "what lost comes first"
+    assert "in this order ppo : lower ppo.learning_rate" in words(run), "what lost comes first"
+
+
+def test_what_to_do_begins_with_the_stage_of_the_headline(run: Path) -> None:
+    """Bad stages before those worth a look, and the evaluation, which only tells of them, last."""
+    told = report()
+    told["models"]["sft"]["eos_fraction"] = 0.8
+    told["win_rate"]["ppo_vs_sft"] = {"gold": win(0.3)}
+    (run / "eval/report.json").write_text(json.dumps(told))
+    finish(run / "eval")
+    assert headline(run).startswith("The outcome is bad, no training stage is. Worth a look first: sft. Only 80 %")
+    write_jsonl(run / "ppo/metrics.jsonl", metrics(policy__approxkl_avg=[0.5] * 20))
+    assert headline(run).startswith("The stage to mend first: ppo.")
+    said = words(run)
+    todo = said[said.index("What to do, in this order") : said.index("One change at a time")]
+    assert re.findall(r"(\w+) (?:\(worth a look\))?: ", todo)[:3] == ["ppo", "sft", "eval"], todo
+
+
+def test_all_flagged_probes_stand_in_one_thing_to_do(run: Path) -> None:
+    names = ("an empty answer", "the good answer three times over")
+    flags = [{"code": "R11", "text": f"{name} scores above the chosen answer for 50% of 128 prompts"} for name in names]
+    change(run / "reward/manifest.json", card=CARD | {"flags": flags})
+    wanted = ", and ".join(f"pairs in which {name} is rejected" for name in names)
+    assert f"reward (worth a look): add {wanted}: PPO will find each of them" in words(run)
+
+
+def test_the_held_out_loss_is_that_of_all_tokens(run: Path) -> None:
+    change(run / "sft/manifest.json", metrics={"eval_loss": 1.875})
+    said = words(run)
+    assert "its loss on held-out rows is 1.88, beside 2.12 in training" in said
+    assert "Held-out: 2. Over all held-out tokens, at the end: 1.88; the curve's is the mean of its batches." in said
 
 
 def test_a_loss_by_a_better_judge_is_laid_to_ppo_where_ppo_is_ill(run: Path) -> None:
