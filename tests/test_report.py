@@ -51,6 +51,9 @@ def test_the_first_sentences_are_the_result(run: Path) -> None:
     assert "Its answers have 21.5 tokens on the mean, SFT's 21.5; at equal length it would win 61 %." in said
     assert "Against SFT's best of 4 by the reward model, which needs no training, PPO wins 63 % [57, 69]." in said
     assert "that of update 10, not its last, 20, at 4.25 nats, by the highest mean of gold" in said
+    assert "PPO over SFT, gold 63 % [57, 69] 61 % 3 256" in said and "blue is surely more than half" in said
+    assert "SFT reward 0, gold 0, 12 tokens sft says 3" in said, "its KL from itself is no news"
+    assert "PPO reward \N{MINUS SIGN}0.5, gold \N{MINUS SIGN}1, 13 tokens, KL 3 ppo says 3" in said
     assert said.index("warning[R11]: politeness wins") < said.index("No stage") < said.index("PPO beats SFT")
 
 
@@ -220,7 +223,13 @@ def test_nothing_is_concluded_from_an_evaluation_that_is_out_of_date(run: Path) 
     told["models"]["sft"]["eos_fraction"] = 0.1
     (run / "eval/report.json").write_text(json.dumps(told))
     finish(run / "eval", parents=("sft", "reward", "ppo"))
-    drawn = ("lost by gold", "sampled answers end by themselves", "PPO loses to SFT", "The policy to take is")
+    drawn = (
+        "lost by gold",
+        "sampled answers end by themselves",
+        "PPO loses to SFT",
+        "The policy to take is",
+        "politeness wins",
+    )
     now = words(run)
     assert all(part in now for part in drawn)
     change(run / "ppo/manifest.json", model_sha256="trained again")

@@ -79,7 +79,8 @@ def _apart(stage: Stage) -> Iterator[Finding]:
     if not loss or not held_out:
         return
     # By token, as `rlhf status` has it: the log's is a mean of its batches' means.
-    ours, theirs = loss[-1][1], stage.told("metrics").get("eval_loss", held_out[-1][1])
+    final = stage.told("metrics").get("eval_loss")
+    ours, theirs = loss[-1][1], final if is_number(final) else held_out[-1][1]
     told = f"its loss on held-out rows is {number(theirs)}, beside {number(ours)} in training"
     if theirs > APART * ours:
         text = f"{told}: up to {number(APART)} times is healthy"

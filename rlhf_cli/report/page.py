@@ -86,7 +86,7 @@ def _text(name: str) -> str:
 def _untold(run: Run, badges: Sequence[glance.Badge]) -> list[str]:
     """What is damaged, and what the evaluation warned of, where no badge tells it in the same words."""
     told = [reason for badge in badges for reason in badge.reasons]
-    noted = [*run.notes, *map(str, (run.report or {}).get("warnings", []))]
+    noted = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
     return [note for note in noted if not any(reason in note for reason in told)]
 
 
