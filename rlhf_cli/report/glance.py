@@ -73,7 +73,7 @@ def suspect(run: Run, found: list[Badge]) -> str:
 def stale(run: Run) -> list[str]:
     """A sentence for each stage that was made from what is no longer there."""
     return [
-        f"{stage.name} is out of date: it was made from {', and from '.join(stage.outdated)}."
+        f"Out of date: {stage.name}, made from {', and from '.join(stage.outdated)}."
         for stage in run.stages.values()
         if stage.outdated
     ]
