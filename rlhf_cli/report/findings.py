@@ -11,12 +11,11 @@ from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
 from rlhf_cli.statistics import wilson
 from rlhf_cli.verdict.frontier import deciding_judge
-from rlhf_cli.verdict.sentence import standing
+from rlhf_cli.verdict.sentence import OWN_REWARD, standing
 
 # early: too few updates; stale: out of date; open: absent, or not finished
 Grade = Literal["good", "early", "stale", "look", "bad", "open"]
 GUESS = 0.5
-OWN_REWARD = "the reward itself, which proves little"
 TRIVIAL = 0.95  # docs/metrics.md, eval_accuracy
 OVERFIT = 1.05  # an evaluation loss so much above its lowest is no noise of one pass
 # docs/report.md, "What the badges go by", has these three with where they come from.

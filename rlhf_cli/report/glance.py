@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.report.advice import NONE, one_voice
-from rlhf_cli.report.findings import OWN_REWARD, Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
+from rlhf_cli.report.findings import Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
 from rlhf_cli.verdict.frontier import deciding_judge
-from rlhf_cli.verdict.sentence import standing
+from rlhf_cli.verdict.sentence import OWN_REWARD, standing
 
 ILL = ("look", "bad")
 ORDER: tuple[Grade, ...] = ("good", "early", "stale", "look", "bad")

@@ -9,6 +9,7 @@ from rlhf_cli.verdict.rewards import HELD_OUT
 
 Standing = Literal["better", "undecided", "worse"]
 HALF = 0.5
+OWN_REWARD = "the reward itself, which proves little"  # the judge that PPO pleases by its training
 LEADS = {
     "better": "PPO beats SFT: it wins",
     "undecided": "undecided: PPO wins",
@@ -46,7 +47,7 @@ def _at_equal_length(rate: Mapping[str, Any]) -> str:
 
 def _by_the_reward(rates: Mapping[str, Any], judge: str) -> str:
     if judge == "reward":
-        return ": the reward itself, which proves little; name another judge in eval.yaml"
+        return f": {OWN_REWARD}; name another judge in eval.yaml"
     if "reward" not in rates:
         return ""
     own = rates["reward"]
