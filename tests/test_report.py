@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from ppo_folder import lines, ppo, rlhf
 from report_run import CARD, answers, begin, change, configs, finish, metrics, report, win, write_run
 
 from rlhf_cli import checkpoints, terminal
-from rlhf_cli.report import charts, facts, frontier, page, write_beside
+from rlhf_cli.report import charts, facts, frontier, headline, page, write_beside
 from rlhf_cli.report.runs import read_run
 from rlhf_cli.report.svg import Drawing
 from rlhf_cli.rows import write_jsonl
@@ -456,6 +457,14 @@ def test_the_page_is_written_beside_the_evaluation_and_its_path_is_printed(run: 
     shutil.rmtree(run / "eval")
     assert rlhf("report", run).stdout == f"{run}/report.html\n"
     assert rlhf("report", run / "ppo").stdout == f"{run}/report.html\n", "a stage's folder stands for its run"
+
+
+def test_the_headline_is_what_the_page_says_first_and_draws_nothing(run: Path) -> None:
+    told = rlhf("report", run).stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        said = headline(run)
+    assert said == headline(run / "eval") == "No stage looks bad." and f"report   {said}\n" in told
 
 
 def test_out_and_several_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,14 @@ def write_beside(eval_folder: Path) -> Path | None:
     return target
 
 
+def headline(folder: Path) -> str:
+    """What the page of a run says first, in a sentence; nothing is drawn.
+
+    Raises RLHFError M01 where there is no stage.
+    """
+    return _first_said(read_run(folder))
+
+
 def _read(folder: Path, runs: list[Run]) -> None:
     runs.append(read_run(folder))
 
@@ -68,11 +76,15 @@ def _page(runs: list[Run]) -> str:
     return compare.of_runs(runs)
 
 
+def _first_said(run: Run) -> str:
+    from rlhf_cli.report import glance
+
+    return glance.suspect(run, glance.badges(run))
+
+
 def _in_a_line(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
-        from rlhf_cli.report import glance
-
-        return glance.suspect(runs[0], glance.badges(runs[0]))
+        return _first_said(runs[0])
     from rlhf_cli.report import compare
 
     return f"{len(runs)} runs are compared: {', '.join(compare.told_apart([run.folder for run in runs]))}"
