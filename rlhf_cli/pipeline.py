@@ -14,7 +14,7 @@ from types import FrameType
 
 import yaml
 
-from rlhf_cli import checkpoints, sources, terminal, verdict
+from rlhf_cli import checkpoints, ending, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, keys, load, takes
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_file, shown
@@ -61,10 +61,11 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
         for stage, step in forecast(configs, selection.force).items():
             terminal.out(f"{stage:<8} {step.why}")
         return 0
+    last = list(configs.values())[-1]
     checked = bool(selection.only or selection.start)  # a part of a run is checked by its own stages
     for stage, config in configs.items():
         step = decide(config, selection.force)
-        if step.runs and not checked and config is not list(configs.values())[-1]:
+        if step.runs and not checked and config is not last:
             checked = True
             terminal.say("run      checking configs, data and tokenizers of all stages first")
             if code := _run_child(check_command(folder, overrides, options)):
@@ -73,17 +74,22 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
         if step.runs:
             command = child_command(config, routed[stage], options, fresh=step.fresh)
             if code := _run_child(command):
-                terminal.say(f"{stage:<8} ended with exit code {code}; what comes after it was not run")
+                rest = "" if config is last else "; what comes after it was not run"
+                terminal.say(f"{stage:<8} ended with exit code {code}{rest}")
+                if isinstance(config, EvalConfig) and code == 1 and (config.folder / "manifest.json").is_file():
+                    # It is done, and does not meet its requirements.
+                    ending.show(folder, configs, routed, met=False)
                 return code
         elif isinstance(config, EvalConfig):
             # What the stage itself shows, and holds against its requirements, when it runs.
             verdict.print_verdict(config.folder)
             report = verdict.read_report(config.folder)
-            verdict.check_requirements(report, config.eval.require, where=config.where)
-    if {"ppo", "eval"} <= configs.keys():
-        selected = " --step selected" if "selected_step" in verdict.read_report(configs["eval"].folder) else ""
-        name = shown(folder)
-        terminal.out(f"next: rlhf chat {name} --compare sft,ppo; rlhf export {name} --out DIR{selected}")
+            try:
+                verdict.check_requirements(report, config.eval.require, where=config.where)
+            except RLHFError:
+                ending.show(folder, configs, routed, met=False)
+                raise
+    ending.show(folder, configs, routed)
     return 0
 
 

@@ -188,6 +188,15 @@ def test_logging_cadence_changes_nothing(run: Callable, folder: Path) -> None:
     assert ran(run()) == []
 
 
+@pytest.mark.parametrize(("stage", "rest"), [("sft", "; what comes after it was not run"), ("eval", "")])
+def test_what_was_not_run_is_told_where_there_is_any(
+    run: Callable, stage: str, rest: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_FAILS", stage)
+    assert pipeline.run(Path("."), (), Selection(), Options()) == 7
+    assert f"{stage:<8} ended with exit code 7{rest}\n" in capfd.readouterr().err
+
+
 def test_a_failed_stage_stops_the_run_and_is_resumed(
     run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +325,27 @@ def test_every_stage_gets_the_seed(run: Callable) -> None:
     run()
     lines = run("*.seed=3")
     assert [line.split(";")[0] for line in lines.values()] == ["stale: seed 0 -> 3"] * 4
+
+
+def test_a_setting_that_no_file_has_is_told_where_the_next_run_would_undo_it(
+    run: Callable, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def told(*overrides: str) -> list[str]:
+        capfd.readouterr()
+        assert pipeline.run(Path("."), overrides, Selection(), Options()) == 0
+        return [line for line in capfd.readouterr().out.splitlines() if line.startswith("made with")]
+
+    run()
+    keep = "have: write it there to keep it, or a plain `rlhf run {}` makes {} again"
+    where = str(folder)
+    (line,) = told("ppo.kl_coef=0.2", "ppo.total_episodes=64", "sft.logging_steps=7")
+    assert line.startswith("made with -s ppo.kl_coef=0.2, which ppo.yaml does not have: write")
+    assert line.endswith(keep.format(where, "that stage"))
+    (line,) = told("ppo.kl_coef=0.05", "*.seed=3")
+    files = "sft.yaml, reward.yaml, ppo.yaml, eval.yaml"
+    assert line == f"made with -s '*.seed=3', which {files} do not {keep.format(where, 'those stages')}"
+    run()
+    assert told("sft.logging_steps=7", "ppo.kl_coef=0.05") == []
 
 
 @pytest.mark.parametrize(
