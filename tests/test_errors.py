@@ -49,6 +49,17 @@ def test_every_code_explains_itself() -> None:
         assert code.title and code.meaning.endswith(".") and code.fix, name
 
 
+def test_a_code_that_warns_and_fails_says_when_it_only_warns() -> None:
+    warned = [
+        code
+        for file in (Path(__file__).parents[1] / "rlhf_cli").rglob("*.py")
+        for code in re.findall(r'terminal\.warn\(\s*"([A-Z][0-9]{2})"', file.read_text(encoding="utf-8"))
+    ]
+    assert {"R02", "R13", "M05"} <= set(warned)
+    assert [code for code in warned if CODES[code].exit and not CODES[code].warns] == []
+    assert not any(code.warns for code in CODES.values() if code.exit == 0)
+
+
 def test_the_codes_are_those_of_the_table_and_ours() -> None:
     table = Path(__file__).parents[2] / "shared" / "BAD-INPUTS.md"
     if not table.is_file():
