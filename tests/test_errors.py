@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.codes import CODES
-from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, nearest_folder, shown
 
 
 def test_a_problem_is_one_line_and_at_most_one_hint() -> None:
@@ -117,3 +117,12 @@ def test_the_nearest_file_may_be_in_a_misspelt_folder(tmp_path: Path, monkeypatc
     assert nearest_file("data/trian.jsonl") == "data/train.jsonl"
     assert nearest_file("dta/train.jsonl") == "data/train.jsonl"
     assert nearest_file("data/zzz") is None
+
+
+def test_only_a_folder_is_named_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo.log").touch()
+    assert nearest_file("demo") == "demo.log" and nearest_folder("demo") is None
+    (tmp_path / "demmo").mkdir()
+    (tmp_path / "demmo/sft.yaml").touch()
+    assert nearest_folder("demo") == "demmo" and nearest_file("demo.log/sft.yaml") is None
