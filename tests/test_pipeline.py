@@ -398,6 +398,29 @@ def test_an_evaluation_that_is_up_to_date_is_still_held_against_its_requirements
     assert "win_rate.ppo_vs_sft.reward.value is 0.5, required >= 0.6" in str(caught.value)
 
 
+def test_an_evaluation_that_does_not_meet_its_requirements_ends_with_the_page(
+    run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[bool] = []
+    monkeypatch.setattr(pipeline.ending, "show", lambda *given, met=True: ends.append(met))
+
+    def failing(stage: str) -> Callable[[list[str]], int]:
+        return lambda command: run_here(command) or int(command[4] == stage)
+
+    monkeypatch.setattr(pipeline, "_run_child", failing("ppo"))
+    run(code=1)
+    assert ends == [], "what a stage before it left is no evaluation"
+    monkeypatch.setattr(pipeline, "_run_child", failing("eval"))
+    run(code=1)
+    assert ends == [False]
+    run()
+    assert ends == [False, True]
+    change(folder, "eval", "data:", 'eval: {require: {win_rate.ppo_vs_sft.reward.value: ">= 0.6"}}\ndata:')
+    with pytest.raises(RLHFError, match="R06"):
+        run()
+    assert ends == [False, True, False]
+
+
 # Children
 
 
