@@ -115,11 +115,11 @@ def init_preferences(
 ) -> None:
     """Write configs and data made from the user's own pairs (see `preferences.write`); `columns` are "ours=theirs"."""
     if data is None or base is None:
-        missing = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
-        text = " and ".join(what for what, given in missing.items() if given is None)
-        verb = "is" if data or base else "are"
+        asked = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
+        missing = [what for what, given in asked.items() if given is None]
+        text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         words = ["--data", data or "pairs.jsonl", "--base", base or "MODEL", shown(folder)]
-        raise RLHFError("C11", f"{text} {verb} missing", hint=shlex.join(["rlhf", "init", "preferences", *words]))
+        raise RLHFError("C11", text, hint=shlex.join(["rlhf", "init", "preferences", *words]))
     named = dict(text.partition("=")[::2] for text in columns)
     if wrong := next((text for text in columns if not all(text.partition("="))), None):
         raise RLHFError("C11", f"--column {wrong}: expected OURS=THEIRS", hint="for example --column prompt=question")

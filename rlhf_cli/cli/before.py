@@ -71,7 +71,7 @@ def init(
     if list_:
         terminal.table(["preset", "what it is"], [list(row) for row in presets.available().items()])
         return
-    if preset is None:
+    if preset is None or (folder is None and preset not in presets.PRESETS):
         raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
     if folder is None:
         words = " --data pairs.jsonl --base MODEL" if preset == "preferences" else ""
