@@ -1,13 +1,20 @@
 """A run made of files alone, as its stages would leave them: tests of the page need nothing that was trained."""
 
 import json
+import re
 from collections.abc import Mapping
+from html import unescape
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from markupsafe import Markup
 
 from rlhf_cli.checkpoints.files import describe, names_in, write_sealed
+from rlhf_cli.report import charts, frontier, page
+from rlhf_cli.report.runs import read_run
+from rlhf_cli.report.svg import Drawing
 from rlhf_cli.rows import write_jsonl
 
 SFT_LOSSES = [3.0, 2.5, 2.25, 2.125]
@@ -174,3 +181,19 @@ def change(path: Path, **fields: Any) -> None:
         write_sealed(path, told)
     else:
         path.write_text(json.dumps(told))
+
+
+def draws_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Figures are empty where words are what is looked at: tests/test_report_page.py looks at figures."""
+    for module in (charts, frontier):
+        patch.setattr(module, "drawing", lambda name, about, *_: Drawing(name, about, Markup("<svg></svg>")))
+
+
+def words(folder: Path) -> str:
+    """The page's text, figures left out."""
+    with pytest.MonkeyPatch.context() as patch:
+        draws_nothing(patch)
+        made = page.of_run(read_run(folder))
+    for what in (r"<style>.*?</style>", r"<script>.*?</script>", r"<svg.*?</svg>", r"<[^>]*>"):
+        made = re.sub(what, " ", made, flags=re.S)
+    return " ".join(unescape(made).split())

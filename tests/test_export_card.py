@@ -87,8 +87,8 @@ def test_each_number_of_the_card_follows_its_file(run: Path, tokenizer: Any) -> 
     for before, after in (
         ("PPO beats SFT on 63 % \\[57, 69\\]", "PPO loses to SFT: it is better on 20 % \\[14, 26\\]"),
         (
-            "| PPO over SFT, gold | 0.630 [0.570, 0.690] | 0.610 | 3 | 256 |",
-            "| PPO over SFT, gold | 0.200 [0.140, 0.260]",
+            "| PPO over SFT, gold | 63 % [57, 69] | 61 % | 3 | 256 |",
+            "| PPO over SFT, gold | 20 % [14, 26]",
         ),
         ("| PPO | 12.300 [12.300, 12.300] | 21.5 | 97 % |", "| PPO | 33.250 [12.300"),
         ("Right on 75 % [69, 80] of 200 held-out pairs", "Right on 50 % [44, 56] of 200 held-out pairs"),
@@ -180,7 +180,7 @@ def test_a_policy_on_the_way_has_its_own_numbers(run: Path, tokenizer: Any) -> N
     told["frontier"][0]["win_rate"] = {"reward": win(0.8), "gold": win(0.74)}
     change(run / "eval/report.json", **told)
     text = written(run, tokenizer, step=5)
-    assert "policy after update 5 of 20." in text and "| PPO over SFT, gold | 0.740 [" in text and "12.3" not in text
+    assert "policy after update 5 of 20." in text and "| PPO over SFT, gold | 74 % [" in text and "12.3" not in text
     assert "near-greedy |" not in text and "| ppo | " in text and "| 5 updates | " in text
     assert "ends at 0.4;" in text and "1.9" not in re.findall("Reward score.*", text)[0], "of later updates nothing"
     assert "`ppo-model` at its end" in text and "flatters" not in text

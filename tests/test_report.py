@@ -11,36 +11,38 @@ from typing import Any
 
 import pytest
 import yaml
-from markupsafe import Markup
 from ppo_folder import lines, ppo, rlhf
-from report_run import CARD, answers, begin, change, configs, finish, metrics, report, win, write_run
+from report_run import (
+    CARD,
+    answers,
+    begin,
+    change,
+    configs,
+    draws_nothing,
+    finish,
+    metrics,
+    report,
+    win,
+    words,
+    write_run,
+)
 
 from rlhf_cli import checkpoints, terminal
-from rlhf_cli.report import charts, facts, frontier, headline, page, write_beside
+from rlhf_cli.report import facts, headline, page, write_beside
 from rlhf_cli.report.runs import read_run
-from rlhf_cli.report.svg import Drawing
+from rlhf_cli.report.steps import at_step
 from rlhf_cli.rows import write_jsonl
 
 
 @pytest.fixture(autouse=True)
 def _unseen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are not drawn where words are what is looked at: tests/test_report_page.py looks at them."""
     if request.node.get_closest_marker("training") is None:
-        for module in (charts, frontier):
-            monkeypatch.setattr(module, "drawing", lambda name, about, *_: Drawing(name, about, Markup("<svg></svg>")))
+        draws_nothing(monkeypatch)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "demo")
-
-
-def words(folder: Path) -> str:
-    """The page's text, figures left out."""
-    made = page.of_run(read_run(folder))
-    for what in (r"<style>.*?</style>", r"<script>.*?</script>", r"<svg.*?</svg>", r"<[^>]*>"):
-        made = re.sub(what, " ", made, flags=re.S)
-    return " ".join(unescape(made).split())
 
 
 def test_the_first_sentences_are_the_result(run: Path) -> None:
@@ -50,6 +52,9 @@ def test_the_first_sentences_are_the_result(run: Path) -> None:
     assert "Its answers have 21.5 tokens on the mean, SFT's 21.5; at equal length it would win 61 %." in said
     assert "Against SFT's best of 4 by the reward model, which needs no training, PPO wins 63 % [57, 69]." in said
     assert "that of update 10, not its last, 20, at 4.25 nats, by the highest mean of gold" in said
+    assert "PPO over SFT, gold 63 % [57, 69] 61 % 3 256" in said and "blue is surely more than half" in said
+    assert "SFT reward 0, gold 0, 12 tokens sft says 3" in said, "its KL from itself is no news"
+    assert "PPO reward \N{MINUS SIGN}0.5, gold \N{MINUS SIGN}1, 13 tokens, KL 3 ppo says 3" in said
     assert said.index("warning[R11]: politeness wins") < said.index("No stage") < said.index("PPO beats SFT")
 
 
@@ -95,7 +100,9 @@ def test_how_to_make_it_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(facts, "load", lambda stage, file: SimpleNamespace(dump=lambda relative_to: written(file)))
     for name in ("sft", "reward", "ppo", "eval"):
         shutil.copy(run / name / "config.yaml", run / f"{name}.yaml")
-    assert facts.commands(read_run(run)) == ["rlhf run demo"] and "rlhf run demo" in words(run)
+    assert facts.commands(read_run(run)) == ["rlhf run demo"]
+    assert "In the folder that holds demo : rlhf run demo" in words(run)
+    assert facts.commands(at_step(read_run(run), "10")) == ["rlhf run demo"], "its name says more than its folder's"
     now = written(run / "ppo.yaml")
     now["output"] = {"newer_than_the_run": 1}
     (run / "ppo.yaml").write_text(yaml.safe_dump(now))
@@ -203,12 +210,6 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run: Path, damaged: tuple
     )
 
 
-def test_stages_that_do_not_belong_together_are_said(run: Path) -> None:
-    assert "was made from another" not in words(run)
-    change(run / "ppo/manifest.json", model_sha256="trained again")
-    assert "eval was made from another ppo than the one that is there now (models.ppo)" in words(run)
-
-
 def test_stages_elsewhere_are_found_by_the_manifest_or_by_the_config(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     begin(other / "eval", configs()["eval"])
@@ -223,166 +224,6 @@ def test_stages_elsewhere_are_found_by_the_manifest_or_by_the_config(run: Path, 
     begun = tmp_path / "begun"
     begin(begun / "ppo", configs()["ppo"] | {"models": {"sft": "../../demo/sft"}})
     assert "sft finished (from ../../demo/sft)" in words(begun)
-
-
-def test_the_watchdog_is_told(run: Path) -> None:
-    row = {
-        "step": 14,
-        "signal": "kl",
-        "source": None,
-        "reading": 0.625,
-        "reference": 0.0,
-        "limit": 0.5,
-        "action": "warn",
-    }
-    write_jsonl(run / "ppo/watchdog.jsonl", [row, row | {"step": 17}, {"step": 18, "signal": "<b>"}])
-    said = words(run)
-    assert "Update 14: KL to the SFT policy is 0.625 nats a token; 0.5 is allowed (warn)." in said
-    assert "is allowed (warn). After that 1 time more, up to update 17. Update 18: <b> (None)." in said
-    assert "ppo : read the responses of update 14 and later ones in ppo/samples.jsonl" in said
-    assert "the watchdog fired 3 times (kl, <b>)" in said and "The stage to mend first: ppo." in said
-
-
-@pytest.mark.parametrize(
-    ("fault", "verdict"),
-    [
-        ("none", "No stage is bad. Worth a look first: reward."),  # one probe is beyond its limit, unflagged by hand
-        ("sft", "The stage to mend first: sft. Its loss did not fall: 3 to 3.5."),
-        (
-            "reward",
-            "The stage to mend first: reward. Right on 52 % [45, 59] of the held-out pairs: that may be guessing",
-        ),
-        ("ppo", "The stage to mend first: ppo. How far an update goes (approximate KL): Outside the healthy range"),
-        ("repeated", "Worth a look first: sft. 11 % of what its answers say in runs of three tokens they have said"),
-        ("apart", "Worth a look first: sft. Its loss on held-out rows is 4.26, beside 2.12 in training: up to 2 times"),
-        ("rose", "Worth a look first: sft. Its loss on held-out rows rose again from 2 to 2.2"),
-        ("hacked", "PPO raised the reward and lost by gold: it found what the reward model gets wrong."),
-        ("stopped", "The stage to mend first: ppo. It was stopped: step 9: KL"),
-    ],
-)
-def test_which_stage_is_bad(run: Path, fault: str, verdict: str) -> None:
-    flag = {"code": "R11", "text": "an empty answer scores above the chosen answer"}
-    change(run / "reward/manifest.json", card=CARD | {"flags": [flag] if fault == "none" else []})
-    if fault == "sft":
-        write_jsonl(run / "sft/metrics.jsonl", [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 3.5}])
-    if fault == "reward":
-        change(run / "reward/manifest.json", metrics={"accuracy": 0.52, "accuracy_ci95": [0.45, 0.59]})
-    if fault == "ppo":
-        write_jsonl(run / "ppo/metrics.jsonl", metrics(policy__approxkl_avg=[0.002] * 10 + [0.5] * 10))
-    if fault == "repeated":
-        write_jsonl(run / "ppo/metrics.jsonl", metrics(objective__repetition=[0.11] + [0.0] * 19))
-    if fault in ("apart", "rose"):
-        losses = [4.26] if fault == "apart" else [2.0, 2.2]
-        rows = [{"step": 40 + place, "eval_loss": loss} for place, loss in enumerate(losses)]
-        write_jsonl(run / "sft/metrics.jsonl", [*lines(run / "sft/metrics.jsonl")[:-1], *rows])
-    if fault == "hacked":
-        (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
-        finish(run / "eval")
-    if fault == "stopped":
-        change(run / "ppo/manifest.json", stopped="step 9: KL")
-    assert verdict in words(run)
-
-
-def test_a_healthy_run_has_no_bad_stage(run: Path) -> None:
-    assert "No stage looks bad." in words(run)
-    told = report()
-    told["win_rate"]["ppo_vs_sft"]["gold"] = win(0.51)
-    (run / "eval/report.json").write_text(json.dumps(told))
-    finish(run / "eval")
-    said = words(run)
-    assert "PPO and SFT cannot be told apart by gold" in said
-    assert "What to do eval : raise eval.n; more prompts tell smaller differences" in said
-
-
-@pytest.mark.parametrize(
-    ("ended", "greedy", "grade", "todo"),
-    [
-        # Wilson's interval of 23 in 256 answers less than all of them ends at 0.94, of 38 at 0.89; of 144 at 0.50.
-        (233 / 256, None, "good", ""),
-        (218 / 256, None, "worth a look", "raise sft.max_length (here 512) or ppo.response_length; under Samples"),
-        (218 / 256, 1.0, "worth a look", "raise sft.num_train_epochs (here 1) or sft.learning_rate (here 0.001); it"),
-        (112 / 256, 0.89, "bad", "raise sft.max_length (here 512) or ppo.response_length; under Samples"),
-    ],
-)
-def test_the_badge_of_sft_goes_by_the_answers_that_end(
-    run: Path, ended: float, greedy: float | None, grade: str, todo: str
-) -> None:
-    told, config = report(), configs()["sft"]
-    config["sft"]["max_length"] = 512
-    begin(run / "sft", config)
-    told["models"]["sft"]["eos_fraction"] = ended
-    told["greedy"]["models"]["sft"]["eos_fraction"] = 0.0 if greedy is None else greedy
-    (run / "eval/report.json").write_text(json.dumps(told))
-    finish(run / "eval")
-    said = words(run)
-    assert f" sft {grade} " in said and f"{100 * ended:.0f} % [" in said and "of its 256 sampled answers end by" in said
-    assert ("90 % and more is healthy; the others are cut off at 53 tokens" in said) == (grade != "good")
-    assert (f"sft : {todo}" in said) if todo else ("sft :" not in said)
-
-
-def test_answers_that_are_not_meant_to_end_are_not_held_against_sft(run: Path) -> None:
-    told = report()
-    told["models"]["sft"]["eos_fraction"] = 0.0
-    (run / "eval/report.json").write_text(json.dumps(told))
-    finish(run / "eval")
-    assert "sft bad " in words(run)
-    config = configs()["ppo"]
-    config["ppo"]["stop_token"] = "none"
-    begin(run / "ppo", config)
-    assert "sft good " in words(run) and "answers end by themselves" not in words(run)
-
-
-def test_what_to_do_is_one_thing_a_stage_in_the_order_of_the_stages(run: Path) -> None:
-    flag = {"code": "R11", "text": "an empty answer scores above the chosen answer for 50% of 128 prompts"}
-    change(run / "reward/manifest.json", card=CARD | {"flags": [flag]})
-    log = metrics(policy__clipfrac_avg=[0.2] * 20, policy__entropy_avg=[1.0] + [0.01] * 19)
-    write_jsonl(run / "ppo/metrics.jsonl", log)
-    config = configs()["ppo"]
-    config["ppo"]["learning_rate"] = 0.003
-    begin(run / "ppo", config)
-    said = words(run)
-    todo = said[said.index("What to do, in this order") : said.index("One change at a time")]
-    assert todo.endswith(
-        "what follows builds on what comes before reward : add pairs in which an empty answer is rejected: PPO will "
-        "find it ppo : lower ppo.learning_rate (here 0.003) or ppo.num_ppo_epochs "
-    )
-    (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
-    finish(run / "eval")
-    assert "builds on what comes before ppo : lower ppo.learning_rate" in words(run), "what lost comes first"
-
-
-def test_a_loss_by_a_better_judge_is_laid_to_ppo_where_ppo_is_ill(run: Path) -> None:
-    (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
-    finish(run / "eval")
-    healthy = words(run)
-    assert "it found what the reward model gets wrong. The stage to mend first: reward." in healthy
-    assert "reward bad PPO raised the reward and lost by gold" in healthy and "ppo good" in healthy
-    assert "reward : add pairs that reject what paid" in healthy and "eval : read where PPO lost most" in healthy
-    write_jsonl(run / "ppo/metrics.jsonl", metrics(objective__kl_k1=[0.0] + [30.0] * 19))
-    ill = words(run)
-    assert "it went farther than its reward model is right. The stage to mend first: ppo." in ill
-    assert "ppo bad it raised the reward and lost by gold" in ill and "reward good" in ill
-    assert "ppo : raise ppo.kl_coef (here 0.2), or lower" in ill and "add pairs that reject" not in ill
-
-
-def test_few_updates_are_neither_good_nor_bad(run: Path) -> None:
-    write_jsonl(run / "ppo/metrics.jsonl", metrics(7))
-    said = words(run)
-    assert "ppo too early to tell 7 updates: a trend can be told from 8 updates on" in said
-    assert "No stage looks bad so far; of ppo it is too early to tell." in said
-    write_jsonl(run / "ppo/metrics.jsonl", metrics(8))
-    assert "ppo good" in words(run)
-
-
-def test_what_a_badge_tells_is_not_noted_once_more(run: Path) -> None:
-    text = "an empty answer scores above the chosen answer for 50% of 128 prompts, limit 25%"
-    told = report() | {"warnings": [f"warning[R11]: /home/me/reward: {text}", "warning[R03]: few ended"]}
-    (run / "eval/report.json").write_text(json.dumps(told))
-    finish(run / "eval")
-    assert "/home/me/reward" in words(run)
-    change(run / "reward/manifest.json", card=CARD | {"flags": [{"code": "R11", "text": text}]})
-    said = words(run)
-    assert "/home/me/reward" not in said and "warning[R03]: few ended" in said and said.count(text[:40]) == 1
 
 
 def test_the_page_says_what_its_scores_are_of(run: Path) -> None:

@@ -242,6 +242,13 @@ def test_pairs_are_picked_by_brute_force() -> None:
     assert [pair.index for pair in moved.pairs] == by_change[:3] == [4, 3, 12]
 
 
+def test_a_prompt_on_which_ppo_gained_is_not_called_a_loss() -> None:
+    found = samples.pairs(answers(16))
+    titles = [[each.title for each in samples.chosen(some)][1] for some in (found[3:], found[4:])]
+    assert titles == ["Where PPO lost most", "Where PPO gained least"], "the gains begin at -1, and at 0"
+    assert [pair.index for pair in samples.chosen(found[3:])[1].pairs] == [3]
+
+
 def test_a_pair_is_shown_once_and_few_pairs_are_all() -> None:
     for n in range(12):
         shown = [pair.index for group in samples.chosen(samples.pairs(answers(n))) for pair in group.pairs]

@@ -276,13 +276,35 @@ def test_runs_are_compared_with_mean_and_spread_by_hand(tmp_path: Path) -> None:
     (folders[2] / "sft/manifest.json").unlink()
     change(folders[0] / "sft/manifest.json", metrics={"eval_loss": 2.0})
     change(folders[1] / "sft/manifest.json", metrics={"eval_loss": 5.0})
-    rows = dict(compare.numbers([read_run(folder) for folder in folders]))
-    assert rows["PPO over SFT, gold"] == [0.6, 0.7, 0.9]
-    assert compare.spread([0.6, 0.7, 0.9]) == ("0.733", "0.153", "3")  # sqrt((0.1333^2 + 0.0333^2 + 0.1667^2) / 2)
-    assert rows["SFT, loss on held-out rows"] == [2.0, 5.0, None]
-    assert compare.spread([2.0, 5.0, None]) == ("3.5", "2.12", "2") and compare.spread([2.0, None]) == ("2", "-", "1")
-    assert rows["reward model, pairs told right"] == [0.75] * 3 and rows["selected update"] == [10.0] * 3
-    assert rows["PPO, KL from SFT in nats"] == [12.3] * 3 and rows["PPO, seconds"] == [100.0] * 3
+    change(folders[2] / "eval/manifest.json", parents={})  # else it is out of date: its SFT is not finished
+    rows = {row.title: row.cells()[1:] for row in compare.numbers([read_run(folder) for folder in folders])}
+    won = ["60 % [54, 66]", "70 % [64, 76]", "90 % [84, 96]"]
+    assert rows["PPO over SFT, gold"] == [*won, "73 %", "15 %", "3"]  # sqrt((0.1333^2 + 0.0333^2 + 0.1667^2) / 2)
+    assert rows["SFT, loss on held-out rows"] == ["2", "5", "-", "3.5", "2.12", "2"]
+    assert compare.Row("", [2.0, None]).cells() == ["", "2", "-", "2", "-", "1"]
+    assert rows["reward model, pairs told right"][0] == "75 % [69, 80]" and rows["SFT, answers that end"][0] == "97 %"
+    assert rows["selected update"] == ["10", "10", "10", "", "", "3"], "no mean of updates"
+    assert rows["PPO, KL from SFT in nats"][0] == "12.3" and rows["PPO, seconds"][0] == "100"
+
+
+def test_a_comparison_says_whether_win_rates_differ(tmp_path: Path) -> None:
+    """Each interval is 6 points wide on both sides."""
+    for name, gold in (("a", 0.60), ("b", 0.71), ("c", 0.73)):
+        write_run(tmp_path / name, told=report(gold))
+
+    def said(*names: str) -> list[str]:
+        return list(compare.apart(list(names), [read_run(tmp_path / name) for name in names]))
+
+    assert (
+        said("a", "b")[1]
+        == "By gold b (71 % [65, 77]) and a (60 % [54, 66]) cannot be told apart: their intervals overlap."
+    )
+    assert said("c", "b", "a")[1].startswith("By gold c (73 % [67, 79]) and a (60 % [54, 66]) differ beyond their")
+    config = configs()["eval"]
+    begin(tmp_path / "a/eval", config | {"judges": {"gold": "other:gold"}})
+    assert said("a", "c")[1].startswith("gold is another judge in these runs")
+    change(tmp_path / "b/ppo/manifest.json", model_sha256="trained again")
+    assert said("a", "b") == [], "an evaluation that is out of date says nothing"
 
 
 def test_a_comparison_lays_curves_over_each_other_and_tells_what_is_set_differently(tmp_path: Path) -> None:
@@ -299,6 +321,8 @@ def test_a_comparison_lays_curves_over_each_other_and_tells_what_is_set_differen
     ]
     assert sorted(cells) == ["ppo|ppo.kl_coef|0.2|0.5|", "ppo|seed|0|3|"]
     assert "at the end: one/demo 1.7; two/demo 9." in made.lower()
+    assert "These runs differ in more than their seed" in made and "<td>finished: good</td>" in made
+    assert "<strong>one/demo</strong>: No stage looks bad." in made
 
 
 def test_folders_are_told_apart_by_as_few_names_as_it_takes() -> None:
@@ -312,3 +336,4 @@ def test_a_comparison_of_runs_that_have_hardly_begun(tmp_path: Path) -> None:
         begin(tmp_path / name / "sft", configs()["sft"])
     made = compare.of_runs([read_run(tmp_path / name) for name in ("one", "two")])
     assert "Not there yet: no run has made an update." in made and "No key of their configs differs." in made
+    assert "No key but their seed differs, so it is noise" in made

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlhf_cli.report import charts, frontier
 from rlhf_cli.report.health import Reading, by_cause, readings
-from rlhf_cli.report.runs import Run, Stage, at
+from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.samples import lengths
 from rlhf_cli.report.svg import Drawing
 from rlhf_cli.report.texts import number, percent
@@ -39,6 +39,10 @@ def training(stage: Stage) -> list[Figure]:
         lines = {name: points for name, points in series.items() if points}
         if lines:
             told = " ".join(f"{name.capitalize()}: {_way(points)}" for name, points in lines.items())
+            if key == "loss" and is_number(final := stage.told("metrics").get("eval_loss")):
+                told += (
+                    f" Over all held-out tokens, at the end: {number(final)}; the curve's is the mean of its batches."
+                )
             name = f"{stage.name}-{key}"
             drawing = charts.curves(name, f"{title}. {told}", lines, unit=unit, x="step")
             found.append(Figure(title, drawing, told, key=key))

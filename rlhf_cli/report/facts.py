@@ -166,8 +166,10 @@ def speed(ppo: Stage) -> str:
 def commands(run: Run) -> list[str]:
     """How to make the run again: from the configs in its folder where they still say what ran (--set may have said
     something else), else stage by stage from what each stage has kept of its own.
+
+    From the folder that holds the run: a page goes to others, and its bytes are the same wherever it is made.
     """
-    place = shlex.quote(run.name)
+    place = shlex.quote(run.folder.name)
     if all(_says_its_file(run, stage) for stage in run.stages.values() if stage.there):
         return [f"rlhf run {place}"]
     there = [name for name, stage in run.stages.items() if stage.there and not stage.elsewhere]

@@ -13,8 +13,10 @@ from rlhf_cli.statistics import wilson
 from rlhf_cli.verdict.frontier import deciding_judge
 from rlhf_cli.verdict.sentence import standing
 
-Grade = Literal["good", "early", "look", "bad", "open"]  # early: too few updates; open: absent, or not finished
+# early: too few updates; stale: out of date; open: absent, or not finished
+Grade = Literal["good", "early", "stale", "look", "bad", "open"]
 GUESS = 0.5
+OWN_REWARD = "the reward itself, which proves little"
 TRIVIAL = 0.95  # docs/metrics.md, eval_accuracy
 OVERFIT = 1.05  # an evaluation loss so much above its lowest is no noise of one pass
 # docs/report.md, "What the badges go by", has these three with where they come from.
@@ -76,7 +78,9 @@ def _apart(stage: Stage) -> Iterator[Finding]:
     loss, held_out = stage.series("loss"), stage.series("eval_loss")
     if not loss or not held_out:
         return
-    ours, theirs = loss[-1][1], held_out[-1][1]
+    # By token, as `rlhf status` has it: the log's is a mean of its batches' means.
+    final = stage.told("metrics").get("eval_loss")
+    ours, theirs = loss[-1][1], final if is_number(final) else held_out[-1][1]
     told = f"its loss on held-out rows is {number(theirs)}, beside {number(ours)} in training"
     if theirs > APART * ours:
         text = f"{told}: up to {number(APART)} times is healthy"
@@ -87,7 +91,7 @@ def _apart(stage: Stage) -> Iterator[Finding]:
 
 def _ended(run: Run, *, too_long: bool) -> Iterator[Finding]:
     """How many of SFT's answers end by themselves, where they are meant to; `too_long`: it learned rows by heart."""
-    report, ended = run.report or {}, at(run.report, "models.sft.eos_fraction")
+    report, ended = run.outcome or {}, at(run.outcome, "models.sft.eos_fraction")
     if not is_number(ended) or run.stages["ppo"].setting("ppo.stop_token") == "none":
         return
     n = report["n"]
@@ -116,7 +120,7 @@ def _ended(run: Run, *, too_long: bool) -> Iterator[Finding]:
 
 def found_out(run: Run) -> str:
     """The judge by which PPO lost though it won by the reward; else empty."""
-    rates = at(run.report, "win_rate.ppo_vs_sft") or {}
+    rates = at(run.outcome, "win_rate.ppo_vs_sft") or {}
     judge = deciding_judge(rates) if rates else "reward"
     hacked = judge != "reward" and "reward" in rates and rates["reward"]["value"] > GUESS > rates[judge]["value"]
     return judge if hacked else ""
@@ -148,20 +152,22 @@ def of_reward(run: Run) -> Iterator[Finding]:
             yield Finding("look", text, Advice((), "add pairs whose two answers are alike but for their quality"))
         else:
             yield Finding("good", told)
-    for flag in stage.told("card").get("flags", []):
-        yield Finding(
-            "look", str(flag["text"]), _flagged(str(flag.get("code")), str(flag["text"]), stage), "the report card"
-        )
+    flags = stage.told("card").get("flags", [])
+    probes = [str(flag["text"]).partition(" scores above") for flag in flags if flag.get("code") == "R11"]
+    rejected = [f"pairs in which {what if scores else 'such an answer'} is rejected" for what, scores, _ in probes]
+    for flag in flags:
+        yield Finding("look", str(flag["text"]), _flagged(str(flag.get("code")), rejected, stage), "the report card")
 
 
-def _flagged(code: str, text: str, stage: Stage) -> Advice:
-    """What to do about a flag of the report card, as docs/reward-card.md has it."""
+def _flagged(code: str, rejected: list[str], stage: Stage) -> Advice:
+    """What to do about a flag of the report card, as docs/reward-card.md has it; `rejected`: the pairs that it asks
+    for, of all of its flagged probes."""
     card = stage.told("card")
     if code == "R10":
         return Advice((Move("set", "ppo.overlong_penalty"),), "add pairs in which the shorter answer is the chosen one")
     if code == "R11":
-        what, scores, _ = text.partition(" scores above")
-        return Advice((), f"add pairs in which {what if scores else 'such an answer'} is rejected: PPO will find it")
+        found = "it" if len(rejected) == 1 else "each of them"
+        return Advice((), f"add {', and '.join(rejected)}: PPO will find {found}")
     sure = sum(each["n"] * each["confidence"] for each in card.get("calibration", [])) / card.get("n", 1)
     if code == "R12" and sure > card.get("accuracy", 0.0):
         return Advice((Move("lower", _how_long(stage)), Move("lower", "reward.learning_rate")))
@@ -199,7 +205,7 @@ def _short(reading: Reading) -> str:
 
 
 def of_eval(run: Run) -> Iterator[Finding]:
-    rates = at(run.report, "win_rate.ppo_vs_sft") or {}
+    rates = at(run.outcome, "win_rate.ppo_vs_sft") or {}
     if not rates:
         return
     judge = deciding_judge(rates)
@@ -207,6 +213,9 @@ def of_eval(run: Run) -> Iterator[Finding]:
     if stands == "worse":
         beside = "read where PPO lost most, under Samples; an earlier policy may be better (Reward against KL)"
         yield Finding("bad", f"PPO loses to SFT by {judge}", Advice((), beside))
+    elif judge == "reward":
+        won = "beats SFT" if stands == "better" else "cannot be told from SFT"
+        yield Finding("look", f"PPO {won} by {OWN_REWARD}", Advice((), "name another judge in eval.yaml (judges:)"))
     elif stands == "undecided":
         more = Advice((Move("raise", "eval.n"),), "more prompts tell smaller differences")
         yield Finding("look", f"PPO and SFT cannot be told apart by {judge}", more)

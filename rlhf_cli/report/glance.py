@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.report.advice import NONE, one_voice
-from rlhf_cli.report.findings import Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
+from rlhf_cli.report.findings import OWN_REWARD, Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
 from rlhf_cli.verdict.frontier import deciding_judge
 from rlhf_cli.verdict.sentence import standing
 
-ORDER: tuple[Grade, ...] = ("good", "early", "look", "bad")
+ILL = ("look", "bad")
+ORDER: tuple[Grade, ...] = ("good", "early", "stale", "look", "bad")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ def findings(run: Run, stage: str) -> list[Finding]:
     looks = {"sft": of_sft, "reward": of_reward, "ppo": of_ppo, "eval": of_eval}
     problem = run.stages[stage].problem
     damaged = [Finding("bad", f"damaged: {problem}")] if problem else []
-    return sorted([*damaged, *looks[stage](run)], key=lambda finding: -ORDER.index(finding.grade))
+    stale = [Finding("stale", f"made from {what}") for what in run.stages[stage].outdated]
+    return sorted([*damaged, *stale, *looks[stage](run)], key=lambda finding: -ORDER.index(finding.grade))
 
 
 def _badge(stage: Stage, found: list[Finding]) -> Badge:
@@ -42,9 +44,9 @@ def _badge(stage: Stage, found: list[Finding]) -> Badge:
         return Badge(stage.name, "open", ("not there yet",))
     reasons = tuple(finding.text for finding in found)
     grade = found[0].grade if found else "good"
-    todo = _todo(stage, [finding for finding in found if finding.grade in ("look", "bad")])
+    todo = _todo(stage, [finding for finding in found if finding.grade in ILL])
     if stage.state == "begun":
-        return Badge(stage.name, grade if grade in ("look", "bad") else "open", (_progress(stage), *reasons), todo)
+        return Badge(stage.name, grade if grade in ILL else "open", (_progress(stage), *reasons), todo)
     return Badge(stage.name, grade, reasons, todo)
 
 
@@ -64,10 +66,20 @@ def _progress(stage: Stage) -> str:
 
 
 def suspect(run: Run, found: list[Badge]) -> str:
-    """Which stage to look at first, in a sentence: the earliest bad one, for what follows builds on it.
+    """Which stage to look at first, as `_by_need` has it, and what is out of date, a sentence each."""
+    return " ".join([_suspect(run, found), *stale(run)])
 
-    Except that a policy that won by the reward and lost by a better judge comes before all.
-    """
+
+def stale(run: Run) -> list[str]:
+    """A sentence for each stage that was made from what is no longer there."""
+    return [
+        f"Out of date: {stage.name}, made from {', and from '.join(stage.outdated)}."
+        for stage in run.stages.values()
+        if stage.outdated
+    ]
+
+
+def _suspect(run: Run, found: list[Badge]) -> str:
     if judge := found_out(run):
         stage, text = blamed(run), f"PPO raised the reward and lost by {judge}"
         why = (
@@ -76,28 +88,46 @@ def suspect(run: Run, found: list[Badge]) -> str:
             else "found what the reward model gets wrong"
         )
         return f"{text}: it {why}. The stage to mend first: {stage}."
-    for grade, lead in (("bad", "The stage to mend first"), ("look", "No stage is bad. Worth a look first")):
-        for badge in found:
-            if badge.grade == grade and badge.stage != "eval":
-                why = next(each for each in badge.reasons if not each.startswith("begun"))
-                return f"{lead}: {badge.stage}. {why[:1].upper()}{why[1:]}."
-    if any(badge.grade == "bad" for badge in found):
+    first = _by_need(run, found)[0]
+    if first.grade == "bad" and first.stage == "eval":
         return "The training stages look healthy, the outcome does not: look at the samples, and at the reward model."
+    if first.grade in ILL:
+        lead = "The stage to mend first" if first.grade == "bad" else "No stage is bad. Worth a look first"
+        if first.grade == "look" and found[-1].grade == "bad":
+            lead = "The outcome is bad, no training stage is. Worth a look first"
+        why = next(each for each in first.reasons if not each.startswith("begun"))
+        return f"{lead}: {first.stage}. {why[:1].upper()}{why[1:]}."
     if early := [badge.stage for badge in found if badge.grade == "early"]:
         return f"No stage looks bad so far; of {early[0]} it is too early to tell."
     return "No stage looks bad." if any(badge.grade != "open" for badge in found) else "Nothing can be told yet."
 
 
-def todo(run: Run, found: list[Badge]) -> list[tuple[str, str]]:
-    """(stage, what to do about it), one thing a stage, in the order in which it is to be done."""
+def todo(run: Run, found: list[Badge]) -> list[Badge]:
+    """The badges that say what to do about their stage, one thing each, in the order in which it is to be done."""
+    return [badge for badge in _by_need(run, found) if badge.todo]
+
+
+def _by_need(run: Run, found: list[Badge]) -> list[Badge]:
+    """What is to be mended first: bad stages, then those worth a look, the earliest first, for what follows builds on
+    it, and after them the evaluation, which only tells of them. What needs nothing is last.
+
+    Except that what is to blame for a policy that won by the reward and lost by a better judge comes before all.
+    """
     first = blamed(run)
-    told = [(badge.stage, badge.todo) for badge in found if badge.todo]
-    return sorted(told, key=lambda each: each[0] != first)
+
+    def need(badge: Badge) -> tuple[bool, bool, bool, bool]:
+        return badge.stage != first, badge.grade not in ILL, badge.stage == "eval", badge.grade != "bad"
+
+    return sorted(found, key=need)
 
 
 def sentences(run: Run) -> list[str]:
     """What came out, in plain sentences, as far as it is there."""
-    report = run.report
+    report = run.outcome
+    if run.stages["eval"].outdated:
+        return [
+            "The evaluation is of what is no longer there. What came out is known when it is made again: rlhf eval."
+        ]
     if report is None:
         ppo = run.stages["ppo"]
         end = [f"PPO has made {count(ppo.metrics[-1]['step'], 'update')}."] if ppo.metrics else []
@@ -112,22 +142,25 @@ def _outcome(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
         judge = deciding_judge(rates)
         rate = rates[judge]
         far = f", at {number(kl)} nats from it" if is_number(kl) else ""
+        caveat = f": {OWN_REWARD}" if judge == "reward" else ""
         n = f"{rate.get('n', report['n']):,} held-out prompts"
-        yield f"PPO {_beats(rate)} on {percent(rate['value'])}{bounds(rate.get('ci95'))} of {n} by {judge}{far}."
+        won = f"{percent(rate['value'])}{bounds(rate.get('ci95'))}"
+        yield f"PPO {_beats(rate)} on {won} of {n} by {judge}{far}{caveat}."
         if judge != "reward" and "reward" in rates:
             own = rates["reward"]
             trained = any(key.startswith("rewards.") for key in run.stages["ppo"].told("parents"))
-            won = f"{percent(own['value'])}{bounds(own.get('ci95'))}"
+            own_won = f"{percent(own['value'])}{bounds(own.get('ci95'))}"
             which = (
                 ", which it was trained on, it wins {}: alone that would prove nothing" if trained else " it wins {}"
             )
-            yield f"By the reward model{which.format(won)}."
+            yield f"By the reward model{which.format(own_won)}."
         yield from _length(report, rate)
     for row in report.get("best_of", [])[-1:]:
         if rate := (row.get("ppo_win_rate") or {}).get(deciding_judge(rates) if rates else ""):
+            open_ = ", undecided" if standing(rate) == "undecided" else ""
             yield (
                 f"Against SFT's best of {row['n']} by the reward model, which needs no training, PPO wins "
-                f"{percent(rate['value'])}{bounds(rate.get('ci95'))}."
+                f"{percent(rate['value'])}{bounds(rate.get('ci95'))}{open_}."
             )
     yield from _selected(report)
 

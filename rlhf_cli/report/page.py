@@ -19,7 +19,10 @@ from rlhf_cli.report.tokens import last_heat_map
 from rlhf_cli.verdict.frontier import choice
 from rlhf_cli.verdict.pairs import judge_of, pairs
 
-WORDS = {"good": "good", "early": "too early to tell", "look": "worth a look", "bad": "bad", "open": "not there yet"}
+WORDS = {
+    "good": "good", "early": "too early to tell", "stale": "out of date", "look": "worth a look", "bad": "bad",
+    "open": "not there yet",
+}  # fmt: skip
 SECTIONS = (
     ("glance", "In one glance"), ("ran", "What ran"), ("sft", "SFT"), ("reward", "Reward model"), ("ppo", "PPO"),
     ("frontier", "Reward against KL"), ("wins", "Win rates"), ("lengths", "Lengths"), ("samples", "Samples"),
@@ -35,7 +38,8 @@ def of_run(run: Run) -> str:
         title=f"Run {run.name}",
         subtitle=_subtitle(run),
         sections=[each for each in SECTIONS if heat_map or each[0] != "tokens"],
-        warnings=[*run.notes, *_untold(run, badges)],
+        warnings=_untold(run, badges),
+        stale=bool(run.stages["eval"].outdated),
         badges=badges,
         suspect=glance.suspect(run, badges),
         todo=glance.todo(run, badges),
@@ -80,10 +84,10 @@ def _text(name: str) -> str:
 
 
 def _untold(run: Run, badges: Sequence[glance.Badge]) -> list[str]:
-    """What the evaluation warned of and no badge tells in the same words."""
+    """What is damaged, and what the evaluation warned of, where no badge tells it in the same words."""
     told = [reason for badge in badges for reason in badge.reasons]
-    warnings = map(str, (run.report or {}).get("warnings", []))
-    return [warning for warning in warnings if not any(reason in warning for reason in told)]
+    noted = [*run.notes, *map(str, (run.outcome or {}).get("warnings", []))]
+    return [note for note in noted if not any(reason in note for reason in told)]
 
 
 def _subtitle(run: Run) -> str:
@@ -102,6 +106,7 @@ def _what_ran(run: Run) -> dict[str, Any]:
         "data": facts.data_rows(stages),
         "models": facts.model_rows(run),
         "versions": facts.versions(stages),
+        "folder": run.folder.name,
         "commands": facts.commands(run),
         "hashes": facts.hashes(run),
     }

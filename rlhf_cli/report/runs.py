@@ -30,6 +30,7 @@ class Stage:
     state: State = "absent"
     problem: str | None = None
     elsewhere: str | None = None  # its folder as the run's other stages name it, where that is not in the run's
+    outdated: tuple[str, ...] = ()  # what it was made from and is no longer there, as `stages.outdated` says it
     manifest: Mapping[str, Any] | None = None
     identity: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
@@ -66,6 +67,11 @@ class Run:
     firings: tuple[Mapping[str, Any], ...]  # ppo/watchdog.jsonl
     notes: tuple[str, ...]  # what is damaged, or does not belong together
 
+    @property
+    def outcome(self) -> Mapping[str, Any] | None:
+        """The report, where it is of the stages that are there now: what is concluded is concluded from this."""
+        return None if self.stages["eval"].outdated else self.report
+
 
 def read_run(folder: Path) -> Run:
     """Read a run's folder, or that of one of its stages. Changes nothing.
@@ -83,9 +89,12 @@ def read_run(folder: Path) -> Run:
         for other, path, told in _named(stages[name]):
             if not stages[other].there and (found := read_stage(other, path)).there:
                 stages[other] = replace(found, elsewhere=told)
+    stages = {
+        name: replace(stage, outdated=tuple(outdated(stage.folder, stage.manifest or {})))
+        for name, stage in stages.items()
+    }
     notes = [f"{stage.name}: {stage.problem}" for stage in stages.values() if stage.problem]
-    for stage in stages.values():
-        notes += [f"{stage.name} was made from {what}" for what in outdated(stage.folder, stage.manifest or {})]
+    notes += [f"{stage.name} was made from {what}" for stage in stages.values() for what in stage.outdated]
     report = _read_report(stages["eval"], notes)
     return Run(
         name=root.name or "run",

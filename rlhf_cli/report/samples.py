@@ -20,13 +20,15 @@ def chosen(found: Sequence[Pair]) -> list[Shown]:
     """What is shown of the pairs, a pair once: by gain from both ends and around the middle, then by change."""
     left = sorted(found, key=lambda pair: (-pair.gain, pair.index))
     best = _take(left, left[:EACH])
-    worst = _take(left, sorted(left, key=lambda pair: (pair.gain, pair.index))[:EACH])
+    worst = sorted(left, key=lambda pair: (pair.gain, pair.index))[:EACH]
+    lost = [pair for pair in worst if pair.gain < 0]
+    worst = _take(left, lost or worst)
     middle = sorted(pair.gain for pair in found)[len(found) // 2] if found else 0.0
     median = _take(left, sorted(left, key=lambda pair: (abs(pair.gain - middle), pair.index))[:EACH])
     moved = _take(left, sorted(left, key=lambda pair: (*(-each for each in pair.change), pair.index))[:EACH])
     shown = [
         Shown("Where PPO gained most", best),
-        Shown("Where PPO lost most", worst),
+        Shown("Where PPO lost most" if lost else "Where PPO gained least", worst),
         Shown("In the middle", median),
         Shown("Where PPO changed most", moved),
     ]

@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_cli import verdict
 from rlhf_cli.report.runs import at
-from rlhf_cli.report.texts import percent
+from rlhf_cli.report.texts import bounds, percent
 from rlhf_cli.statistics import with_interval
 
 WON = ("comparison", "won", "at equal length", "ties", "of")
@@ -20,8 +20,9 @@ def won(report: Mapping[str, Any]) -> list[list[str]]:
     """A row of `WON` for each win rate."""
     rows = []
     for pair, how, judge, rate in verdict.win_rates(report):
-        value, equal = with_interval(rate["value"], rate.get("ci95")), verdict.controlled(rate)
-        rows.append([f"{pair}, {judge}{how}", value, equal, str(rate.get("ties", "-")), str(rate.get("n", "-"))])
+        value, equal = percent(rate["value"]) + bounds(rate.get("ci95")), rate.get("length_controlled")
+        told = "-" if equal is None else percent(equal)
+        rows.append([f"{pair}, {judge}{how}", value, told, str(rate.get("ties", "-")), str(rate.get("n", "-"))])
     return rows
 
 
