@@ -113,14 +113,19 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_folded[found[0]] if found else None
 
 
-def nearest_file(path: str | Path) -> str | None:
+def nearest_folder(path: str | Path) -> str | None:
+    """The folder beside the missing `path` whose name is most like it, as messages name it."""
+    return nearest_file(path, is_meant=os.path.isdir)
+
+
+def nearest_file(path: str | Path, *, is_meant: Callable[[Path], bool] = os.path.exists) -> str | None:
     """The file or folder beside the missing `path` whose name is most like it, as messages name it."""
     missing = Path(path)
     if not os.path.isdir(missing.parent):  # Path.is_dir raises for a name that is too long
-        folder = nearest_file(missing.parent) if missing.parent != missing else None
+        folder = nearest_folder(missing.parent) if missing.parent != missing else None
         candidate = Path(folder) / missing.name if folder else None
-        return shown(candidate) if candidate and os.path.exists(candidate) else None
-    names = sorted(os.listdir(missing.parent))
+        return shown(candidate) if candidate and is_meant(candidate) else None
+    names = sorted(name for name in os.listdir(missing.parent) if is_meant(missing.parent / name))
     # The ending, which all of them share, must not make every name look near.
     stems = {Path(name).stem: name for name in names if Path(name).suffix == missing.suffix}
     stem = nearest(missing.stem, stems)

@@ -339,7 +339,8 @@ def _show_facts(name: str, files: Iterable[str], facts: Facts, *, first: bool) -
 def _show_code(code: str) -> None:
     told = CODES[code]
     terminal.out(f"{code}  {told.title}")
-    for label, text in (("meaning", told.meaning), ("fix", told.fix), ("exit", OUTCOMES[told.exit])):
+    outcome = OUTCOMES[told.exit] + (f"; only a warning {told.warns}" if told.warns else "")
+    for label, text in (("meaning", told.meaning), ("fix", told.fix), ("exit", outcome)):
         _paragraph(text, f"  {label:<8}  ", " " * 12)
 
 

@@ -14,10 +14,11 @@ from types import FrameType
 
 import yaml
 
-from rlhf_cli import checkpoints, sources, terminal, verdict
+from rlhf_cli import checkpoints, ending, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, keys, load, takes
-from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_file, shown
+from rlhf_cli.config.overrides import malformed
+from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_folder, shown
 from rlhf_cli.processes import OURSELVES
 from rlhf_cli.run_folders import configs_in
 from rlhf_cli.signals import end_with, is_nohup
@@ -61,10 +62,11 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
         for stage, step in forecast(configs, selection.force).items():
             terminal.out(f"{stage:<8} {step.why}")
         return 0
+    last = list(configs.values())[-1]
     checked = bool(selection.only or selection.start)  # a part of a run is checked by its own stages
     for stage, config in configs.items():
         step = decide(config, selection.force)
-        if step.runs and not checked and config is not list(configs.values())[-1]:
+        if step.runs and not checked and config is not last:
             checked = True
             terminal.say("run      checking configs, data and tokenizers of all stages first")
             if code := _run_child(check_command(folder, overrides, options)):
@@ -73,17 +75,22 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
         if step.runs:
             command = child_command(config, routed[stage], options, fresh=step.fresh)
             if code := _run_child(command):
-                terminal.say(f"{stage:<8} ended with exit code {code}; what comes after it was not run")
+                rest = "" if config is last else "; what comes after it was not run"
+                terminal.say(f"{stage:<8} ended with exit code {code}{rest}")
+                if isinstance(config, EvalConfig) and code == 1 and (config.folder / "manifest.json").is_file():
+                    # It is done, and does not meet its requirements.
+                    ending.show(folder, configs, routed, met=False)
                 return code
         elif isinstance(config, EvalConfig):
             # What the stage itself shows, and holds against its requirements, when it runs.
             verdict.print_verdict(config.folder)
             report = verdict.read_report(config.folder)
-            verdict.check_requirements(report, config.eval.require, where=config.where)
-    if {"ppo", "eval"} <= configs.keys():
-        selected = " --step selected" if "selected_step" in verdict.read_report(configs["eval"].folder) else ""
-        name = shown(folder)
-        terminal.out(f"next: rlhf chat {name} --compare sft,ppo; rlhf export {name} --out DIR{selected}")
+            try:
+                verdict.check_requirements(report, config.eval.require, where=config.where)
+            except RLHFError:
+                ending.show(folder, configs, routed, met=False)
+                raise
+    ending.show(folder, configs, routed)
     return 0
 
 
@@ -185,7 +192,7 @@ def find_configs(folder: Path) -> dict[str, Path]:
         hint = f"for one stage: rlhf {stage} --config {shown(folder)}"
         raise RLHFError("C09", f"{shown(folder)} is a file, not the folder of a run", hint=hint)
     if not os.path.isdir(folder):
-        near = nearest_file(folder)
+        near = nearest_folder(folder)
         hint = f"did you mean {near}?" if near else f"rlhf init demo {shown(folder)} makes one"
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
     found = {path.stem: path for path in configs_in(folder)}
@@ -220,25 +227,28 @@ def select(found: Mapping[str, Path], folder: Path, selection: Selection) -> dic
 def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str]]:
     """Which stage gets which `--set`: the one that has the key, else its section; with `*.` in front, all that do.
 
-    Raises C11 for a key that no stage or, without `*.`, more than one stage could mean.
+    Raises C11 for what is no KEY=VALUE, and for a key that no stage or, without `*.`, more than one stage could mean.
     """
     routed: dict[str, list[str]] = {stage: [] for stage in stages}
     problems = []
     for text in overrides:
+        if problem := malformed(text):
+            problems.append(problem)
+            continue
         key = text.partition("=")[0].strip()
         section = key.removeprefix("*.").partition(".")[0]
         owners = [stage for stage in stages if section in CONFIGS[stage].model_fields]
         owners = [stage for stage in owners if takes(stage, key)] or owners
         if len(owners) > 1 and not key.startswith("*."):
             hint = f"-s '*.{text}' sets it in all of them; for one, change its file"
-            problem = f"{section} is in {', '.join(f'{stage}.yaml' for stage in owners)}"
-            problems.append(Problem("C11", problem, f"--set {key}", hint))
+            why = f"{section} is in {', '.join(f'{stage}.yaml' for stage in owners)}"
+            problems.append(Problem("C11", why, f"--set {key}", hint))
         elif not owners:
             known = {name for stage in stages for name in CONFIGS[stage].model_fields}
             full = [path for stage in stages for path in keys(stage) if path.endswith(f".{key}")]
             near = next(iter(full), None) or nearest(section, sorted(known))
-            problem = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
-            problems.append(Problem("C11", problem, f"--set {key}", f"did you mean {near}?" if near else None))
+            why = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
+            problems.append(Problem("C11", why, f"--set {key}", f"did you mean {near}?" if near else None))
         for stage in owners:
             routed[stage].append(text)
     if problems:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,11 +115,17 @@ def init_preferences(
 ) -> None:
     """Write configs and data made from the user's own pairs (see `preferences.write`); `columns` are "ours=theirs"."""
     if data is None or base is None:
-        text = "a file of pairs and a base model are needed"
-        raise RLHFError("C11", text, hint=f"rlhf init preferences --data pairs.jsonl --base MODEL {shown(folder)}")
+        asked = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
+        missing = [what for what, given in asked.items() if given is None]
+        text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+        words = ["--data", data or "pairs.jsonl", "--base", base or "MODEL", shown(folder)]
+        raise RLHFError("C11", text, hint=shlex.join(["rlhf", "init", "preferences", *words]))
     named = dict(text.partition("=")[::2] for text in columns)
     if wrong := next((text for text in columns if not all(text.partition("="))), None):
         raise RLHFError("C11", f"--column {wrong}: expected OURS=THEIRS", hint="for example --column prompt=question")
+    if several := next((text for text in columns if re.search(r",\s*\w+=", text)), None):
+        each = " ".join(f"--column {part.strip()}" for part in several.split(","))
+        raise RLHFError("C11", f"--column {several}: one OURS=THEIRS is needed", hint=f"give it again: {each}")
     from rlhf_cli import preferences  # brings in torch
 
     here = os.getcwd()

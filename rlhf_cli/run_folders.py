@@ -17,6 +17,11 @@ def configs_folder() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[1] / "configs"
 
 
+def is_preset(folder: Path) -> bool:
+    """Whether it lies among the presets, which nobody runs where they are."""
+    return configs_folder().resolve() in folder.resolve().parents
+
+
 def is_begun(folder: Path) -> bool:
     """Whether a stage wrote this folder."""
     return (folder / "identity.json").is_file() or (folder / "manifest.json").is_file()

@@ -11,6 +11,7 @@ from canaries import PICKLES, is_pickle, leaks, run
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
+from rlhf_cli.report import headline
 
 STAGES = ["sft", "reward", "ppo", "eval"]
 
@@ -64,12 +65,13 @@ def test_what_a_stage_found_the_next_ones_do_not_say_again(
     result = first[1]
     warnings = json.loads((folder / "run/eval/report.json").read_text())["warnings"]
     assert [line for line in result.stderr.splitlines() if line.startswith("warning[R11]")] == warnings != []
-    assert f"noted: {len(warnings)} warnings above" in result.stdout and "noted: warning" not in result.stdout
+    assert f"report.json has R11 ({len(warnings)} times)\n" in result.stdout and "noted: warning" not in result.stdout
     assert result.stdout.count("\nreport card: ") == 1 and result.stdout.count("of the held-out pairs; its report") == 1
     ppo = json.loads((folder / "run/ppo/manifest.json").read_text())["metrics"]["objective/scores"]
     assert f"ppo      reward {ppo:.3f} on training prompts (before the KL penalty), KL " in result.stderr
-    *_, verdict, last = result.stdout.splitlines()
-    assert verdict.startswith("verdict: ") and last.startswith("next: rlhf chat run")
+    *_, verdict, said, last = result.stdout.splitlines()
+    assert verdict.startswith("verdict: ") and said == f"the page says: {headline(folder / 'run')}"
+    assert last.startswith("next: open run/eval/report.html in a browser; rlhf chat run --compare")
 
 
 @pytest.mark.training

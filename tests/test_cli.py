@@ -151,12 +151,12 @@ def test_the_version_is_the_packages() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["pppo"], "pppo"),
+        (["zzz"], "zzz"),
         (["ppo"], "--config"),
         (["ppo", "--config"], "--config"),
         (["ppo", "-c", "x.yaml", "--frsh"], "--frsh"),
         (["--nope"], "--nope"),
-        (["run", "runs/x", "--only"], "--only"),
+        (["run", "runs/x", "--only"], "run --help"),
     ],
 )
 def test_usage_errors_have_our_form_and_name_the_help(arguments: list[str], text: str) -> None:
@@ -164,6 +164,10 @@ def test_usage_errors_have_our_form_and_name_the_help(arguments: list[str], text
     assert is_one_error(result, "C11")
     assert text in result.stderr
     assert result.stderr.rstrip().endswith("--help")
+
+
+def test_a_misspelt_command_names_the_one_that_is_near() -> None:
+    assert rlhf("stauts", "runs/x").stderr.endswith("hint: did you mean rlhf status?\n")
 
 
 def test_no_command_shows_the_help_and_is_an_error_of_usage() -> None:

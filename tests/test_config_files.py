@@ -91,10 +91,10 @@ def test_a_missing_config_names_those_near(here: Path) -> None:
             load("sft", path)
         return str(caught.value).removeprefix(f"error[C09]: {path}: ")
 
-    assert message("runs/stf.yaml") == "there is no such config\nhint: did you mean runs/sft.yaml?"
-    assert message("run/sft.yaml") == "there is no such config\nhint: did you mean runs/sft.yaml?"
+    assert message("runs/stf.yaml") == "there is no such file\nhint: did you mean runs/sft.yaml?"
+    assert message("run/sft.yaml") == "there is no such file\nhint: did you mean runs/sft.yaml?"
     there = "hint: configs there: runs/reward.yaml, runs/sft.yaml"
-    assert message("runs/q.yaml") == f"there is no such config\n{there}"
+    assert message("runs/q.yaml") == f"there is no such file\n{there}"
     assert message("runs") == f"this is a folder, a config file is needed\n{there}"
 
 
@@ -106,9 +106,9 @@ def test_a_byte_order_mark_and_windows_lines_are_fine() -> None:
 @pytest.mark.parametrize(
     ("override", "start"),
     [
-        ("ppo.lam", "error[C11]: --set ppo.lam: expected KEY=VALUE\nhint: for example: --set ppo.kl_coef=0.1"),
-        ("=1", "error[C11]: --set : expected KEY=VALUE"),
-        ("ppo..lam=1", "error[C11]: --set ppo..lam: expected KEY=VALUE"),
+        ("ppo.lam", "error[C11]: --set ppo.lam: KEY=VALUE is needed\nhint: for example: --set ppo.kl_coef=0.1"),
+        ("=1", "error[C11]: --set =1: KEY=VALUE is needed"),
+        ("ppo..lam=1", "error[C11]: --set ppo..lam: KEY=VALUE is needed"),
         ("ppo.lam=[1", "error[C11]: --set ppo.lam: not valid YAML: "),
         ("ppo.lam=!!python/none x", "error[C11]: --set ppo.lam: the tag !!python/none is not allowed"),
         ("seed.x=1", "error[C11]: --set seed.x: seed holds a single value, no keys"),

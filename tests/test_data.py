@@ -389,6 +389,8 @@ def test_d02_a_column_that_is_none_of_ours(tokenizer: Any, tmp_path: Path) -> No
     path = str(file_of(tmp_path, GOOD))
     error = problems_of(data.sft_rows, Source(path, columns={"promt": "prompt"}), tokenizer)
     assert error.problems[0].code == "D02" and "did you mean prompt?" in str(error)
+    error = problems_of(data.sft_rows, Source(path, columns={"question": "prompt"}), tokenizer)
+    assert error.problems[0].hint == "the other way round: data.columns: {prompt: question}?"
     error = problems_of(data.sft_rows, Source(path, columns={"prompt": "question"}), tokenizer)
     assert error.problems[0].code == "D02"  # and not the file's own "prompt"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.codes import CODES
-from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, nearest_folder, shown
 
 
 def test_a_problem_is_one_line_and_at_most_one_hint() -> None:
@@ -47,6 +47,17 @@ def test_every_code_explains_itself() -> None:
         assert re.fullmatch(r"[CDTMERS][0-9]{2}", name)
         assert code.exit in (0, 1, 2)
         assert code.title and code.meaning.endswith(".") and code.fix, name
+
+
+def test_a_code_that_warns_and_fails_says_when_it_only_warns() -> None:
+    warned = [
+        code
+        for file in (Path(__file__).parents[1] / "rlhf_cli").rglob("*.py")
+        for code in re.findall(r'terminal\.warn\(\s*"([A-Z][0-9]{2})"', file.read_text(encoding="utf-8"))
+    ]
+    assert {"R02", "R13", "M05"} <= set(warned)
+    assert [code for code in warned if CODES[code].exit and not CODES[code].warns] == []
+    assert not any(code.warns for code in CODES.values() if code.exit == 0)
 
 
 def test_the_codes_are_those_of_the_table_and_ours() -> None:
@@ -106,3 +117,12 @@ def test_the_nearest_file_may_be_in_a_misspelt_folder(tmp_path: Path, monkeypatc
     assert nearest_file("data/trian.jsonl") == "data/train.jsonl"
     assert nearest_file("dta/train.jsonl") == "data/train.jsonl"
     assert nearest_file("data/zzz") is None
+
+
+def test_only_a_folder_is_named_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo.log").touch()
+    assert nearest_file("demo") == "demo.log" and nearest_folder("demo") is None
+    (tmp_path / "demmo").mkdir()
+    (tmp_path / "demmo/sft.yaml").touch()
+    assert nearest_folder("demo") == "demmo" and nearest_file("demo.log/sft.yaml") is None

@@ -51,7 +51,7 @@ def test_the_card_is_in_the_report_and_on_the_terminal(trained: Path, named: str
     )
     line = f"warning[R10]: {trained / 'reward'}: {FLAG['text']}"
     assert found["warnings"].count(line) == 1 and line in result.stderr
-    assert line not in result.stdout and "noted: 1 warning above" in result.stdout
+    assert line not in result.stdout and "noted: of the warnings above report.json has R10\n" in result.stdout
     again = rlhf("eval", "-c", trained / "eval.yaml")  # finished: nobody warns, the verdict tells it
     assert f"noted: {line}" in again.stdout and "warning[R10]" not in again.stderr
 

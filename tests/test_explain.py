@@ -395,6 +395,12 @@ def listed(text: str) -> list[tuple[str, str, str, str]]:
     return found
 
 
+def test_a_code_that_warns_and_fails_tells_both() -> None:
+    text = " ".join(said("R13").split())
+    assert "exit 1: it fails at run time; only a warning by default (ppo.watchdog.action: warn)" in text
+    assert "only a warning" not in said("R01")
+
+
 def test_all_lists_every_key_once_with_its_default_and_source() -> None:
     text = said("--all")
     found = listed(text)

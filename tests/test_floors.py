@@ -33,7 +33,7 @@ FLOORS = [
         "ppo.scoring",
     },
     {"ppo.ranks", "report.*"},
-    {"ppo.placement", "explain"},
+    {"ppo.placement", "explain", "ending"},
     {"ppo.rollout", "ppo.rewards.*", "ppo.passes", "ppo.optimizer", "ppo.alarms", "ppo.watchdog"},
     {"ppo.trainer"},
     {"ppo"},
@@ -57,8 +57,8 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config explain from_trl pipeline ppo.settings presets processes progress report reward_card "
-    "room rows run_folders signals sources statistics status terminal times told trackers verdict"
+    "check cli checkpoints config ending explain from_trl pipeline ppo.settings presets processes progress report "
+    "reward_card room rows run_folders signals sources statistics status terminal times told trackers verdict"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

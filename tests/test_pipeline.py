@@ -188,6 +188,15 @@ def test_logging_cadence_changes_nothing(run: Callable, folder: Path) -> None:
     assert ran(run()) == []
 
 
+@pytest.mark.parametrize(("stage", "rest"), [("sft", "; what comes after it was not run"), ("eval", "")])
+def test_what_was_not_run_is_told_where_there_is_any(
+    run: Callable, stage: str, rest: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_FAILS", stage)
+    assert pipeline.run(Path("."), (), Selection(), Options()) == 7
+    assert f"{stage:<8} ended with exit code 7{rest}\n" in capfd.readouterr().err
+
+
 def test_a_failed_stage_stops_the_run_and_is_resumed(
     run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,12 +327,35 @@ def test_every_stage_gets_the_seed(run: Callable) -> None:
     assert [line.split(";")[0] for line in lines.values()] == ["stale: seed 0 -> 3"] * 4
 
 
+def test_a_setting_that_no_file_has_is_told_where_the_next_run_would_undo_it(
+    run: Callable, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def told(*overrides: str) -> list[str]:
+        capfd.readouterr()
+        assert pipeline.run(Path("."), overrides, Selection(), Options()) == 0
+        return [line for line in capfd.readouterr().out.splitlines() if line.startswith("made with")]
+
+    run()
+    keep = "have: write it there to keep it, or a plain `rlhf run {}` makes {} again"
+    where = str(folder)
+    (line,) = told("ppo.kl_coef=0.2", "ppo.total_episodes=64", "sft.logging_steps=7")
+    assert line.startswith("made with -s ppo.kl_coef=0.2, which ppo.yaml does not have: write")
+    assert line.endswith(keep.format(where, "that stage"))
+    (line,) = told("ppo.kl_coef=0.05", "*.seed=3")
+    files = "sft.yaml, reward.yaml, ppo.yaml, eval.yaml"
+    assert line == f"made with -s '*.seed=3', which {files} do not {keep.format(where, 'those stages')}"
+    run()
+    assert told("sft.logging_steps=7", "ppo.kl_coef=0.05") == []
+
+
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
         ("seed=3", "-s '*.seed=3' sets it in all of them"),
         ("data.columns.prompt=q", "-s '*.data.columns.prompt=q' sets it in all"),
         ("pppo.kl_coef=1", "did you mean ppo?"),
+        ("rubbish", "--set rubbish: KEY=VALUE is needed\nhint: for example: --set ppo.kl_coef=0.1"),
+        ("=", "--set =: KEY=VALUE is needed"),
     ],
 )
 def test_an_ambiguous_or_unknown_section_is_refused(run: Callable, text: str, hint: str) -> None:
@@ -364,6 +396,29 @@ def test_an_evaluation_that_is_up_to_date_is_still_held_against_its_requirements
         run()
     assert caught.value.problems[0].code == "R06" and caught.value.exit_code == 1
     assert "win_rate.ppo_vs_sft.reward.value is 0.5, required >= 0.6" in str(caught.value)
+
+
+def test_an_evaluation_that_does_not_meet_its_requirements_ends_with_the_page(
+    run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[bool] = []
+    monkeypatch.setattr(pipeline.ending, "show", lambda *given, met=True: ends.append(met))
+
+    def failing(stage: str) -> Callable[[list[str]], int]:
+        return lambda command: run_here(command) or int(command[4] == stage)
+
+    monkeypatch.setattr(pipeline, "_run_child", failing("ppo"))
+    run(code=1)
+    assert ends == [], "what a stage before it left is no evaluation"
+    monkeypatch.setattr(pipeline, "_run_child", failing("eval"))
+    run(code=1)
+    assert ends == [False]
+    run()
+    assert ends == [False, True]
+    change(folder, "eval", "data:", 'eval: {require: {win_rate.ppo_vs_sft.reward.value: ">= 0.6"}}\ndata:')
+    with pytest.raises(RLHFError, match="R06"):
+        run()
+    assert ends == [False, True, False]
 
 
 # Children

@@ -294,6 +294,11 @@ def test_other_column_names(world: World, tmp_path: Path) -> None:
     assert "for example --column prompt=question" in result.stderr
     result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "prompt")
     assert result.exit_code == 2 and "error[C11]: --column prompt: expected OURS=THEIRS" in result.stderr
+    result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "prompt=question,chosen=better")
+    assert result.exit_code == 2 and "give it again: --column prompt=question --column chosen=better" in result.stderr
+    result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "question=prompt")
+    assert result.exit_code == 2 and '--column names "question"' in result.stderr
+    assert "hint: the other way round: --column prompt=question?" in result.stderr
 
 
 def test_what_is_refused(data: dict[str, Path], world: World, tmp_path: Path) -> None:
@@ -308,6 +313,18 @@ def test_what_is_refused(data: dict[str, Path], world: World, tmp_path: Path) ->
     assert result.exit_code == 2 and "error[M01]: --base: " in result.stderr
     result = CliRunner().invoke(app, ["init", "preferences", str(tmp_path / "new")])
     assert result.exit_code == 2 and "hint: rlhf init preferences --data pairs.jsonl --base MODEL" in result.stderr
+    assert "error[C11]: --data, your file of pairs, and --base, the model to start from, are missing" in result.stderr
+    result = CliRunner().invoke(app, ["init", "preferences", "--data", "x.csv", str(tmp_path / "new")])
+    assert "error[C11]: --base, the model to start from, is missing\n" in result.stderr
+    assert f"init preferences --data x.csv --base MODEL {tmp_path / 'new'}\n" in result.stderr
+    result = CliRunner().invoke(app, ["init", "preferences", "--data", "x.csv"])
+    assert result.stderr.startswith("error[C11]: DIR is missing") and "--data pairs.jsonl --base MODEL" in result.stderr
+    for stage in ("sft", "ppo"):
+        (tmp_path / "a run" / stage).mkdir(parents=True)
+        (tmp_path / "a run" / stage / "identity.json").touch()
+    result = init(tmp_path / "new", data["columns"], tmp_path / "a run")
+    assert result.exit_code == 2 and "holds no model" in result.stderr
+    assert f"hint: did you mean {tmp_path / 'a run/sft'} or {tmp_path / 'a run/ppo'}?\n" in result.stderr
     result = CliRunner().invoke(app, ["init", "ci", str(tmp_path / "new"), "--data", "x"])
     assert result.exit_code == 2 and "error[C11]: --data belongs to `rlhf init preferences`" in result.stderr
     assert not (tmp_path / "new").exists()

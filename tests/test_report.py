@@ -340,7 +340,6 @@ def test_a_file_of_somebody_elses_is_never_replaced_and_a_page_of_ours_is(run: P
         (("demo", "gone", "other"), 2, "error[M01]: other holds none"),
         (("demo", "--out", "demo"), 2, "error[C15]: demo is a folder"),
         (("demo", "--out", "demo/data.jsonl/page.html"), 2, "error[E03]: demo/data.jsonl cannot be written"),
-        ((), 2, "error[C11]"),
     ],
 )
 def test_what_is_wrong_is_one_line(run: Path, monkeypatch: pytest.MonkeyPatch, arguments, code: int, told: str) -> None:

@@ -251,7 +251,8 @@ def test_the_table_shows_every_number_and_its_limit(capsys: pytest.CaptureFixtur
     margins = ["below -4", "-4 to -2", "-2 to -1", "-1 to 0", "0 to 1", "1 to 2", "2 to 4", "from 4"]
     start = table.index(["margin, chosen less rejected", *margins])
     assert table[start + 1] == ["pairs", "0", "7", "19", "74", "149", "133", "113", "5"]
-    assert [line.partition(":")[0] for line in lines[-3:-1]] == ["beaten by X", "flagged"]
+    assert [line.partition(":")[0] for line in lines[-4:-1]] == ["beaten by X", "mean gap", "flagged"]
+    assert all(line.endswith(".") for line in lines[-4:])
     assert max(map(len, lines)) <= 100
 
 

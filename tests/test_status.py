@@ -17,7 +17,7 @@ from report_run import change, metrics, write_run
 from test_pipeline import CONFIGS
 from typer.testing import CliRunner
 
-from rlhf_cli import checkpoints, pipeline
+from rlhf_cli import checkpoints, pipeline, run_folders
 from rlhf_cli.checkpoints import quick
 from rlhf_cli.checkpoints.files import files_sha256
 from rlhf_cli.checkpoints.locks import lock_of
@@ -321,7 +321,7 @@ def demo(run: Path) -> Path:
 
 def test_a_base_that_is_not_trained_yet_comes_first(demo: Path) -> None:
     first, *rest = rlhf("status", demo).splitlines()[1:]
-    assert first.split() == ["base/sft", "not", "begun"] and [line.split()[0] for line in rest[:4]] == [*CONFIGS]
+    assert first.split() == ["base/sft", "new"] and [line.split()[0] for line in rest[:4]] == [*CONFIGS]
     assert rest[-1] == "next: rlhf run run/base, which run starts from; then rlhf run run"
     assert told(demo)["next"]["action"] == "refused" and told(demo)["bases"][0]["state"] == "new"
     (demo / "ppo.yaml").write_text("ppo: {kl_coeff: 1}\n")
@@ -356,6 +356,19 @@ def test_a_base_is_no_run_of_its_own_unless_nothing_starts_from_it(demo: Path) -
 # A run that was not named
 
 
+TAKES_THE_ONLY_ONE = ("status", "report")
+
+
+@pytest.mark.parametrize("command", TAKES_THE_ONLY_ONE)
+def test_the_only_run_here_is_looked_at(run: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    alone = CliRunner().invoke(app, [command])
+    assert alone.exit_code == 0 and alone.stderr.startswith("run is the only run here\n")
+    assert alone.stdout == CliRunner().invoke(app, [command, "run"]).stdout
+    monkeypatch.chdir(run)
+    inside = CliRunner().invoke(app, [command])
+    assert inside.exit_code == 0 and inside.stderr.startswith("this folder is a run\n")
+
+
 @pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "replay", "export"])
 def test_a_command_without_a_run_names_those_that_lie_here(
     run: Path, monkeypatch: pytest.MonkeyPatch, command: str
@@ -374,15 +387,17 @@ def test_a_command_without_a_run_names_those_that_lie_here(
     if command == "run":  # the options that were typed stay
         assert said("--only", "ppo", "-s", "*.seed=3")[1] == "hint: rlhf run run --only ppo -s '*.seed=3'"
     shutil.move(run, "runs/old")
-    assert said() == ("There are runs/old", f"hint: rlhf {command} runs/old"), "as `rlhf ls` looks for them"
+    if command not in TAKES_THE_ONLY_ONE:
+        assert said() == ("There are runs/old", f"hint: rlhf {command} runs/old"), "as `rlhf ls` looks for them"
     for number in range(6):
         Path(f"runs/{number}").mkdir()
         Path(f"runs/{number}/sft.yaml").touch()
     assert said()[0].endswith(" and 2 more (rlhf ls)")
     shutil.rmtree("runs")
-    assert said() == ("There are other run", f"hint: rlhf {command} 'other run'")
-    monkeypatch.chdir("other run")
-    assert said() == ("This folder is one", f"hint: rlhf {command} .")
+    if command not in TAKES_THE_ONLY_ONE:
+        assert said() == ("There are other run", f"hint: rlhf {command} 'other run'")
+        monkeypatch.chdir("other run")
+        assert said() == ("This folder is one", f"hint: rlhf {command} .")
     Path("empty").mkdir()
     monkeypatch.chdir("empty")
     assert said() == ("There is none here", "hint: rlhf init demo runs/demo makes one")
@@ -532,6 +547,17 @@ def test_ls_lists_runs_the_newest_first(run: Path) -> None:
     assert "nothing yet" in lines[2] and "accuracy 0.750 [0.690, 0.800]" in lines[4]
     assert rlhf("ls", "runs/old", "runs/deep", "runs").splitlines() == lines  # each once
     assert len(runs.find_runs([Path("runs/1")])) == 1
+
+
+def test_ls_leaves_presets_out_until_one_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folders, "configs_folder", lambda: tmp_path / "configs")
+    for name in ("configs/tldr", "configs/demo", "mine/configs"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "sft.yaml").write_text(CONFIGS["sft"])
+    (tmp_path / "configs/demo/sft").mkdir()
+    (tmp_path / "configs/demo/sft/identity.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert {line.split()[0] for line in rlhf("ls", ".").splitlines()[1:]} == {"configs/demo", "mine/configs"}
 
 
 def test_ls_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

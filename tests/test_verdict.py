@@ -208,7 +208,7 @@ def test_a_warning_that_the_command_said_is_not_noted_again(tmp_path: Path, caps
     more = [*REPORT["warnings"], "warning[D13]: eval.yaml:3: shared"]
     verdict.print_verdict(write(tmp_path, {**REPORT, "warnings": more}, []))
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("noted")]
-    assert told == [f"noted: {more[1]}", "noted: 1 warning above, which report.json has too"]
+    assert told == [f"noted: {more[1]}", "noted: of the warnings above report.json has R03"]
 
 
 BETTER, OPEN, WORSE = ({"value": value, "ci95": [value - 0.1, value + 0.1], "n": 200} for value in (0.8, 0.5, 0.2))

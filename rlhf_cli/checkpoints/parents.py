@@ -27,7 +27,8 @@ from rlhf_cli.checkpoints.files import (
     read_sealed,
     results,
 )
-from rlhf_cli.errors import RLHFError, all_of, nearest_file, placed, shown
+from rlhf_cli.errors import RLHFError, all_of, nearest_folder, placed, shown
+from rlhf_cli.run_folders import is_begun
 
 FOREIGN = "foreign"
 SNAPSHOTS = "snapshots"  # the folder of a PPO run that holds its policies along the way
@@ -81,11 +82,12 @@ def open_parent(
         return _foreign(folder, key, hashed=hashed)
     if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
         return _stage(folder, expect, key, where, hashed=hashed)
+    inside = " or ".join(shown(folder / stage) for stage in expect if is_begun(folder / stage))
     raise RLHFError(
         "M01",
         f"{key}: {shown(folder)} holds no model (no config.json, and no stage of ours wrote it)",
         where=where,
-        hint=f"set {key} to {finished(expect)} or to a Hugging Face folder",
+        hint=f"did you mean {inside}?" if inside else f"set {key} to {finished(expect)} or to a Hugging Face folder",
     )
 
 
@@ -250,7 +252,7 @@ def _nothing_there(folder: Path, expect: Sequence[str], key: str, where: str) ->
 
 def no_such_folder(folder: Path, what: str, otherwise: str, where: str | None = None) -> RLHFError:
     """M01 with the name that was meant, or else with another way out."""
-    near = nearest_file(folder)
+    near = nearest_folder(folder)
     hint = f"did you mean {near}?" if near else otherwise
     return RLHFError("M01", f"{what}no such folder {shown(folder)}", where=where, hint=hint)
 

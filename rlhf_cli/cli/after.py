@@ -7,6 +7,7 @@ import typer
 
 from rlhf_cli import room
 from rlhf_cli.cli import completion
+from rlhf_cli.cli.boundary import only_run
 from rlhf_cli.cli.imports import heavy_imports
 from rlhf_cli.cli.options import Debug, Set, Step, Trailing, TrustRemoteCode
 from rlhf_cli.errors import RLHFError
@@ -27,7 +28,12 @@ def ls(
 
 
 def status(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=completion.runs)],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="RUN", help="A run's folder; needed where there are several.", autocompletion=completion.runs
+        ),
+    ] = None,
     assignments: Trailing = None,
     set_: Set = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
@@ -36,14 +42,18 @@ def status(
     """Tell how far each stage of a run is, what came out, and what `rlhf run` would do next. Changes nothing."""
     from rlhf_cli import status
 
-    status.show(folder, [*(set_ or []), *(assignments or [])], as_json=as_json)
+    status.show(folder or only_run(), [*(set_ or []), *(assignments or [])], as_json=as_json)
 
 
 def report(
     folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="A run's folder; several are compared.", autocompletion=completion.runs),
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="RUN...",
+            help="A run's folder, needed where there are several; several are compared.",
+            autocompletion=completion.runs,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="Where to write it; RUN/eval/report.html, or ./report.html."),
@@ -57,8 +67,9 @@ def report(
     """
     from rlhf_cli import report
 
-    with room.explained(out or folders[0]):
-        report.run(folders, out, step)
+    named = folders or [only_run()]
+    with room.explained(out or named[0]):
+        report.run(named, out, step)
 
 
 def export(

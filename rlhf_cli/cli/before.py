@@ -29,7 +29,11 @@ def init(
     ] = None,
     column: Annotated[
         list[str] | None,
-        typer.Option("--column", metavar="OURS=THEIRS", help="preferences: the data's name of a column of ours."),
+        typer.Option(
+            "--column",
+            metavar="OURS=THEIRS",
+            help="preferences: the data's name of a column of ours; may be given again.",
+        ),
     ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="preferences: keep texts as they are; use no chat template.")
@@ -67,8 +71,12 @@ def init(
     if list_:
         terminal.table(["preset", "what it is"], [list(row) for row in presets.available().items()])
         return
-    if preset is None or folder is None:
+    if preset is None or (folder is None and preset not in presets.PRESETS):
         raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
+    if folder is None:
+        words = " --data pairs.jsonl --base MODEL" if preset == "preferences" else ""
+        name = "mine" if words else preset
+        raise RLHFError("C11", "DIR is missing: where to write it", hint=f"rlhf init {preset}{words} runs/{name}")
     if preset == "preferences":
         presets.init_preferences(
             folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes, seed=seed

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from rlhf_cli import processes, terminal
 from rlhf_cli.cli.options import STAGES, config_of
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, nearest, shown
 
 RUNS = ("folder", "folders", "path")  # the arguments that name a run
 NAMED = 5  # runs, where more could be meant
@@ -25,6 +25,21 @@ TO_SPEAK = 5.0  # seconds that another process has to say what it found
 
 class Terminated(BaseException):
     """SIGTERM, as an exception: what is open is closed on the way out."""
+
+
+class WhichRun(Exception):
+    """A command was given no run."""
+
+
+def only_run() -> Path:
+    """The run that lies here, where there is one alone, which is said. Raises WhichRun where there is not."""
+    from rlhf_cli import status
+
+    found = status.runs_here()
+    if len(found) != 1:
+        raise WhichRun
+    terminal.say(f"{found[0]} is the only run here" if found[0] != "." else "this folder is a run")
+    return Path(found[0])
 
 
 class Commands(TyperGroup):
@@ -50,7 +65,7 @@ class Commands(TyperGroup):
             except Exception as error:
                 if "--debug" in arguments:
                     terminal.say_here(traceback.format_exc().rstrip())
-                code = _explain(error, arguments)
+                code = _explain(error, arguments, self.commands)
         except Terminated:  # while it explained, too
             code = 143
         finally:
@@ -62,8 +77,10 @@ class Commands(TyperGroup):
         sys.exit(code)
 
 
-def _explain(error: Exception, arguments: Sequence[str] = ()) -> int:
+def _explain(error: Exception, arguments: Sequence[str] = (), commands: Collection[str] = ()) -> int:
     """Say on stderr what is wrong, a line and a hint for each problem; returns the exit code."""
+    if isinstance(error, WhichRun):
+        error = _no_run(arguments)
     if isinstance(error, RLHFError):
         if processes.count() == 1 or not _told_by_others(error):
             (terminal.say if processes.is_first() else terminal.say_here)(str(error))
@@ -73,9 +90,10 @@ def _explain(error: Exception, arguments: Sequence[str] = ()) -> int:
     if hasattr(error, "format_message"):  # typer's errors of usage
         if getattr(getattr(error, "param", None), "name", None) in RUNS and type(error).__name__ == "MissingParameter":
             return _explain(_no_run(arguments))
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context else "rlhf"
-        hint = _meant(arguments) or f"{command} --help"
+        command = arguments[0] if arguments else ""
+        near = nearest(command, commands) if command not in commands else None
+        hint = f"did you mean rlhf {near}?" if near and not command.startswith("-") else _meant(arguments)
+        hint = hint or " ".join(["rlhf", *[word for word in [command] if word in commands], "--help"])
         terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=hint)))
         return 2
     said = " ".join(str(error).split())

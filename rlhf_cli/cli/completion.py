@@ -36,9 +36,8 @@ def quietly(offer: Callable[..., Offer]) -> Callable[..., Offer]:
 @quietly
 def runs(incomplete: str) -> Offer:
     """Folders of runs, near what is typed, but those of the presets: nobody has run them."""
-    presets = run_folders.configs_folder().resolve()
     _, base = _place(incomplete)
-    return _offered(incomplete, [name for name in _runs(base) if presets not in (base / name).resolve().parents])
+    return _offered(incomplete, [name for name in _runs(base) if not run_folders.is_preset(base / name)])
 
 
 @quietly

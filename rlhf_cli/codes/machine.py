@@ -15,6 +15,7 @@ MACHINE_AND_RUN = {
         2,
         "The disk is too small or read-only, or the memory is too small.",
         "Free some room, or write to another place.",
+        warns="where `rlhf check` finds the memory too small",
     ),
     "E04": Code(
         "wrong number of processes",
@@ -58,6 +59,7 @@ MACHINE_AND_RUN = {
         1,
         "All rewards of an update are the same, so there is nothing to learn.",
         "Check the reward model, and whether the responses differ. Ten such updates in a row stop the run.",
+        warns="until ten updates in a row are so",
     ),
     "R03": Code(
         "responses never end",
@@ -70,6 +72,7 @@ MACHINE_AND_RUN = {
         1,
         "The policy moved further from the SFT model than ppo.kl_stop allows, or KL is negative beyond noise.",
         "Raise kl_coef or lower the learning rate; model/ holds the best policy, manifest.json says of which step.",
+        warns="where KL is negative",
     ),
     "R05": Code(
         "source of reward failed",
@@ -105,7 +108,8 @@ MACHINE_AND_RUN = {
         "the reward follows the length",
         0,
         "The reward model's scores rise, or fall, with the length of the answer: PPO would write by length.",
-        "Balance the pairs by length, or hold PPO's length with ppo.overlong_penalty.",
+        "Balance the pairs by length, or hold PPO's length with ppo.overlong_penalty. "
+        "ppo.require_reward refuses such a model (M11).",
     ),
     "R11": Code(
         "the reward likes a probe too well",
@@ -118,13 +122,15 @@ MACHINE_AND_RUN = {
         "the reward is badly calibrated",
         0,
         "Margins between two answers say other chances than come true on the evaluation pairs.",
-        "Sure of too much: fewer epochs or a lower learning rate. Sure of too little: train for longer.",
+        "Sure of too much: fewer epochs or a lower learning rate. Sure of too little: train for longer. "
+        "ppo.require_reward refuses such a model (M11).",
     ),
     "R13": Code(
         "the watchdog fired",
         1,
         "A sign that the policy games its reward is beyond its limit in ppo.watchdog; watchdog.jsonl has each reading.",
         "Read samples.jsonl. Raise kl_coef or mend the reward; after a stop model/ holds the best policy.",
+        warns="by default (ppo.watchdog.action: warn)",
     ),
     "R14": Code(
         "one of several processes ended",

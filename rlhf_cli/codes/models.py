@@ -68,6 +68,7 @@ TOKENS_AND_MODELS = {
         1,
         "A checkpoint is half written, truncated or changed; an older one is used where there is one.",
         "Nothing to do if an older checkpoint took over; else run the stage again.",
+        warns="where an older checkpoint takes over",
     ),
     "M06": Code(
         "more token ids than embeddings",

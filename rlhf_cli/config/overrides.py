@@ -11,17 +11,25 @@ from rlhf_cli.errors import Problem, RLHFError
 EXAMPLE = "for example: --set ppo.kl_coef=0.1"
 
 
+def malformed(text: str) -> Problem | None:
+    """What is wrong with the form of an override (C11)."""
+    key, equals, _ = text.partition("=")
+    if equals and all(key.strip().removeprefix("*.").split(".")):
+        return None
+    return Problem("C11", "KEY=VALUE is needed", f"--set {key or text}", EXAMPLE)
+
+
 def apply(overrides: Sequence[str], source: Source, model: type[Config]) -> tuple[frozenset[str], list[Problem]]:
     """Writes each override into `source`; returns the keys written and what was wrong (C11)."""
     written: set[str] = set()
     problems: list[Problem] = []
     for text in overrides:
-        key, equals, value = text.partition("=")
+        if problem := malformed(text):
+            problems.append(problem)
+            continue
+        key, _, value = text.partition("=")
         # `*.seed=3` is meant for every stage, so for this one too.
         key = key.strip().removeprefix("*.")
-        if not equals or not all(key.split(".")):
-            problems.append(Problem("C11", "expected KEY=VALUE", f"--set {text.partition('=')[0]}", EXAMPLE))
-            continue
         try:
             _write(source.tree, _segments(model, key), _value(value))
         except RLHFError as error:

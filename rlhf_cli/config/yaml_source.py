@@ -194,7 +194,7 @@ def text_of(file: str | Path) -> str:
     if os.path.isdir(path):
         raise RLHFError("C09", "this is a folder, a config file is needed", where=name, hint=_configs_in(path))
     if not os.path.isfile(path):
-        raise RLHFError("C09", "there is no such config", where=name, hint=_configs_near(path))
+        raise RLHFError("C09", "there is no such file", where=name, hint=_configs_near(path))
     try:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)

@@ -1,6 +1,6 @@
 """The forms that rows of a data file may have, and what is wrong with those that have none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,8 @@ class DataFile:
         known = sorted({name for form in forms for name in form} | {"margin"})
         for name in self.columns:
             if name not in known:
-                near = nearest(name, known)
-                text = f'data.columns names "{name}", which is none of our columns ({", ".join(known)})'
-                raise RLHFError("D02", text, where=self.where, hint=f"did you mean {near}?" if near else None)
+                text = f'{self._key} names "{name}", which is none of our columns ({", ".join(known)})'
+                raise RLHFError("D02", text, where=self.where, hint=self._meant(name, known))
 
     def rows(self) -> Iterator[tuple[Place, Form, dict[str, Any]]]:
         """(place, form, row) of each row that is like the first one; the others are noted as problems."""
@@ -154,8 +153,24 @@ class DataFile:
         text = f"the row needs {wanted}; columns found: {told(raw) or 'none'}"
         if hint := self._header_hint(place, raw):
             raise BadRow("D02", text, hint)
-        named = f"--column {absent}={near}" if self.where == "--data" else f"data.columns: {{{absent}: {near}}}"
-        raise BadRow("D02", text, f"name the file's columns, for example {named}")
+        raise BadRow("D02", text, f"name the file's columns, for example {self._naming(absent, near)}")
+
+    @property
+    def _key(self) -> str:
+        """What names columns: the key of a config, or the option of `rlhf init`."""
+        return "--column" if self.where == "--data" else "data.columns"
+
+    def _naming(self, ours: str, theirs: str) -> str:
+        """A column of ours by its name in the file, as it is written."""
+        return f"--column {ours}={theirs}" if self.where == "--data" else f"data.columns: {{{ours}: {theirs}}}"
+
+    def _meant(self, name: str, known: Collection[str]) -> str | None:
+        """What was meant by a column that is none of ours."""
+        theirs = self.columns[name]
+        if theirs in known and not nearest(name, known, cutoff=0.8):  # no slip of the pen
+            return f"the other way round: {self._naming(theirs, name)}?"
+        near = nearest(name, known)
+        return f"did you mean {near}?" if near else None
 
     def _header_hint(self, place: Place, raw: dict[str, Any]) -> str | None:
         """A hint where a table's first row was taken for the names of its columns."""

@@ -62,6 +62,13 @@ def headline(folder: Path) -> str:
     return _first_said(read_run(folder))
 
 
+def has_suspect(folder: Path) -> bool:
+    """Whether the page of a run calls a stage bad, or worth a look. Raises RLHFError M01 where there is no stage."""
+    from rlhf_cli.report import glance
+
+    return any(badge.grade in glance.ILL for badge in glance.badges(read_run(folder)))
+
+
 def _read(folder: Path, runs: list[Run]) -> None:
     runs.append(read_run(folder))
 

@@ -11,9 +11,10 @@ from rlhf_cli.statistics import with_interval
 
 # For who never read docs/reward-card.md.
 LEGEND = (
-    "beaten by X: the share of prompts on which X outscores the good answer; gap: X's score less its",
-    "flagged: past its limit, and not by chance: PPO would make more of it. Some limits follow from the",
-    "  accuracy or the number of pairs, and so differ from run to run (docs/reward-card.md)",
+    "beaten by X: on which share of the prompts X scores above the good answer.",
+    "mean gap: the score of X less that of the good answer, on the mean over the prompts.",
+    "flagged: past its limit, and not by chance; PPO would make more of it.",
+    "Some limits follow from the accuracy or the number of pairs: see docs/reward-card.md.",
 )
 
 

@@ -12,7 +12,7 @@ from rlhf_cli.checkpoints import Status
 from rlhf_cli.config import Config, EvalConfig, load
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.pipeline import STAGES, Step
-from rlhf_cli.run_folders import below, configs_in, is_begun
+from rlhf_cli.run_folders import below, configs_in, is_begun, is_preset
 from rlhf_cli.status.stages import Stage, read_stage
 
 DEPTH = 4  # folders below the one that is named
@@ -143,7 +143,8 @@ def _not_met(config: Config | None) -> tuple[Problem, ...]:
 def find_runs(folders: Sequence[Path], most: int | None = None) -> list[Run]:
     """The runs at or below folders by their files alone, newest first; `most`: see `below`.
 
-    One inside of another that starts from it belongs to that. Raises RLHFError C09 for what is no folder.
+    One inside of another that starts from it belongs to that; a preset is none until a stage wrote into it.
+    Raises RLHFError C09 for what is no folder.
     """
     for folder in folders:
         if not os.path.isdir(folder):
@@ -161,7 +162,7 @@ def find_runs(folders: Sequence[Path], most: int | None = None) -> list[Run]:
         for path in found
         if path not in owned
     ]
-    return sorted(runs, key=lambda run: -run.changed)
+    return sorted((run for run in runs if run.stages or not is_preset(run.folder)), key=lambda run: -run.changed)
 
 
 def _readable(folder: Path) -> Iterator[Config]:

@@ -44,8 +44,6 @@ def _stage_row(name: str, stage: Stage) -> list[str]:
 
 def _state(stage: Stage) -> str:
     far = "" if stage.step is None else f"step {stage.step}" + (f" of {stage.steps}" if stage.steps else "")
-    if stage.state == "new":
-        return "not begun"
     if stage.state == "stopped":
         return f"stopped, saved at {far}" if far else "stopped, nothing saved"
     if stage.state == "running" or (stage.state == "finished" and stage.reasons):

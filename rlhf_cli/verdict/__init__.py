@@ -1,6 +1,7 @@
 """What an evaluation found, printed from the files that it left. Torch-free: `rlhf run` shows it too."""
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,16 @@ def print_verdict(eval_folder: Path) -> None:
 
 
 def _print_warnings(warnings: Sequence[str]) -> None:
-    """Those that this command told before are counted."""
-    new = [warning for warning in warnings if told.is_new(warning)]
-    for warning in new:
-        terminal.out(f"noted: {warning}")
-    if before := len(warnings) - len(new):
-        terminal.out(f"noted: {before} warning{'s' if before > 1 else ''} above, which report.json has too")
+    """Those that this command told before are named by their codes: other stages told more, which no report has."""
+    before = []
+    for warning in warnings:
+        if told.is_new(warning):
+            terminal.out(f"noted: {warning}")
+        else:
+            before.append(warning.partition("]")[0].removeprefix("warning["))
+    if before:
+        counts = [f"{code} ({count} times)" if count > 1 else code for code, count in Counter(before).items()]
+        terminal.out(f"noted: of the warnings above report.json has {', '.join(counts)}")
 
 
 def check_requirements(report: Mapping[str, Any], require: Mapping[str, str], *, where: Callable[[str], str]) -> None:
