@@ -183,6 +183,15 @@ def test_a_misspelt_folder_is_no_hub_id(folder: Path) -> None:
     assert "error[M01]: sft.yaml:1: model.path" in check("sft.yaml").stderr
 
 
+def test_a_missing_model_is_told_once_with_all_keys_that_name_it(folder: Path) -> None:
+    replace("ppo.yaml", "models: {sft: model, reward: scorer}", "models: {sft: model, reward: ./gone, value: ./gone}")
+    told = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
+    assert told == ["error[M01]: ppo.yaml:1: models.value: no such folder gone (models.reward too)"]
+    replace("ppo.yaml", ", value: ./gone", "")
+    (told,) = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
+    assert told == "error[M01]: ppo.yaml:1: models.reward: no such folder gone"
+
+
 def test_fresh_weights(run_folder: Path) -> None:
     new = "new: {hidden_size: 32, num_attention_heads: 4, num_hidden_layers: 1, max_position_embeddings: 64, "
     replace("sft.yaml", "path: model", new + "tokenizer: {train: rows.jsonl, vocab_size: 300}}")
