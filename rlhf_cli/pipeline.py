@@ -56,8 +56,16 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
     Raises RLHFError for what is wrong before anything runs (C01-C17, D01, M01, M10), and R06 for an evaluation that
     is up to date but does not meet its requirements.
     """
-    configs, routed = prepare(folder, overrides, selection)
-    refuse_what_is_missing(configs)
+    files = select(find_configs(folder), folder, selection)
+    routed = route(overrides, list(files))
+    try:
+        configs = load_all(files, routed)
+        refuse_what_is_missing(configs)
+    except RLHFError:
+        whole = not (options.dry_run or selection.only or selection.start)
+        if whole and (code := _run_child(check_command(folder, overrides, options))):  # which tells all that is wrong
+            return code
+        raise
     if options.dry_run:
         for stage, step in forecast(configs, selection.force).items():
             terminal.out(f"{stage:<8} {step.why}")
@@ -92,15 +100,6 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
                 raise
     ending.show(folder, configs, routed)
     return 0
-
-
-def prepare(
-    folder: Path, overrides: Sequence[str], selection: Selection
-) -> tuple[dict[str, Config], dict[str, list[str]]]:
-    """The configs of the stages that a command line asks for, and the overrides of each. Raises C01-C17."""
-    files = select(find_configs(folder), folder, selection)
-    routed = route(overrides, list(files))
-    return load_all(files, routed), routed
 
 
 def look(config: Config) -> Status:

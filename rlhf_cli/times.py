@@ -4,7 +4,9 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
 def duration(seconds: float) -> str:
-    """`0.012 s`, `4.7 s`, `42 s`, `12 min 3 s`, `3 h 20 min`, `2 d 5 h`: two units at most, none that is 0."""
+    """`under 1 ms`, `0.012 s`, `4.7 s`, `42 s`, `12 min 3 s`, `2 d 5 h`: two units at most, none that is 0."""
+    if 0 < seconds < 0.001:
+        return "under 1 ms"
     if seconds < 9.95:
         return f"{seconds:.2g} s"
     whole = round(seconds)

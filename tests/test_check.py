@@ -113,6 +113,23 @@ def test_everything_that_is_wrong_is_told_at_once(run_folder: Path) -> None:
     assert not result.stdout.rstrip().endswith("ok") and "Traceback" not in result.stderr
 
 
+def test_a_stage_with_wrong_values_has_its_files_looked_at(run_folder: Path) -> None:
+    """Unless what is wrong may be a file's name: what is not there by another one would be a fault that nobody made."""
+    replace("reward.yaml", "max_steps: 1", "max_steps: -1, no_such_key: 3")
+    replace("reward.yaml", "pairs.jsonl", "pears.jsonl")
+    replace("ppo.yaml", "prompts: prompts.jsonl", "prompts: promts.jsonl, prompt: prompts.jsonl")
+    result = check(".")
+    told = [line for line in result.stderr.splitlines() if line.startswith("error[")]
+    assert [line[6:9] for line in told] == ["C06", "C01", "C01", "D01"], result.stderr
+    assert "reward.yaml:1: data.train: no such file pears.jsonl" in told[3]
+    assert "not checked: reward: its rows and models, before what is wrong in reward.yaml is mended" in result.stdout
+    alone = check("reward.yaml").stderr
+    assert {line[6:9] for line in alone.splitlines() if line.startswith("error[")} == {"C06", "C01", "D01", "M01"}
+    quiet = check(".", "--quiet").stderr
+    done = subprocess.run([sys.executable, "-m", "rlhf_cli", "run", "."], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == quiet and not done.stdout
+
+
 @pytest.mark.parametrize(
     ("stage", "break_it"),
     [
@@ -164,6 +181,15 @@ def test_a_misspelt_folder_is_no_hub_id(folder: Path) -> None:
     (folder / "base").mkdir()
     replace("sft.yaml", "path: modle", "path: base/model")
     assert "error[M01]: sft.yaml:1: model.path" in check("sft.yaml").stderr
+
+
+def test_a_missing_model_is_told_once_with_all_keys_that_name_it(folder: Path) -> None:
+    replace("ppo.yaml", "models: {sft: model, reward: scorer}", "models: {sft: model, reward: ./gone, value: ./gone}")
+    told = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
+    assert told == ["error[M01]: ppo.yaml:1: models.value: no such folder gone (models.reward too)"]
+    replace("ppo.yaml", ", value: ./gone", "")
+    (told,) = [line for line in check("ppo.yaml").stderr.splitlines() if line.startswith("error[M01]")]
+    assert told == "error[M01]: ppo.yaml:1: models.reward: no such folder gone"
 
 
 def test_fresh_weights(run_folder: Path) -> None:

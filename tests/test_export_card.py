@@ -81,6 +81,7 @@ def test_each_number_of_the_card_follows_its_file(run: Path, tokenizer: Any) -> 
     change(run / "reward/manifest.json", metrics=right, card=CARD | right)
     config = configs()["ppo"] | {"rewards": {"reward": {"model": "../reward", "weight": 0.25}}}
     config["ppo"] |= {"kl_coef": 0.375, "gamma": 0.5}
+    change(run / "ppo/manifest.json", git="a1b2")
     begin(run / "ppo", config)
     write_jsonl(run / "ppo/metrics.jsonl", metrics(objective__scores=[5.5 - 0.25 * step for step in range(20)]))
     now = written(run, tokenizer)
@@ -99,6 +100,7 @@ def test_each_number_of_the_card_follows_its_file(run: Path, tokenizer: Any) -> 
         ("Begins at 0, ends at 1.7", "Begins at 5.5, ends at 1.25"),
     ):
         assert before in was and after in now and after not in was, (before, after)
+    assert "The git repository around its folder stood at revision `a1b2` then." in now
     assert "may be guessing" in now and "Noted by the run, ppo: Reward score in training: It falls by" in plain(now)
 
 
@@ -221,14 +223,20 @@ def test_sft_and_reward_models_tell_of_themselves_alone(run: Path, tokenizer: An
 
 def test_what_its_rewards_and_judges_are(run: Path, tokenizer: Any) -> None:
     text = written(run, tokenizer)
-    assert "- `gold`: a Python function" in text and "- `reward`: the reward model that PPO was trained on" in text
+    assert (
+        re.search(r"- `gold`: the Python function `[a-z_.]+:[a-z]+`: a higher", text)
+        and "- `reward`: the reward model that PPO was trained on" in text
+    )
     assert "## The reward model" in text and "No other judge" not in text
     only = report()
     for each in (*only["models"].values(), *only["win_rate"].values()):
         each.pop("gold", None)
         each.get("judges", {}).pop("gold", None)
     change(run / "eval/report.json", **only | {"greedy": {}, "best_of": [], "frontier": []})
-    assert "No other judge than its own reward model has seen its answers" in written(run, tokenizer)
+    alone = written(run, tokenizer)
+    assert "No other judge than its own reward model has seen its answers" in alone
+    headline = re.search(r"^- PPO .* by reward.*$", alone, re.MULTILINE)
+    assert headline and "alone this proves nothing" in headline[0] and "alone this" not in text
 
 
 def test_a_reward_model_that_only_began_the_value_model_is_no_reward(run: Path, tokenizer: Any) -> None:
@@ -384,9 +392,9 @@ def test_a_template_that_the_data_had_no_use_for_is_not_used(run: Path) -> None:
         return usage.snippet(card.subject(chosen(run), tiny.causal(), spells, "float32", "policy", "."))
 
     asks(run, "ppo", "Tell me.")
-    assert "apply_chat" not in snippet()
+    assert "apply_chat" not in snippet() and "A prompt is plain text" in written(run, spells)
     asks(run, "ppo", [{"role": "user", "content": "Tell me."}])
-    assert "apply_chat_template" in snippet()
+    assert "apply_chat_template" in snippet() and "Prompts are conversations" in written(run, spells)
     (run / "ppo_rows.jsonl").unlink()
     assert "apply_chat_template" in snippet(), "nothing says otherwise"
 

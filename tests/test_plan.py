@@ -594,6 +594,7 @@ def test_the_table(three: Path) -> None:
     assert [line.split()[0] for line in ppo[2:9]] == [
         "weights", "gradients", "optimizer", "cache", "logits", "activations", "total",
     ]  # fmt: skip
+    assert ", responses of " in ppo[0] and "; rows of " in lines[0] and "time     a step: 0." in result.stdout
     assert ppo[9].startswith("memory   ") and ": fits" in ppo[9] and ppo[10].startswith("time     an update: rollout ")
 
 

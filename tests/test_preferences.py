@@ -131,6 +131,15 @@ def test_a_batch_is_never_larger_than_half_the_rows(rows: int, batch: int) -> No
     assert sft.rows * sft.parts == batch
 
 
+@pytest.mark.parametrize(
+    ("rows", "epochs", "steps"), [(32, 8, 32), (96, 8, 96), (300, 6, 114), (600, 3, 114), (20_000, 1, 625)]
+)
+def test_few_rows_are_passed_over_more_often_but_not_for_ever(rows: int, epochs: int, steps: int) -> None:
+    sizes = choose(replace(KNOWN, pairs={**KNOWN.pairs, "sft": rows, "pairs": rows}), 10_000)
+    assert (sizes.sft.epochs, sizes.sft.steps, sizes.sft.max_steps) == (epochs, steps, None)
+    assert sizes.reward.epochs <= 2
+
+
 def test_a_short_time_means_fewer_steps_and_says_so() -> None:
     free, short = choose(KNOWN, 600), choose(KNOWN, 2)
     assert free.sft.max_steps is None and free.minutes and free.minutes < 30
@@ -228,6 +237,7 @@ def test_every_form_becomes_parts_that_share_no_prompt(
         "sft": 30, "pairs": 45, "prompts": 15, "held-out": 10
     }  # fmt: skip
     assert set().union(*prompts.values()) == set(ASKED)
+    assert "a win rate of 0.50 on 10 held-out prompts will be told as 0.50 +-0.26 (95 %)" in result.output
     for name in ("sft_eval", "pairs_eval"):
         found = {opening(row["prompt"]) for row in contents(tmp_path / f"run/data/{name}.jsonl")}
         assert found == prompts["held-out"]

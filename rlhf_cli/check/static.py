@@ -21,6 +21,7 @@ class Stage:
     """One stage, as far as it was looked at."""
 
     config: Config
+    sound: bool = True  # else some of its values were wrong and stand at their defaults: only its files are looked at
     parents: dict[str, Parent] = field(default_factory=dict)  # those that are there
     waits: dict[str, Path] = field(default_factory=dict)  # key -> folder that an earlier stage is still to make
     data: set[str] = field(default_factory=set)  # keys whose files are there
@@ -31,17 +32,19 @@ class Stage:
         return self.status is not None and self.status.state == "finished"
 
 
-def look_at(configs: Sequence[Config], report: Report, unread: Collection[Path], *, whole_run: bool) -> list[Stage]:
+def look_at(stages: Sequence[Stage], report: Report, unread: Collection[Path], *, whole_run: bool) -> None:
     """All stages. In a whole run, what an earlier one is still to make may be absent, and stale output moves aside.
 
     `unread` are the folders of stages whose configs could not be read: what reads them is not to blame.
     """
-    stages = []
     to_make = set(unread)
-    for config in configs:
-        stage = Stage(config)
+    for stage in stages:
+        config = stage.config
         _find_data(stage, report)
         _find_parents(stage, to_make, report)
+        if not stage.sound:
+            report.skip(f"{config.stage}: its rows and models, before what is wrong in {config.file.name} is mended")
+            continue
         if not stage.waits:
             _find_status(stage, report, whole_run=whole_run)
         output = f"; output: {pipeline.describe(stage.status)}" if stage.status else ""
@@ -50,8 +53,6 @@ def look_at(configs: Sequence[Config], report: Report, unread: Collection[Path],
             report.add(config.stage, key, f"{shown(folder)}, which the {folder.name} stage is to make")
         if whole_run and not stage.finished:
             to_make.add(config.folder)
-        stages.append(stage)
-    return stages
 
 
 def _find_data(stage: Stage, report: Report) -> None:

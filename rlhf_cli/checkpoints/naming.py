@@ -1,7 +1,7 @@
 """Which keys of a config name models, and the parents that they name."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,4 +86,17 @@ def open_reference(config: Any, reference: Reference, *, hashed: bool = True) ->
         text = f"{key} names the folder that this stage writes"
         raise RLHFError("M10", text, where=where, hint=f"name {finished(expect)}")
     revision = reference.revision
-    return open_parent(reference.path, expect=expect, key=key, where=where, revision=revision, hashed=hashed)
+    try:
+        return open_parent(reference.path, expect=expect, key=key, where=where, revision=revision, hashed=hashed)
+    except RLHFError as error:
+        also = _named_too(config, reference)
+        raise RLHFError.of([replace(problem, text=problem.text + also) for problem in error.problems]) from error
+
+
+def _named_too(config: Any, reference: Reference) -> str:
+    """The other keys that are written and name the same: what is wrong is told once, of the first."""
+    keys = [each.key for each in references(config) if each.path == reference.path]
+    if config.stage == "ppo" and config.models.reward == reference.path:  # the reward, where no other is named
+        keys.append("models.reward")
+    others = [key for key in dict.fromkeys(keys) if key != reference.key and config.is_written(key)]
+    return f" ({' and '.join(others)} too)" if others else ""

@@ -3,7 +3,7 @@
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig, Select
 from rlhf_cli.config.json_schema import schema
-from rlhf_cli.config.load import keys, load, takes
+from rlhf_cli.config.load import keys, load, load_what_is_sound, takes
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.stages import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.which import stage_of
@@ -21,6 +21,7 @@ __all__ = [
     "keys",
     "listed",
     "load",
+    "load_what_is_sound",
     "schema",
     "stage_of",
     "takes",

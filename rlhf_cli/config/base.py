@@ -174,6 +174,10 @@ class Config(Section):
         """FILE:LINE of a key path such as "data.train", or of the nearest section around it; or `--set KEY`."""
         return self._origin.where(key)
 
+    def is_written(self, key: str) -> bool:
+        """Whether the file or a `--set` has this very key."""
+        return key in self._origin.lines or self._origin.overridden(key)
+
     def dump(self, relative_to: Path | None = None) -> dict[str, Any]:
         """Every key with its value, JSON-able. Paths are relative to `relative_to` (POSIX), without it absolute.
 

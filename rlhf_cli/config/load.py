@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -13,10 +14,10 @@ from rlhf_cli.config import overrides as override_lines
 from rlhf_cli.config import secrets, trl, yaml_source
 from rlhf_cli.config.base import Config, Origin
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.keys import field_at, field_shape, keys_of
+from rlhf_cli.config.keys import field_at, field_shape, keys_of, shape
 from rlhf_cli.config.paths import fill_and_resolve
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.problems import translate
+from rlhf_cli.config.problems import translate, wrong_keys
 from rlhf_cli.config.stages import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.which import refuse_other_stage
 from rlhf_cli.errors import Problem, RLHFError
@@ -39,6 +40,20 @@ def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises RLHFError with all problems at once: C01-C03, C05-C11, C16, C17, S02, S03, and those of the ppo settings.
     """
+    config, problems = load_what_is_sound(stage, path, overrides)
+    if problems or config is None:
+        raise RLHFError.of(problems)
+    return config
+
+
+def load_what_is_sound(
+    stage: str, path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[Config | None, list[Problem]]:
+    """The config, and what is wrong with it. Wrong values of sections that name no files stand at their defaults, so
+    that the files can be looked at; None where a file's name may be among what is wrong.
+
+    Raises RLHFError for what cannot be read as a config of `stage` at all.
+    """
     model = CONFIGS[stage]
     source = yaml_source.read(path)
     written, problems = override_lines.apply(overrides, source, model)
@@ -46,14 +61,13 @@ def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
     origin = Origin(file, source.name, source.lines, written)
     refuse_other_stage(stage, source.tree, origin)
     problems += source.problems + secrets.take_out(source.tree, origin.where)
+    in_doubt = bool(problems)  # the YAML or an override could not be read whole
     folder, here = str(file.parent), os.getcwd()
     fill_and_resolve(model, source.tree, lambda key: here if origin.overridden(key) else folder)
     config, more = _validated(model, source.tree, origin)
-    problems += more
-    if problems or config is None:
-        raise RLHFError.of(sorted(problems, key=_line))
-    config._origin = origin
-    return config
+    if config is not None:
+        config._origin = origin
+    return None if in_doubt else config, sorted([*problems, *more], key=_line)
 
 
 def keys(stage: str) -> dict[str, FieldInfo]:
@@ -90,7 +104,32 @@ def _validated(model: type[Config], tree: dict[str, Any], origin: Origin) -> tup
     try:
         return model.model_validate(tree), problems
     except ValidationError as error:
-        return None, problems + translate(error, tree, model, origin.where)
+        sound = _set_aside(wrong_keys(error, tree), model, tree)
+        return sound, problems + translate(error, tree, model, origin.where)
+
+
+def _set_aside(wrong: Iterable[tuple[str, ...]], model: type[Config], tree: dict[str, Any]) -> Config | None:
+    """The config without the keys that are wrong; None where a section that names files has one, or more is wrong."""
+    names_files = {key.partition(".")[0] for key, field in keys_of(model).items() if _names_files(field)}
+    tree = deepcopy(tree)
+    for path in sorted(set(wrong), key=len, reverse=True):
+        if not path or path[0] not in model.model_fields or path[0] in names_files:
+            return None
+        section: Any = tree
+        for part in path[:-1]:
+            section = section.get(part) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            return None
+        section.pop(path[-1], None)
+    try:
+        return model.model_validate(tree)
+    except ValidationError:
+        return None
+
+
+def _names_files(field: FieldInfo) -> bool:
+    below = field_shape(field)
+    return below.path is not None or (below.entries is not None and shape(below.entries).path is not None)
 
 
 def _line(problem: Problem) -> int:

@@ -41,6 +41,11 @@ def translate(
     return problems
 
 
+def wrong_keys(error: ValidationError, tree: dict[str, Any]) -> list[Path]:
+    """The path of each key that is wrong, once for each complaint."""
+    return [_real_path(detail, tree) for detail in error.errors(include_url=False)]
+
+
 def _problem(path: Path, details: list[Any], model: type[Config], where: Callable[[str], str]) -> Problem:
     key = ".".join(path)
     detail = next((each for each in details if each["type"] not in EXPECTED | {"literal_error": ""}), details[0])

@@ -131,6 +131,7 @@ def _total(plans: Sequence[dict[str, Any]], loaded: float | None) -> dict[str, A
     }
 
 
+WRITES = ("ppo", "eval")
 STEP = {"sft": "a step", "reward": "a step", "ppo": "an update", "eval": "an evaluation"}
 
 
@@ -148,11 +149,12 @@ def _show(plan: dict[str, Any], target: Target) -> None:
     terminal.out(text)
     for each in plan["advice"]:
         terminal.out(f"         {each['set']} saves {room.size(each['saves'])}")
-    parts = " + ".join(f"{name} {times.duration(seconds)}" for name, seconds in plan["seconds"].items())
-    terminal.out(f"time     {STEP[plan['stage']]}: {parts}")
     whole = sum(plan["seconds"].values())
+    parts = " + ".join(f"{name} {times.duration(seconds)}" for name, seconds in plan["seconds"].items())
+    parts = parts if len(plan["seconds"]) > 1 else times.duration(whole)
+    terminal.out(f"time     {STEP[plan['stage']]}: {parts}")
     in_all = times.duration(whole * plan["steps"])
-    writes = ", with all responses at their limit" if plan["stage"] in ("ppo", "eval") else ""
+    writes = ", with all responses at their limit" if plan["stage"] in WRITES else ""
     terminal.out(f"         {plan['steps']} x {times.duration(whole)}: {_about(plan)} {in_all}{writes}")
     if plan["share"] < BUSY:
         alone = times.duration(whole * plan["steps"] * plan["share"])
@@ -178,7 +180,9 @@ def _about(told: dict[str, Any]) -> str:
 
 def _title(plan: dict[str, Any], target: Target) -> str:
     models = ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items())
-    lengths = f"prompts of {plan['prompt_tokens']} tokens, {plan['response_tokens']} after them"
+    prompt, response = plan["prompt_tokens"], plan["response_tokens"]
+    lengths = f"prompts of {prompt} tokens, responses of {response}"
+    lengths = lengths if plan["stage"] in WRITES else f"rows of {prompt + response} tokens"
     mode = "" if plan["mode"] == "full" else f"; mode {plan['mode']}"
     each = f"; each of {target.processes} processes" if target.processes > 1 else ""
     return f"{plan['stage']}: {models} parameters; {lengths}{mode}{each}"

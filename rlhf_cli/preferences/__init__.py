@@ -17,6 +17,7 @@ from rlhf_cli.preferences import facts, split
 from rlhf_cli.preferences.sizes import Sizes, choose
 from rlhf_cli.rows import write_jsonl
 from rlhf_cli.sources import Source
+from rlhf_cli.statistics import wilson
 
 STAGES = ("sft", "reward", "ppo", "eval")
 FILES = ("sft", "sft_eval", "pairs", "pairs_eval", "prompts", "heldout")
@@ -106,6 +107,11 @@ def report(folder: Path, style: split.Style, parts: split.Parts, known: facts.Fa
         for (name, uses), pairs in zip(split.USES.items(), parts.values(), strict=True)
     ]
     terminal.table(["part", "for", "prompts", "pairs"], rows)
+    low, high = wilson(sizes.eval_n / 2, sizes.eval_n)
+    terminal.out(
+        f"a win rate of 0.50 on {sizes.eval_n} held-out prompts will be told as 0.50 +-{(high - low) / 2:.2f} (95 %); "
+        "four times as many prompts halve that"
+    )
     terminal.out(str(known))
     if sizes.minutes:
         terminal.out(

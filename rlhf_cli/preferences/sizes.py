@@ -20,6 +20,8 @@ UPDATES = 50  # of PPO, at least: the demo's reward is near its peak by then (do
 EPISODES = 64  # an update
 EPOCHS = 4  # of PPO: its default
 FEWEST = 10  # updates, steps: less is no training
+# SFT of few rows makes more passes, up to this many steps or passes: docs/your-own-data.md has what they are worth.
+FEW_STEPS, MOST_PASSES = 100, 8
 STEPS_EVAL = 64  # prompts, at least
 
 
@@ -33,6 +35,7 @@ class Training:
     rows: int  # a device reads at once
     parts: int  # gradient accumulation
     steps: int
+    usual: int  # epochs, were there no fewest steps
 
 
 @dataclass(frozen=True)
@@ -97,14 +100,17 @@ def rate(stage: str, parameters: int) -> str:
 
 
 def _training(stage: str, known: Facts, count: int, rows: int) -> Training:
-    """Batches of 32 rows (of few data fewer, so that there are steps enough), and more epochs the fewer rows."""
+    """Batches of 32 rows (of few data fewer, so that there are steps enough); the fewer rows, the more epochs."""
     batch = 32 if count >= 5000 else 16 if count >= 300 else 8
     batch = min(batch, _power_of_two(count / 2))
     epochs = 1 if count >= 10_000 else 2 if count >= 2000 else 3
     if stage == "reward":  # they overfit early (InstructGPT, appendix C.2)
         epochs = 1 if count >= 5000 else 2
+    a_pass, usual = math.ceil(count / batch), epochs
+    if stage == "sft":
+        epochs = max(usual, min(MOST_PASSES, math.ceil(FEW_STEPS / a_pass)))
     rows = min(rows, batch)
-    return Training(rate(stage, known.parameters), epochs, None, rows, batch // rows, math.ceil(count / batch) * epochs)
+    return Training(rate(stage, known.parameters), epochs, None, rows, batch // rows, a_pass * epochs, usual)
 
 
 def _within(sizes: Sizes, known: Facts, minutes: float | None) -> Sizes:

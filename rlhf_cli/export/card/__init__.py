@@ -67,6 +67,7 @@ def _picked(about: Subject) -> str:
 
 
 def _as_in_training(about: Subject) -> Iterator[str]:
+    yield usage.PROMPTS[about.prompts]
     found = usage.sampling(about)
     if about.model.can_generate() and found:
         when = "evaluation" if about.is_evaluated else "training"

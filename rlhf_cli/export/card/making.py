@@ -66,8 +66,8 @@ def blocks(about: Subject) -> Iterator[str]:
     libraries = [("rlhf-cli", versions.get("rlhf")), *((name, versions.get(name)) for name in LIBRARIES)]
     made_with = ", ".join(f"{name} {text(version)}" for name, version in libraries if version)
     git = (about.stage.manifest or {}).get("git")
-    configs = f" Its configs are of git revision {code(str(git))}." if git else ""
-    yield f"Trained with {made_with}.{configs}"
+    where = f" The git repository around its folder stood at revision {code(str(git))} then." if git else ""
+    yield f"Trained with {made_with}.{where}"
     if course := list(_course(about.stage)):
         yield "### Course of PPO"
         yield bullets(course)

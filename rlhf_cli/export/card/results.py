@@ -11,9 +11,10 @@ from rlhf_cli.report import glance, tables
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import bounds, percent
 from rlhf_cli.statistics import with_interval
+from rlhf_cli.verdict.frontier import deciding_judge
 
-# What a judge may be.
-PYTHON, MODEL = "a Python function", "a reward model"
+# What a judge may be, if no Python function.
+MODEL = "a reward model"
 OWN = "the reward model that PPO was trained on: a win by it alone proves nothing"
 
 
@@ -31,8 +32,9 @@ def judges(about: Subject) -> dict[str, str]:
     """What each judge of the evaluation is, in words."""
     evaluation, found = about.run.stages["eval"], {}
     for name in tables.judges(about.report):
-        if FUNCTION.fullmatch(str(evaluation.setting(f"judges.{name}"))):
-            found[name] = PYTHON
+        judge = str(evaluation.setting(f"judges.{name}"))
+        if FUNCTION.fullmatch(judge):
+            found[name] = f"the Python function {code(judge)}: a higher score is better, and its code says by what"
             continue
         key = "models.reward" if name == "reward" else f"judges.{name}"
         own = evaluation.told("parents").get(key, {}).get("sha256") in about.rewarded_by
@@ -64,7 +66,8 @@ def _told(about: Subject) -> Iterator[str]:
         "A tie counts half. In brackets: 95 % intervals."
     )
     if about.stage.name == "ppo":
-        yield bullets(text(sentence) for sentence in glance.sentences(about.run))
+        first, *others = glance.sentences(about.run)
+        yield bullets(map(text, [first + _caveat(about), *others]))
     if rows := [row for row in tables.won(report) if row[0].startswith(f"{who} over ")]:
         yield table(tables.WON, rows)
     columns, policies = tables.policies(report)
@@ -74,6 +77,13 @@ def _told(about: Subject) -> Iterator[str]:
     yield bullets(_compared(about))
     yield "The judges:"
     yield bullets(f"{code(name)}: {what}" for name, what in judges(about).items())
+
+
+def _caveat(about: Subject) -> str:
+    """What the headline is worth where none but PPO's own reward decides."""
+    rates = about.report.get("win_rate", {}).get("ppo_vs_sft")
+    own = rates and judges(about).get(deciding_judge(rates)) == OWN
+    return " That judge is what it was trained to please: alone this proves nothing." if own else ""
 
 
 def _compared(about: Subject) -> Iterator[str]:

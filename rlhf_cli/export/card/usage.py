@@ -9,6 +9,11 @@ from rlhf_cli.export.card.subject import Subject
 from rlhf_cli.report.runs import is_number
 
 ANSWER = "Write an answer to it here."
+PROMPTS = {  # what goes to the model
+    "template": "Prompts are conversations, lists of messages that the chat template of its tokenizer writes.",
+    "text": "A prompt is plain text, which the answer goes on with: no chat template, no roles.",
+    "transcript": r"A prompt is a transcript as a text, `\n\nHuman: ...\n\nAssistant:`, also that of one question.",
+}
 TOKENS = 128  # of an answer, where the run tells no length
 
 

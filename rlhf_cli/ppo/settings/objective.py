@@ -27,7 +27,9 @@ class ObjectiveSettings(Settings):
         0.05,
         ge=0,
         description=(
-            f"Coefficient of the KL penalty to the SFT policy, per nat; its first value with adap_kl_ctrl. {TRL}"
+            "Coefficient of the KL penalty to the SFT policy, per nat; its first value with adap_kl_ctrl. Higher ones "
+            "hold the policy near SFT, with less reward; lower ones allow more of both, and 0 lets it find what the "
+            f"reward model gets wrong. {TRL}"
         ),
     )
     kl_in: Literal["reward", "loss"] = Field(
@@ -82,7 +84,15 @@ class ObjectiveSettings(Settings):
     lam: float = Field(0.95, ge=0, le=1, description=f"Lambda of generalised advantage estimation. {TRL}")
 
     # The loss
-    cliprange: float = Field(0.2, gt=0, lt=1, description=f"Clip range of the probability ratio. {TRL}")
+    cliprange: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description=(
+            "Clip range of the probability ratio. Lower ones stop a token's push sooner: smaller, steadier updates; "
+            f"higher ones let the passes of an update go farther. {TRL}"
+        ),
+    )
     cliprange_high: float | None = Field(
         None,
         gt=0,

@@ -28,7 +28,12 @@ class RolloutSettings(Settings):
     """Episodes of a run and of an update; the rules of sampling."""
 
     total_episodes: int | None = Field(
-        None, ge=1, description=f"Episodes (= responses) in all. Give this or num_train_epochs. {TRL}"
+        None,
+        ge=1,
+        description=(
+            "Episodes (= responses) in all. Give this or num_train_epochs. More are more updates: time, reward and KL "
+            f"grow with them; of too many the reward rises while answers get worse. {TRL}"
+        ),
     )
     num_train_epochs: float | None = Field(
         None,
@@ -47,7 +52,14 @@ class RolloutSettings(Settings):
         4, ge=1, description=f"Micro-batches of full size that make up an update's episodes. {TLDR}"
     )
     num_mini_batches: int = Field(1, ge=1, description=f"Minibatches of an epoch; each makes one optimizer step. {TRL}")
-    num_ppo_epochs: int = Field(4, ge=1, description=f"Passes over an update's episodes. {TRL}")
+    num_ppo_epochs: int = Field(
+        4,
+        ge=1,
+        description=(
+            "Passes over an update's episodes. More make more of each episode and take as much longer; the later ones "
+            f"are clipped more, and KL may jump. {TRL}"
+        ),
+    )
     num_samples_per_prompt: int = Field(
         1,
         ge=1,
@@ -101,9 +113,20 @@ class RolloutSettings(Settings):
     )
 
     response_length: Annotated[int, Field(ge=1)] | LengthRange = Field(
-        53, description=f"Most tokens of a response, or {{min, max}} to draw the limit anew for each update. {TRL}"
+        53,
+        description=(
+            "Most tokens of a response, or {min, max} to draw the limit anew for each update. More take more time and "
+            f"memory; with fewer than answers need they are cut off, and missing_eos_penalty strikes them. {TRL}"
+        ),
     )
-    temperature: float = Field(0.7, gt=0, description=f"Sampling temperature; log-probs use the same one. {TRL}")
+    temperature: float = Field(
+        0.7,
+        gt=0,
+        description=(
+            "Sampling temperature; log-probs use the same one. Higher ones try more different answers, and more bad "
+            f"ones; lower ones leave PPO less to choose from. {TRL}"
+        ),
+    )
     stop_token: Literal["eos", "none"] = Field(
         "eos",
         description=(
