@@ -268,7 +268,7 @@ def test_the_card_tells_where_it_comes_from_and_what_is_known(copied: Path) -> N
     told, point = report["models"]["ppo"], next(p for p in report["frontier"] if p["step"] == step)
     assert f" {told['reward_mean']:.3f} [" in last and f" {point['reward']:.3f} [" in picked
     for text, rates in ((last, report["win_rate"]["ppo_vs_sft"]), (picked, point["win_rate"])):
-        assert f"| PPO over SFT, short | {rates['short']['value']:.3f} [" in text
+        assert f"| PPO over SFT, short | {100 * rates['short']['value']:.0f} % [" in text
         results = ModelCard(text).data.eval_results
         assert [each.metric_value for each in results] == [round(rate["value"], 4) for rate in rates.values()]
     assert "at its end |" in picked and "at its end |" not in last and "No evaluation" not in last + picked
