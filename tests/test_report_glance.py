@@ -214,6 +214,23 @@ def test_all_flagged_probes_stand_in_one_thing_to_do(run: Path) -> None:
     assert f"reward (worth a look): add {wanted}: PPO will find each of them" in words(run)
 
 
+@pytest.mark.parametrize(
+    ("losses", "wanted"),
+    [
+        ([6.0, 5.0], "in training: up to 2 times is healthy; the former still falls"),
+        ([6.0, 5.0], "give it more rows: these it knows, and others it still learns"),
+        ([5.0, 5.1], "lower sft.num_train_epochs"),
+        ([5.0], "lower sft.num_train_epochs"),  # nothing to compare it with
+    ],
+)
+def test_no_fewer_passes_are_advised_while_the_held_out_loss_falls(run: Path, losses: list[float], wanted: str) -> None:
+    rows = [{"step": 40 + place, "eval_loss": loss} for place, loss in enumerate(losses)]
+    write_jsonl(run / "sft/metrics.jsonl", [*lines(run / "sft/metrics.jsonl")[:-1], *rows])
+    said = words(run)
+    assert wanted in said
+    assert ("lower sft.num_train_epochs" in said) == (losses[0] <= losses[-1])
+
+
 def test_the_held_out_loss_is_that_of_all_tokens(run: Path) -> None:
     change(run / "sft/manifest.json", metrics={"eval_loss": 1.875})
     said = words(run)

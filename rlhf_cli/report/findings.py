@@ -1,6 +1,6 @@
 """What is found in each stage of a run, by the numbers that it and the evaluation left: a finding, and what to do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,7 +38,7 @@ def of_sft(run: Run) -> Iterator[Finding]:
     stage = run.stages["sft"]
     by_heart = [*_losses(stage), *_apart(stage)]
     yield from by_heart
-    yield from _ended(run, too_long=any(finding.grade == "look" for finding in by_heart))
+    yield from _ended(run, too_long=any(finding.grade == "look" and finding.advice.moves for finding in by_heart))
     repeated = run.stages["ppo"].series("objective/repetition")[:1]  # the SFT policy's own: nothing was learned yet
     if repeated and repeated[0][1] > REPEATED:
         text = f"{percent(repeated[0][1])} of what its answers say in runs of three tokens they have said before"
@@ -82,10 +82,18 @@ def _apart(stage: Stage) -> Iterator[Finding]:
     ours, theirs = loss[-1][1], final if is_number(final) else held_out[-1][1]
     told = f"its loss on held-out rows is {number(theirs)}, beside {number(ours)} in training"
     if theirs > APART * ours:
-        text = f"{told}: up to {number(APART)} times is healthy"
-        yield Finding("look", text, _by_heart(stage), "its loss on held-out rows")
+        text, falls = f"{told}: up to {number(APART)} times is healthy", _still_falls(held_out)
+        advice = (
+            Advice((), "give it more rows: these it knows, and others it still learns") if falls else _by_heart(stage)
+        )
+        yield Finding("look", text + ("; the former still falls" if falls else ""), advice, "its loss on held-out rows")
     else:
         yield Finding("good", told)
+
+
+def _still_falls(losses: Sequence[tuple[int, float]]) -> bool:
+    """Whether the last of several is the lowest: what would stop sooner would be worse."""
+    return len(losses) > 1 and losses[-1][1] == min(value for _, value in losses)
 
 
 def _ended(run: Run, *, too_long: bool) -> Iterator[Finding]:
