@@ -23,8 +23,9 @@ def _show_ways_on(folder: Path, configs: Mapping[str, Config], *, met: bool) -> 
     """The page's first sentence, and what to do now."""
     ways, judged = [], configs["eval"].folder
     if (judged / REPORT).is_file():  # what was drawn can be read
-        terminal.out(f"the page says: {report.headline(judged)}")
-        if not met or report.has_suspect(judged):
+        page = report.brief(judged)
+        terminal.out(f"the page says: {page.headline}")
+        if not met or page.suspect:
             ways.append(f"open {shown(judged / REPORT)} in a browser")
     if met and "ppo" in configs:
         selected = " --step selected" if "selected_step" in verdict.read_report(judged) else ""

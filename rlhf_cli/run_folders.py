@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 STAGES = ("sft", "reward", "ppo", "eval")  # in the order of the chain
+TALKING = ("ppo", "sft")  # whose models write text
 
 
 def configs_folder() -> Path:
@@ -34,7 +35,7 @@ def configs_in(folder: Path) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder holds a stage's config or its output."""
-    return bool(configs_in(folder)) or any(is_begun(folder / stage) for stage in STAGES)
+    return folder in below(folder, 0)
 
 
 def below(folder: Path, depth: int, most: int | None = None) -> Iterator[Path]:

@@ -11,7 +11,7 @@ from canaries import PICKLES, is_pickle, leaks, run
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
-from rlhf_cli.report import headline
+from rlhf_cli.report import brief
 
 STAGES = ["sft", "reward", "ppo", "eval"]
 
@@ -70,7 +70,7 @@ def test_what_a_stage_found_the_next_ones_do_not_say_again(
     ppo = json.loads((folder / "run/ppo/manifest.json").read_text())["metrics"]["objective/scores"]
     assert f"ppo      reward {ppo:.3f} on training prompts (before the KL penalty), KL " in result.stderr
     *_, verdict, said, last = result.stdout.splitlines()
-    assert verdict.startswith("verdict: ") and said == f"the page says: {headline(folder / 'run')}"
+    assert verdict.startswith("verdict: ") and said == f"the page says: {brief(folder / 'run').headline}"
     assert last.startswith("next: open run/eval/report.html in a browser; rlhf chat run --compare")
 
 

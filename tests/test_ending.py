@@ -8,7 +8,7 @@ import pytest
 from report_run import report, write_run
 
 from rlhf_cli import ending
-from rlhf_cli.report import headline, write_beside
+from rlhf_cli.report import brief, write_beside
 
 
 @pytest.mark.parametrize("met", [True, False])
@@ -29,5 +29,5 @@ def test_the_page_comes_first_where_there_is_something_to_see(
     assert said() == ([f"next: {'; '.join(onward)}"] if onward else []), "no page was drawn"
     assert write_beside(run / "eval")
     page = ["open run/eval/report.html in a browser"] if gold < 0.5 or not met else []
-    assert said() == [f"the page says: {headline(run)}", f"next: {'; '.join([*page, *onward])}"]
-    assert ("The stage to mend first" in headline(run)) == (gold < 0.5)
+    assert said() == [f"the page says: {brief(run).headline}", f"next: {'; '.join([*page, *onward])}"]
+    assert ("The stage to mend first" in brief(run).headline) == (gold < 0.5)

@@ -28,7 +28,7 @@ from report_run import (
 )
 
 from rlhf_cli import checkpoints, terminal
-from rlhf_cli.report import facts, headline, page, write_beside
+from rlhf_cli.report import brief, facts, page, write_beside
 from rlhf_cli.report.runs import read_run
 from rlhf_cli.report.steps import at_step
 from rlhf_cli.rows import write_jsonl
@@ -304,8 +304,8 @@ def test_the_headline_is_what_the_page_says_first_and_draws_nothing(run: Path) -
     told = rlhf("report", run).stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
-        said = headline(run)
-    assert said == headline(run / "eval") == "No stage looks bad." and f"report   {said}\n" in told
+        said = brief(run).headline
+    assert said == brief(run / "eval").headline == "No stage looks bad." and f"report   {said}\n" in told
 
 
 def test_out_and_several_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

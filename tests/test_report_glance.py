@@ -8,7 +8,7 @@ import pytest
 from ppo_folder import lines
 from report_run import CARD, begin, change, configs, finish, metrics, report, win, words, write_run
 
-from rlhf_cli.report import compare, headline
+from rlhf_cli.report import brief, compare
 from rlhf_cli.report.runs import read_run
 from rlhf_cli.rows import write_jsonl
 
@@ -24,7 +24,7 @@ def test_stages_that_do_not_belong_together_are_said(run: Path) -> None:
     since = "made from another ppo than the one that is there now (models.ppo)"
     said = words(run)
     assert f"eval out of date {since}" in said and said.count(since) == 2, "in its badge and in the headline"
-    assert headline(run) == f"No stage looks bad. Out of date: eval, {since}." and headline(run) in said
+    assert brief(run).headline == f"No stage looks bad. Out of date: eval, {since}." and brief(run).headline in said
 
 
 def test_nothing_is_concluded_from_an_evaluation_that_is_out_of_date(run: Path) -> None:
@@ -198,9 +198,11 @@ def test_what_to_do_begins_with_the_stage_of_the_headline(run: Path) -> None:
     told["win_rate"]["ppo_vs_sft"] = {"gold": win(0.3)}
     (run / "eval/report.json").write_text(json.dumps(told))
     finish(run / "eval")
-    assert headline(run).startswith("The outcome is bad, no training stage is. Worth a look first: sft. Only 80 %")
+    assert brief(run).headline.startswith(
+        "The outcome is bad, no training stage is. Worth a look first: sft. Only 80 %"
+    )
     write_jsonl(run / "ppo/metrics.jsonl", metrics(policy__approxkl_avg=[0.5] * 20))
-    assert headline(run).startswith("The stage to mend first: ppo.")
+    assert brief(run).headline.startswith("The stage to mend first: ppo.")
     said = words(run)
     todo = said[said.index("What to do, in this order") : said.index("One change at a time")]
     assert re.findall(r"(\w+) (?:\(worth a look\))?: ", todo)[:3] == ["ppo", "sft", "eval"], todo

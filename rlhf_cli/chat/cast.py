@@ -14,8 +14,8 @@ from rlhf_cli.errors import RLHFError, nearest
 from rlhf_cli.inputs import forms
 from rlhf_cli.inputs.forms import Written
 from rlhf_cli.inputs.ppo import made_with
+from rlhf_cli.run_folders import TALKING
 
-TALKING = ("ppo", "sft")
 REFERENCE = "models.sft"
 
 

@@ -7,6 +7,7 @@ anything is wrong. An empty answer leaves the word to the shell, which offers fi
 import functools
 import os
 from collections.abc import Callable, Iterable
+from itertools import permutations
 from pathlib import Path
 
 import typer
@@ -80,12 +81,12 @@ def stages(incomplete: str) -> Offer:
 
 def talking(incomplete: str) -> Offer:
     """The stages whose models write text."""
-    return ["ppo", "sft"]
+    return list(run_folders.TALKING)
 
 
 def compared(incomplete: str) -> Offer:
     """What `rlhf chat` compares, in both orders."""
-    return ["sft,ppo", "ppo,sft"]
+    return [",".join(order) for order in permutations(reversed(run_folders.TALKING))]
 
 
 @quietly

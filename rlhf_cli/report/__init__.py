@@ -1,6 +1,7 @@
 """`rlhf report RUN...`: a run, or a comparison of several, as one HTML page that loads nothing. Reads files alone."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -54,19 +55,17 @@ def write_beside(eval_folder: Path) -> Path | None:
     return target
 
 
-def headline(folder: Path) -> str:
-    """What the page of a run says first, in a sentence; nothing is drawn.
+@dataclass(frozen=True)
+class Brief:
+    """What the page of a run says first, in a sentence, and whether it calls a stage bad, or worth a look."""
 
-    Raises RLHFError M01 where there is no stage.
-    """
-    return _first_said(read_run(folder))
+    headline: str
+    suspect: bool
 
 
-def has_suspect(folder: Path) -> bool:
-    """Whether the page of a run calls a stage bad, or worth a look. Raises RLHFError M01 where there is no stage."""
-    from rlhf_cli.report import glance
-
-    return any(badge.grade in glance.ILL for badge in glance.badges(read_run(folder)))
+def brief(folder: Path) -> Brief:
+    """A run's page in brief; nothing is drawn. Raises RLHFError M01 where there is no stage."""
+    return _brief(read_run(folder))
 
 
 def _read(folder: Path, runs: list[Run]) -> None:
@@ -83,15 +82,16 @@ def _page(runs: list[Run]) -> str:
     return compare.of_runs(runs)
 
 
-def _first_said(run: Run) -> str:
-    from rlhf_cli.report import glance
+def _brief(run: Run) -> Brief:
+    from rlhf_cli.report import glance, health
 
-    return glance.suspect(run, glance.badges(run))
+    badges = glance.badges(run)
+    return Brief(glance.suspect(run, badges), any(badge.grade in health.ILL for badge in badges))
 
 
 def _in_a_line(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
-        return _first_said(runs[0])
+        return _brief(runs[0]).headline
     from rlhf_cli.report import compare
 
     return f"{len(runs)} runs are compared: {', '.join(compare.told_apart([run.folder for run in runs]))}"

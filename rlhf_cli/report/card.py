@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhf_cli.report.texts import number, percent
-from rlhf_cli.reward_card.faults import ECE, LEAST, OVER_LONG, SWAPPED, ece_limit
+from rlhf_cli.reward_card.faults import ECE, LEAST, OVER_LONG, SWAPPED, claimed, ece_limit
 
 
 def notes(card: Mapping[str, Any]) -> Iterator[str]:
@@ -34,13 +34,12 @@ def notes(card: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _calibration(card: Mapping[str, Any]) -> str:
-    said = sum(each["n"] * each["confidence"] for each in card["calibration"]) / card["n"]
-    why = "; with few pairs, what chance alone comes to"
+    sure, why = claimed(card), "; with few pairs, what chance alone comes to"
     if ece_limit(card) > ECE:
         why = f"; here it is {number(ece_limit(card))}, since with so few pairs chance alone comes to that"
     return (
         "Calibration: of the answers that they prefer, the scores say that these are the better ones with a chance of "
-        f"{percent(said)} on the mean, and {percent(card['accuracy'])} are; where more is said than comes true, the "
+        f"{percent(sure)} on the mean, and {percent(card['accuracy'])} are; where more is said than comes true, the "
         "model is sure of too much. The error (ECE) is how far the two are apart, over groups of like chance. Its "
         f"limit is {number(ECE)}{why}."
     )

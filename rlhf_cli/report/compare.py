@@ -14,7 +14,7 @@ from rlhf_cli.report.health import last_quarter
 from rlhf_cli.report.page import WORDS, render
 from rlhf_cli.report.ranges import RULES
 from rlhf_cli.report.runs import STAGES, Run, at, is_number
-from rlhf_cli.report.texts import bounds, number, percent
+from rlhf_cli.report.texts import bounds, number, percent, rated
 from rlhf_cli.verdict import versus
 
 SECTIONS = (
@@ -142,7 +142,7 @@ def _rated(reports: list[Any]) -> dict[tuple[str, str], None]:
 
 def apart(names: list[str], runs: list[Run]) -> Iterator[str]:
     """For each judge whether PPO's highest and lowest win rate over SFT differ beyond their intervals."""
-    rates = [at(run.outcome, "win_rate.ppo_vs_sft") or {} for run in runs]
+    rates = [run.rates for run in runs]
     for judge in dict.fromkeys(name for each in rates for name in each):
         told = [
             (each[judge], name, run)
@@ -156,9 +156,7 @@ def apart(names: list[str], runs: list[Run]) -> Iterator[str]:
             continue
         ordered = sorted(told, key=lambda each: float(each[0]["value"]))
         (least, low, _), (most, high, _) = ordered[0], ordered[-1]
-        ends = [
-            f"{name} ({percent(rate['value'])}{bounds(rate['ci95'])})" for rate, name in ((most, high), (least, low))
-        ]
+        ends = [f"{name} ({rated(rate)})" for rate, name in ((most, high), (least, low))]
         which = (
             "differ beyond their intervals: by more than chance in the prompts, though another seed may move both"
             if most["ci95"][0] > least["ci95"][1]

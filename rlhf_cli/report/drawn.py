@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.report import charts, frontier
-from rlhf_cli.report.health import Reading, by_cause, readings
+from rlhf_cli.report.health import ILL, Reading, by_cause, readings
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.samples import lengths
 from rlhf_cli.report.svg import Drawing
@@ -62,7 +62,7 @@ def ppo(run: Run) -> list[Figure]:
     stage, found = run.stages["ppo"], []
     alarms = sorted({str(row.get("signal")): row["step"] for row in reversed(run.firings)}.values())
     seen = readings(stage)
-    ill = [reading for reading in by_cause(seen) if reading.verdict in ("look", "bad")]
+    ill = [reading for reading in by_cause(seen) if reading.verdict in ILL]
     for reading in [*ill, *(reading for reading in seen if reading not in ill)]:
         drawing = _curve(reading, stage, alarms) if reading.moves else None
         found.append(
@@ -75,7 +75,7 @@ def ppo(run: Run) -> list[Figure]:
                 reading.key,
             )
         )
-    return sorted(found, key=lambda figure: figure.drawing is None and figure.verdict not in ("look", "bad"))
+    return sorted(found, key=lambda figure: figure.drawing is None and figure.verdict not in ILL)
 
 
 def _curve(reading: Reading, stage: Stage, alarms: list[int]) -> Drawing:

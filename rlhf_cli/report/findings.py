@@ -6,9 +6,10 @@ from typing import Literal
 
 from rlhf_cli.ppo.settings import WatchdogSettings
 from rlhf_cli.report.advice import NONE, Advice, Move
-from rlhf_cli.report.health import FEWEST, Reading, by_cause, readings
+from rlhf_cli.report.health import FEWEST, ILL, Reading, by_cause, readings
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
+from rlhf_cli.reward_card.faults import claimed
 from rlhf_cli.statistics import wilson
 from rlhf_cli.verdict.frontier import deciding_judge
 from rlhf_cli.verdict.sentence import OWN_REWARD, standing
@@ -127,7 +128,7 @@ def _ended(run: Run, *, too_long: bool) -> Iterator[Finding]:
 
 def found_out(run: Run) -> str:
     """The judge by which PPO lost though it won by the reward; else empty."""
-    rates = at(run.outcome, "win_rate.ppo_vs_sft") or {}
+    rates = run.rates
     judge = deciding_judge(rates) if rates else "reward"
     hacked = judge != "reward" and "reward" in rates and rates["reward"]["value"] > GUESS > rates[judge]["value"]
     return judge if hacked else ""
@@ -137,7 +138,7 @@ def blamed(run: Run) -> str:
     """The stage to which that is laid: ppo where its own numbers are ill, which costs no pairs to mend, else reward."""
     if not found_out(run):
         return ""
-    return "ppo" if any(finding.grade in ("look", "bad") for finding in _by_its_log(run)) else "reward"
+    return "ppo" if any(finding.grade in ILL for finding in _by_its_log(run)) else "reward"
 
 
 def of_reward(run: Run) -> Iterator[Finding]:
@@ -175,8 +176,7 @@ def _flagged(code: str, rejected: list[str], stage: Stage) -> Advice:
     if code == "R11":
         found = "it" if len(rejected) == 1 else "each of them"
         return Advice((), f"add {', and '.join(rejected)}: PPO will find {found}")
-    sure = sum(each["n"] * each["confidence"] for each in card.get("calibration", [])) / card.get("n", 1)
-    if code == "R12" and sure > card.get("accuracy", 0.0):
+    if code == "R12" and claimed(card) > card["accuracy"]:
         return Advice((Move("lower", _how_long(stage)), Move("lower", "reward.learning_rate")))
     return Advice((Move("raise", _how_long(stage)),), "more pairs help as well") if code == "R12" else NONE
 
@@ -199,7 +199,7 @@ def _by_its_log(run: Run) -> Iterator[Finding]:
     if names and not stopped:
         yield Finding("bad", f"the watchdog fired {count(len(run.firings), 'time')} ({', '.join(names)})", read)
     for reading in by_cause(readings(stage)):
-        if reading.verdict in ("look", "bad"):
+        if reading.verdict in ILL:
             yield Finding(reading.verdict, f"{reading.title}: {_short(reading)}", reading.advice, reading.title)
     updates = len(stage.metrics)
     if 0 < updates < FEWEST:
@@ -212,7 +212,7 @@ def _short(reading: Reading) -> str:
 
 
 def of_eval(run: Run) -> Iterator[Finding]:
-    rates = at(run.outcome, "win_rate.ppo_vs_sft") or {}
+    rates = run.rates
     if not rates:
         return
     judge = deciding_judge(rates)

@@ -6,12 +6,12 @@ from typing import Any
 
 from rlhf_cli.report.advice import NONE, one_voice
 from rlhf_cli.report.findings import Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
+from rlhf_cli.report.health import ILL
 from rlhf_cli.report.runs import Run, Stage, at, is_number
-from rlhf_cli.report.texts import bounds, count, number, percent
+from rlhf_cli.report.texts import count, number, percent, rated
 from rlhf_cli.verdict.frontier import deciding_judge
 from rlhf_cli.verdict.sentence import OWN_REWARD, standing
 
-ILL = ("look", "bad")
 ORDER: tuple[Grade, ...] = ("good", "early", "stale", "look", "bad")
 
 
@@ -136,7 +136,7 @@ def sentences(run: Run) -> list[str]:
 
 
 def _outcome(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
-    rates = at(report, "win_rate.ppo_vs_sft") or {}
+    rates = run.rates
     kl = at(report, "models.ppo.kl")
     if rates:
         judge = deciding_judge(rates)
@@ -144,23 +144,21 @@ def _outcome(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
         far = f", at {number(kl)} nats from it" if is_number(kl) else ""
         caveat = f": {OWN_REWARD}" if judge == "reward" else ""
         n = f"{rate.get('n', report['n']):,} held-out prompts"
-        won = f"{percent(rate['value'])}{bounds(rate.get('ci95'))}"
-        yield f"PPO {_beats(rate)} on {won} of {n} by {judge}{far}{caveat}."
+        yield f"PPO {_beats(rate)} on {rated(rate)} of {n} by {judge}{far}{caveat}."
         if judge != "reward" and "reward" in rates:
             own = rates["reward"]
             trained = any(key.startswith("rewards.") for key in run.stages["ppo"].told("parents"))
-            own_won = f"{percent(own['value'])}{bounds(own.get('ci95'))}"
             which = (
                 ", which it was trained on, it wins {}: alone that would prove nothing" if trained else " it wins {}"
             )
-            yield f"By the reward model{which.format(own_won)}."
+            yield f"By the reward model{which.format(rated(own))}."
         yield from _length(report, rate)
     for row in report.get("best_of", [])[-1:]:
         if rate := (row.get("ppo_win_rate") or {}).get(deciding_judge(rates) if rates else ""):
             open_ = ", undecided" if standing(rate) == "undecided" else ""
             yield (
                 f"Against SFT's best of {row['n']} by the reward model, which needs no training, PPO wins "
-                f"{percent(rate['value'])}{bounds(rate.get('ci95'))}{open_}."
+                f"{rated(rate)}{open_}."
             )
     yield from _selected(report)
 

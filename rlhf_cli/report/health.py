@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Final, Literal
 
 from rlhf_cli.report.advice import CAUSES, NONE, Advice, one_voice
 from rlhf_cli.report.ranges import RULES, Band, Rule, band
@@ -19,6 +19,7 @@ SURE = 2.0  # standard errors
 # Nats a response. A policy that is no farther from SFT than the best of two of SFT's own answers has hardly moved.
 NEAR = best_of_n_kl(2)
 GRAVITY = ("none", "good", "look", "bad")
+ILL: Final = ("look", "bad")  # what something is to be done about
 
 
 @dataclass(frozen=True)

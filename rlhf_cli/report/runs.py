@@ -72,6 +72,11 @@ class Run:
         """The report, where it is of the stages that are there now: what is concluded is concluded from this."""
         return None if self.stages["eval"].outdated else self.report
 
+    @property
+    def rates(self) -> Mapping[str, Any]:
+        """PPO's win rates over SFT in that, by judge."""
+        return at(self.outcome, "win_rate.ppo_vs_sft") or {}
+
 
 def read_run(folder: Path) -> Run:
     """Read a run's folder, or that of one of its stages. Changes nothing.

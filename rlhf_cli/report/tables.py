@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_cli import verdict
 from rlhf_cli.report.runs import at
-from rlhf_cli.report.texts import bounds, percent
+from rlhf_cli.report.texts import percent, rated
 from rlhf_cli.statistics import with_interval
 
 WON = ("comparison", "won", "at equal length", "ties", "of")
@@ -20,7 +20,7 @@ def won(report: Mapping[str, Any]) -> list[list[str]]:
     """A row of `WON` for each win rate."""
     rows = []
     for pair, how, judge, rate in verdict.win_rates(report):
-        value, equal = percent(rate["value"]) + bounds(rate.get("ci95")), rate.get("length_controlled")
+        value, equal = rated(rate), rate.get("length_controlled")
         told = "-" if equal is None else percent(equal)
         rows.append([f"{pair}, {judge}{how}", value, told, str(rate.get("ties", "-")), str(rate.get("n", "-"))])
     return rows

@@ -1,6 +1,7 @@
 """Texts of others on a page: nothing in them may act, and what cannot be seen is made visible."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from rlhf_cli.redaction import redacted
@@ -42,3 +43,8 @@ def bounds(interval: Any) -> str:
 def count(number_of: int, word: str) -> str:
     """`1 update`, `40 updates`."""
     return f"{number_of:,} {word}{'' if number_of == 1 else 's'}"
+
+
+def rated(rate: Mapping[str, Any]) -> str:
+    """A win rate with its interval, if it has one: `52 % [46, 58]`."""
+    return percent(rate["value"]) + bounds(rate.get("ci95"))

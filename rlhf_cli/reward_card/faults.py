@@ -91,5 +91,9 @@ def _calibration(card: Mapping[str, Any]) -> list[Problem]:
 
 def claim(card: Mapping[str, Any]) -> str:
     """On what share of the pairs the margins say that they are right, and on what share they are."""
-    sure = sum(each["n"] * each["confidence"] for each in card["calibration"]) / card["n"]
-    return f"{sure:.2f} claimed right, {card['accuracy']:.2f} are"
+    return f"{claimed(card):.2f} claimed right, {card['accuracy']:.2f} are"
+
+
+def claimed(card: Mapping[str, Any]) -> float:
+    """The chance with which the margins say, on the mean over the pairs, that they are right."""
+    return float(sum(each["n"] * each["confidence"] for each in card["calibration"]) / card["n"])

@@ -37,14 +37,27 @@ class Run:
     folder: Path
     stages: tuple[Stage, ...]
     bases: tuple[Stage, ...]  # unfinished stages of runs inside of this one that it starts from: base/sft of the demo
-    bytes: int  # of the whole folder, data and what was moved aside among it
-    old_bytes: int  # of what was moved aside, in .old/
     next: Next | None = None
+
+    @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """Those of its bases first."""
+        return (*self.bases, *self.stages)
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole folder, data and what was moved aside among it."""
+        return room.used(self.folder)
+
+    @property
+    def old_bytes(self) -> int:
+        """Of what was moved aside, in .old/."""
+        return room.used(self.folder / ".old")
 
     @property
     def changed(self) -> float:
         """When a stage last wrote; of a run that has none, its newest config."""
-        times = [stage.changed for stage in (*self.stages, *self.bases) if stage.changed is not None]
+        times = [stage.changed for stage in self.all_stages if stage.changed is not None]
         files = [path.stat().st_mtime for path in configs_in(self.folder)]
         return max(times or files, default=0.0)
 
@@ -71,13 +84,14 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
         except RLHFError as error:
             problems += error.problems
     looked = {stage: _look(config) for stage, config in configs.items()}
-    bases, stages = _unfinished(_bases(root, configs.values())), []
+    bases = _unfinished(_bases(root, configs.values()))
+    stages = []
     for stage in STAGES:
         if stage in files or stage in begun:
             place = configs[stage].folder if stage in configs else root / stage
             found = looked.get(stage)
             stages.append(read_stage(stage, place, found if isinstance(found, Status) else None))
-    return _run(root, stages, bases, _next(configs, looked, problems, [*bases, *stages]))
+    return Run(root, tuple(stages), bases, _next(configs, looked, problems, [*bases, *stages]))
 
 
 def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
@@ -89,9 +103,9 @@ def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
     return [path for path in dict.fromkeys(inside) if is_begun(path) or configs_in(path.parent)]
 
 
-def _unfinished(folders: Iterable[Path]) -> list[Stage]:
+def _unfinished(folders: Iterable[Path]) -> tuple[Stage, ...]:
     found = [read_stage(folder.name, folder) for folder in folders]
-    return [stage for stage in found if stage.state != "finished"]
+    return tuple(stage for stage in found if stage.state != "finished")
 
 
 def _look(config: Config) -> Status | RLHFError:
@@ -154,9 +168,9 @@ def find_runs(folders: Sequence[Path], most: int | None = None) -> list[Run]:
     bases = {path: _bases(path, _readable(path)) for path in outer}
     owned = {base.parent for named in bases.values() for base in named}
     runs = [
-        _run(
+        Run(
             path,
-            [read_stage(stage, path / stage) for stage in STAGES if is_begun(path / stage)],
+            tuple(read_stage(stage, path / stage) for stage in STAGES if is_begun(path / stage)),
             _unfinished(bases.get(path, ())),
         )
         for path in found
@@ -170,7 +184,3 @@ def _readable(folder: Path) -> Iterator[Config]:
     for path in configs_in(folder):
         with suppress(RLHFError):
             yield load(path.stem, path)
-
-
-def _run(folder: Path, stages: Sequence[Stage], bases: Sequence[Stage], next: Next | None = None) -> Run:
-    return Run(folder, tuple(stages), tuple(bases), room.used(folder), room.used(folder / ".old"), next)

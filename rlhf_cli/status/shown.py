@@ -23,7 +23,7 @@ RUN_COLUMNS = ("run", "stages", "headline", "when", "size")
 
 def stage_rows(run: Run) -> list[list[str]]:
     """The stages in the lines of `rlhf status`, those of a base that is not finished first."""
-    return [_stage_row(name(run, stage), stage) for stage in (*run.bases, *run.stages)]
+    return [_stage_row(name(run, stage), stage) for stage in run.all_stages]
 
 
 def name(run: Run, stage: Stage) -> str:
@@ -73,7 +73,7 @@ def headline(stage: Stage) -> str:
 def notes(run: Run) -> list[str]:
     """What the table has no room for, a line each."""
     lines = []
-    for stage in (*run.bases, *run.stages):
+    for stage in run.all_stages:
         if stage.process:
             left = "" if stage.left_s is None else f"; about {duration(stage.left_s)} left"
             lines.append(f"{name(run, stage):<8} {stage.process}{left}")
@@ -93,7 +93,7 @@ def next_line(run: Run) -> str:
     upcoming, command = run.next, f"rlhf run {shown(run.folder)}"
     assert upcoming, "a run that was looked at with its configs"
     if upcoming.action == "wait":
-        names = " and ".join(name(run, stage) for stage in (*run.bases, *run.stages) if stage.process)
+        names = " and ".join(name(run, stage) for stage in run.all_stages if stage.process)
         return f"next: wait for {names}; {command} would be refused until then"
     told = _problems(upcoming)
     if upcoming.action == "refused" and run.bases and {problem.code for problem in upcoming.problems} <= NOT_THERE:
@@ -132,7 +132,7 @@ def _problems(upcoming: Next) -> str:
 
 def run_row(run: Run) -> list[str]:
     """A run in a line of `rlhf ls`."""
-    each = [(name(run, stage), stage) for stage in (*run.bases, *run.stages)]
+    each = [(name(run, stage), stage) for stage in run.all_stages]
     marks = [called if stage.state == "finished" else f"{called} ({_state(stage)})" for called, stage in each]
     told = [
         text for stage in reversed(run.stages) if stage.headline_from == "manifest.json" and (text := headline(stage))

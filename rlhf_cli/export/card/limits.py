@@ -8,6 +8,7 @@ from rlhf_cli.export.card.markdown import bullets, text
 from rlhf_cli.export.card.results import OWN, judges
 from rlhf_cli.export.card.subject import Subject
 from rlhf_cli.report import glance
+from rlhf_cli.report.health import ILL
 
 # What the run warned of; the reward model's flags stand with its report card, and are told with their numbers.
 WARNED = re.compile(r"warning\[([A-Z]\d\d)\]")
@@ -51,7 +52,7 @@ def _noted(about: Subject) -> Iterator[str]:
     told = [stage.name for stage in about.stages if stage.name != "reward"] + of_the_reward
     for name in dict.fromkeys([*told, *(["eval"] if about.stage.name == "ppo" else [])]):
         for finding in glance.findings(about.run, name):
-            if finding.grade in ("look", "bad"):
+            if finding.grade in ILL:
                 yield f"Noted by the run, {name}: {text(finding.text)}."
     warned = {code for line in about.report.get("warnings", []) for code in WARNED.findall(str(line))}
     for code in sorted(warned - {*FLAGS}):
