@@ -1,6 +1,6 @@
 # What people type; `make` alone lists it. Everything installs into $(VENV) first, once.
 .DEFAULT_GOAL := help
-.PHONY: help demo reviews bench bench-memory bench-learning test test-slow distributed browser chaos damage fuzz lint check smoke sft reward ppo eval pipeline schemas clean
+.PHONY: help demo reviews bench bench-memory bench-learning golden test test-slow distributed browser chaos damage fuzz lint check smoke sft reward ppo eval pipeline schemas clean
 
 # The first Python on this machine that is new enough.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -8,8 +8,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 VENV ?= .venv
 RLHF := $(VENV)/bin/rlhf
 CONFIG ?= configs/demo
-# The developers' shared folder: the benchmarks' models. And the environment of the system that `make bench` and
-# `make bench-memory` compare with.
+# The developers' shared folder: the benchmarks' models. And the environment of TRL 1.12, with which `make bench`,
+# `make bench-memory` and `make golden` compare.
 SHARED ?= ../shared
 PEER ?= .peer
 
@@ -40,11 +40,14 @@ bench: $(VENV)/.installed-reviews $(PEER)/.installed ## PPO's speed and memory b
 		$(if $(POS),--pos "$(POS)") $(if $(NEG),--neg "$(NEG)")
 
 MALLOC ?= returns
-bench-memory: $(VENV)/.installed $(PEER)/.installed ## PPO's memory, four copies to one base, beside TRL's LoRA PPO: some 20 minutes
+bench-memory: $(VENV)/.installed-test $(PEER)/.installed ## PPO's memory, four copies to one base, beside TRL's LoRA PPO: some 20 minutes
 	$(VENV)/bin/python -m benchmarks.memory --out runs/bench-memory --peer $(PEER)/bin/python --malloc $(MALLOC)
 
 bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, goes on where it stopped (docs/learning.md)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning --set kl_coef=0.1
+
+golden: $(PEER)/.installed ## record TRL 1.12's updates into runs/golden, which tests/test_golden.py compares ours with: a minute
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PEER)/bin/python -m benchmarks.golden --out runs/golden --shared $(SHARED)
 
 test: $(VENV)/.installed-test ## all tests but the slow ones, on all cores
 	$(TESTING) $(VENV)/bin/python -m pytest $(PARALLEL)
@@ -59,10 +62,10 @@ distributed: $(VENV)/.installed-test ## the stages in several processes, killed 
 browser: $(VENV)/.installed-test ## the report in headless Chromium (apt install chromium): light, dark, phone; RLHF_SCREENSHOTS=DIR keeps pictures
 	$(TESTING) $(VENV)/bin/python -m pytest -m browser
 
-# The suite's 2000 cases are the same each time; these are new ones.
+# The suite's 1000 cases are the same each time; these are new ones.
 CASES ?= 20000
-fuzz: $(VENV)/.installed-test ## configs and data with faults put in, CASES=20000 of them: about 8 minutes on two cores
-	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto tests/test_fuzz.py
+fuzz: $(VENV)/.installed-test ## configs, data and models with faults put in, CASES=20000 of them: about 8 minutes on two cores
+	RLHF_FUZZ_CASES=$(CASES) $(TESTING) $(VENV)/bin/python -m pytest -q -n auto tests/test_fuzz.py tests/test_fuzz_models.py
 
 damage: $(VENV)/.installed-test ## what becomes of every damage to a checkpoint, beside plain HF Trainer: a matrix, minutes
 	$(TESTING) $(VENV)/bin/python -m pytest -m damage $(PARALLEL)

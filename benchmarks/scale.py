@@ -1,4 +1,5 @@
-"""`python -m benchmarks.scale`: which mode of PPO fits which GPUs, by `rlhf plan`: the table of docs/scale.md.
+"""`python -m benchmarks.scale`: which mode of PPO fits which GPUs, by `rlhf plan`: a table of docs/scale.md. `--chain`
+makes the other one: all four stages by adapters.
 
 Nothing is loaded or trained: models are configs with the published sizes of known families, laid out in a folder for
 the time of the run. Rows of 512 + 512 tokens, 8 rows a GPU at a time, 64 a GPU an update, one epoch, bfloat16, gradient
@@ -45,6 +46,20 @@ MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "fsdp, offload": ({"ppo.fsdp": True, "ppo.offload": True}, ["--mode", "full"]),
 }  # fmt: skip
 GPUS, GIB, FLOPS = (1, 8, 64), 80, 4e14
+# --chain: LoRA, weights and passes in bfloat16; rows of 1024 tokens, 8 at a time. Evaluation: its default, and 8 rows.
+_TRAINED = {"per_device_train_batch_size": 8, "max_length": 1024, "bf16": True, "gradient_checkpointing": True}
+_BODY = {"dtype": "bfloat16", "adapters": {"kind": "lora"}}
+CHAIN: dict[str, dict[str, Any]] = {
+    "sft": {
+        "model": {"path": "./base", **_BODY}, "data": {"train": "rows.jsonl"}, "sft": {"max_steps": 100, **_TRAINED}
+    },
+    "reward": {"model": _BODY, "data": {"train": "pairs.jsonl"}, "reward": {"max_steps": 100, **_TRAINED}},
+    "ppo": {"models": _BODY, "data": {"prompts": "prompts.jsonl"}, "ppo": PPO},
+    "eval": {
+        "models": {"dtype": "bfloat16"}, "data": {"prompts": "prompts.jsonl"}, "eval": {"response_length": 512}
+    },
+}  # fmt: skip
+EVAL_ROWS = (64, 8)
 
 
 def main() -> None:
@@ -52,8 +67,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench-scale"))
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--chain", action="store_true")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.chain:
+        chain(asked.out, asked.models)
+        return
     found: dict[str, Any] = {}
     lines = [f"| model | {' | '.join(MODES)} |", "| --- |" + " --- |" * len(MODES)]
     for name in asked.models:
@@ -66,6 +85,33 @@ def main() -> None:
     (asked.out / "scale.json").write_text(json.dumps(found, indent=2))
     (asked.out / "scale.md").write_text(table + "\n")
     print(table)
+
+
+def chain(out: Path, names: list[str]) -> None:
+    """Print the table of all stages by adapters: GB of the GPU that each needs."""
+    heads = ["sft", "reward", "ppo", *(f"eval, {rows} rows" for rows in EVAL_ROWS)]
+    lines = [f"| model | {' | '.join(heads)} |", "| --- |" + " --- |" * len(heads)]
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            lay_out(Path(folder), MODELS[name])
+            (Path(folder) / "sft").rename(Path(folder) / "base")
+            for stage, config in CHAIN.items():
+                (Path(folder) / f"{stage}.yaml").write_text(yaml.safe_dump(config))
+            needs = [needed(Path(folder) / f"{stage}.yaml") for stage in ("sft", "reward", "ppo")]
+            needs += [needed(Path(folder) / "eval.yaml", f"eval.per_device_batch_size={rows}") for rows in EVAL_ROWS]
+        lines.append(f"| {name} | " + " | ".join(f"{need / 1e9:.0f} GB" for need in needs) + " |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    (out / "chain.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def needed(config: Path, *sets: str) -> int:
+    """Bytes of a GPU that a stage needs, as `rlhf plan` says."""
+    command = [sys.executable, "-m", "rlhf_cli", "plan", str(config), *sets, "--json", "--prompt-length", "512"]
+    result = subprocess.run([*command, "--gpu", str(GIB), "--flops", str(FLOPS)], capture_output=True, text=True)
+    if result.returncode not in (0, 1) or not result.stdout:
+        raise SystemExit(result.stderr)
+    return json.loads(result.stdout)["stages"][0]["needed"]
 
 
 def planned(folder: Path, mode: str) -> dict[int, dict[str, Any]]:
@@ -91,7 +137,9 @@ def lay_out(folder: Path, sizes: tuple[Any, ...]) -> None:
         PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(
             folder / name
         )
-    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    row = '{"prompt": "a", "completion": "a a", "chosen": "a a", "rejected": "a"}\n'
+    for name in ("prompts", "rows", "pairs"):
+        (folder / f"{name}.jsonl").write_text(row * AN_UPDATE)
     config = {"models": {"sft": "sft", "reward": "reward"}, "data": {"prompts": "prompts.jsonl"}, "ppo": PPO}
     (folder / "ppo.yaml").write_text(yaml.safe_dump(config))
 

@@ -1,13 +1,12 @@
 """The last lines of `rlhf run`: what the page says first, what to do next, and which settings no file has."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlhf_cli import checkpoints, report, terminal, verdict
 from rlhf_cli.checkpoints.outputs import REPORT
 from rlhf_cli.config import Config, load
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, quoted, shown, word
 
 
 def show(
@@ -26,10 +25,10 @@ def _show_ways_on(folder: Path, configs: Mapping[str, Config], *, met: bool) -> 
         page = report.brief(judged)
         terminal.out(f"the page says: {page.headline}")
         if not met or page.suspect:
-            ways.append(f"open {shown(judged / REPORT)} in a browser")
+            ways.append(f"open {quoted(judged / REPORT)} in a browser")
     if met and "ppo" in configs:
         selected = " --step selected" if "selected_step" in verdict.read_report(judged) else ""
-        name = shown(folder)
+        name = quoted(folder)
         ways += [f"rlhf chat {name} --compare sft,ppo", f"rlhf export {name} --out DIR{selected}"]
     if ways:
         terminal.out(f"next: {'; '.join(ways)}")
@@ -40,12 +39,12 @@ def _show_unwritten(folder: Path, configs: Mapping[str, Config], overrides: Mapp
     stages: dict[str, list[str]] = {}
     for stage, config in configs.items():
         if texts := _unwritten(config, overrides[stage]):
-            stages.setdefault(" ".join(f"-s {shlex.quote(text)}" for text in texts), []).append(stage)
+            stages.setdefault(" ".join(f"-s {word(text)}" for text in texts), []).append(stage)
     for given, names in stages.items():
         files = ", ".join(shown(configs[name].file) for name in names)
         lack, again = ("does not", "that stage") if len(names) == 1 else ("do not", "those stages")
         text = f"made with {given}, which {files} {lack} have: write it there to keep it"
-        terminal.out(f"{text}, or a plain `rlhf run {shown(folder)}` makes {again} again")
+        terminal.out(f"{text}, or a plain `rlhf run {quoted(folder)}` makes {again} again")
 
 
 def _unwritten(config: Config, overrides: Sequence[str]) -> list[str]:

@@ -1,6 +1,9 @@
 """What a user is told when something is wrong: problems with a stable code, a place and a fix."""
 
+import errno
 import os
+import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,6 +13,9 @@ from typing import Any
 
 from rlhf_cli.codes import CODES
 
+# A file that is not there, or a name that no file can have; any other error of the system says nothing about the file.
+NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+NOT_PRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\udc80-\udcff]")
 OVERRIDE = "--set "  # and a key: the place of what a command line said
 
 
@@ -97,10 +103,62 @@ def placed(where: str | None) -> Iterator[None]:
         raise RLHFError.of(problems) from error
 
 
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Within, an error of the system while `path` is read becomes E08: the file may be whole, so it is not damaged.
+
+    An OSError that says that the file is not there (NOT_THERE) comes through as it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.errno in NOT_THERE:
+            raise
+        raise unreadable(error, path) from error
+
+
+def unreadable(error: OSError, path: str | Path) -> RLHFError:
+    """E08 for an error of the system, with the file that it names, or else `path`."""
+    name = error.filename if isinstance(error.filename, str | Path) else path
+    text = f"{shown(name)} cannot be read now: {error.strerror or error}"
+    hint = "make it readable, or wait for its disk, then give the same command again; nothing was changed"
+    return RLHFError("E08", text, hint=hint)
+
+
+def quoted(path: str | Path) -> str:
+    """The path as `shown`, for a command that is printed."""
+    text = shown(path)
+    return word(f"./{text}" if text.startswith("-") else text)
+
+
+def word(text: str) -> str:
+    """A text as one word of a shell's command, on one line, of visible characters."""
+    if not NOT_PRINTED.search(text):
+        return shlex.quote(text)
+    raw = os.fsencode(text)
+    return "$'" + "".join(chr(b) if 32 <= b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in raw) + "'"
+
+
+@contextmanager
+def panics_as(code: str, text: str) -> Iterator[None]:
+    """Within, the panic of a library in Rust, which is no Exception, is an error with this code."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RLHFError(code, f"{text}: {' '.join(str(error).split())[:200]}") from error
+
+
 def shown(path: str | Path) -> str:
     """The path as messages name it: relative to the working directory where it lies below it."""
     absolute, here = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, here) if absolute.startswith(here.rstrip("/") + "/") else absolute
+
+
+def install(extra: str) -> str:
+    """How the libraries of an extra of pyproject.toml come: the project is on no index."""
+    return f"pip install -e '.[{extra}]' in the clone of rlhf-cli"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

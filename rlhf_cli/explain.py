@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from rlhf_cli import config, terminal
 from rlhf_cli.codes import CODES
 from rlhf_cli.config import trl
-from rlhf_cli.config.foreign import FOREIGN
+from rlhf_cli.config.foreign import FOREIGN, foreign
 from rlhf_cli.config.keys import PathKey, field_at, field_shape, shape
 from rlhf_cli.config.origins import split
 from rlhf_cli.errors import RLHFError, nearest
@@ -85,7 +85,7 @@ def explain(name: str) -> None:
         _show(new)
     elif name.startswith("trainer.") or any(name in trl.fields_of(stage) for stage in trl.TRAINERS):
         _show_field(name.removeprefix("trainer."))
-    elif name.rpartition(".")[2] in FOREIGN or not (_named_like(name) or _telling_of(name) or _metrics(name)):
+    elif foreign(name.rpartition(".")[2]) or not (_named_like(name) or _telling_of(name) or _metrics(name)):
         raise _unknown(name)
     else:
         terminal.out(f"no key is called {name}; this has to do with it:")
@@ -169,14 +169,12 @@ def _at(stage: str, name: str) -> Found | None:
 def _renamed(name: str) -> tuple[list[Found], str] | None:
     """The keys that an old or foreign name means, and how to say so."""
     section, _, last = name.rpartition(".")
-    foreign = FOREIGN.get(last)
-    if foreign is None or foreign.key is None:
+    found = foreign(last)
+    if found is None or found.key is None:
         return None
-    new, words = (
-        foreign.key,
-        ", ".join(f"{theirs} is {ours}" for theirs, ours in foreign.words.items() if theirs != ours),
-    )
-    text = "; ".join(filter(None, (f"{name} is called {new} here", foreign.why, words)))
+    new = found.key
+    words = ", ".join(f"{theirs} is {ours}" for theirs, ours in found.words.items() if theirs != ours)
+    text = "; ".join(filter(None, (f"{name} is called {new} here", found.why, words)))
     return (_find(f"{section}.{new}") if section else []) or _find(new), text
 
 
@@ -185,9 +183,9 @@ def _unknown(name: str) -> RLHFError:
         family = [code for code in CODES if code[0] == name[0].upper()]
         hint = f"there are {family[0]} to {family[-1]}" if family else "rlhf explain --all lists all codes"
         return RLHFError("C01", f"unknown code {name.upper()}", hint=hint)
-    if foreign := FOREIGN.get(name.rpartition(".")[2]):
-        return RLHFError("C01", f"there is no key {name}", hint=foreign.why)
-    paths, renamed = [key for _, key, _ in _keys()], [old for old, foreign in FOREIGN.items() if foreign.key]
+    if theirs := foreign(name.rpartition(".")[2]):
+        return RLHFError("C01", f"there is no key {name}", hint=theirs.why)
+    paths, renamed = [key for _, key, _ in _keys()], [old for old, theirs in FOREIGN.items() if theirs.key]
     known = paths if "." in name else [*(path.rpartition(".")[2] for path in paths), *renamed]
     near = nearest(name, known) or nearest(name.rpartition(".")[2], [path.rpartition(".")[2] for path in paths])
     hint = f"did you mean {near}?" if near else "rlhf explain --all lists all keys and codes"

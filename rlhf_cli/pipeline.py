@@ -16,10 +16,12 @@ import yaml
 
 from rlhf_cli import checkpoints, ending, sources, terminal, verdict
 from rlhf_cli.checkpoints import Parent, Status
+from rlhf_cli.checkpoints.outputs import REPORT
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, keys, load, takes
 from rlhf_cli.config.overrides import malformed
-from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_folder, shown
+from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_folder, quoted, shown
 from rlhf_cli.processes import OURSELVES
+from rlhf_cli.report import write_beside
 from rlhf_cli.run_folders import configs_in
 from rlhf_cli.signals import end_with, is_nohup
 
@@ -61,8 +63,9 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
     try:
         configs = load_all(files, routed)
         refuse_what_is_missing(configs)
-    except RLHFError:
-        whole = not (options.dry_run or selection.only or selection.start)
+    except RLHFError as error:
+        # Wrong beforehand, not just unreadable at this moment.
+        whole = error.exit_code == 2 and not (options.dry_run or selection.only or selection.start)
         if whole and (code := _run_child(check_command(folder, overrides, options))):  # which tells all that is wrong
             return code
         raise
@@ -91,6 +94,8 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
                 return code
         elif isinstance(config, EvalConfig):
             # What the stage itself shows, and holds against its requirements, when it runs.
+            if not (config.folder / REPORT).exists():  # a kill came between the manifest and the page
+                write_beside(config.folder)
             verdict.print_verdict(config.folder)
             report = verdict.read_report(config.folder)
             try:
@@ -188,11 +193,11 @@ def find_configs(folder: Path) -> dict[str, Path]:
     """The configs of a run's folder by stage, in the order of the chain. Raises C09 where there are none."""
     if os.path.isfile(folder):
         stage = folder.stem if folder.stem in STAGES else STAGES[0]
-        hint = f"for one stage: rlhf {stage} --config {shown(folder)}"
+        hint = f"for one stage: rlhf {stage} --config {quoted(folder)}"
         raise RLHFError("C09", f"{shown(folder)} is a file, not the folder of a run", hint=hint)
     if not os.path.isdir(folder):
         near = nearest_folder(folder)
-        hint = f"did you mean {near}?" if near else f"rlhf init demo {shown(folder)} makes one"
+        hint = f"did you mean {near}?" if near else f"rlhf init demo {quoted(folder)} makes one"
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
     found = {path.stem: path for path in configs_in(folder)}
     if not found:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from rlhf_cli import terminal
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolved_data
 from rlhf_cli.demo import world
-from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.errors import RLHFError, nearest, quoted, shown, word
+from rlhf_cli.init_folder import all_or_nothing
 from rlhf_cli.processes import OURSELVES
 from rlhf_cli.run_folders import configs_folder
 
@@ -68,8 +68,9 @@ def available() -> dict[str, str]:
 def init(name: str, folder: Path, *, seed: int = 0) -> None:
     """Write preset `name` into `folder`: configs with `seed`, data made from it, and the base model where it has one.
 
-    Raises RLHFError C07 for an unknown preset, C15 for a folder that holds any of its files. Exits with the code of the
-    base model's run where that fails.
+    All of it is written or nothing, and files that are there with the same bytes are taken: it can be given again.
+    Raises RLHFError C07 for an unknown preset, C15 for a folder that holds other files of the same names. Exits with
+    the code of the base model's run where that fails.
     """
     if name not in PRESETS:
         near = nearest(name, PRESETS)
@@ -78,29 +79,25 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
     source = configs_folder() / name
     files = sorted(path.relative_to(source) for path in source.rglob("*") if path.suffix in COPIED)
     preset = PRESETS[name]
-    data = [Path("data"), Path(BASE) / "data"] if preset.sizes else []
-    taken = [path for path in (*files, *data, Path(json_schema.FOLDER)) if (folder / path).exists()]
-    if taken:
-        text = f"{shown(folder)} already holds {', '.join(map(str, taken))}"
-        raise RLHFError("C15", text, hint="nothing was written; name another folder")
-    for path in files:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        text = (source / path).read_text(encoding="utf-8")
-        text = re.sub(r"^seed: 0\b", f"seed: {seed}", text, flags=re.MULTILINE)
-        if path.suffix == ".yaml":
-            text = json_schema.pointed(text, path, Path(json_schema.FOLDER, f"{path.stem}.json"))
-        (folder / path).write_text(text, encoding="utf-8")
-    json_schema.write_beside(folder, sorted({path.stem for path in files if path.suffix == ".yaml"}))
-    if preset.sizes:
-        world.write(folder, seed, preset.sizes)
+    with all_or_nothing(folder) as scratch:
+        for path in files:
+            (scratch / path).parent.mkdir(parents=True, exist_ok=True)
+            text = (source / path).read_text(encoding="utf-8")
+            text = re.sub(r"^seed: 0\b", f"seed: {seed}", text, flags=re.MULTILINE)
+            if path.suffix == ".yaml":
+                text = json_schema.pointed(text, path, Path(json_schema.FOLDER, f"{path.stem}.json"))
+            (scratch / path).write_text(text, encoding="utf-8")
+        json_schema.write_beside(scratch, sorted({path.stem for path in files if path.suffix == ".yaml"}))
+        if preset.sizes:
+            world.write(scratch, seed, preset.sizes)
     if preset.sizes and preset.sizes.texts:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
         done = subprocess.run([*OURSELVES, "run", str(folder / BASE)], check=False)
         if done.returncode:
-            terminal.say(f"init     not finished; go on with: rlhf run {shown(folder / BASE)}")
+            terminal.say(f"init     not finished; go on with: rlhf run {quoted(folder / BASE)}")
             raise SystemExit(done.returncode)
-    steps = [preset.first.format(folder=shown(folder))] if preset.first else []
-    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {shown(folder)}'])}")
+    steps = [preset.first.format(folder=quoted(folder))] if preset.first else []
+    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {quoted(folder)}'])}")
 
 
 def init_preferences(
@@ -118,8 +115,8 @@ def init_preferences(
         asked = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
         missing = [what for what, given in asked.items() if given is None]
         text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        words = ["--data", data or "pairs.jsonl", "--base", base or "MODEL", shown(folder)]
-        raise RLHFError("C11", text, hint=shlex.join(["rlhf", "init", "preferences", *words]))
+        words = ["--data", word(data or "pairs.jsonl"), "--base", word(base or "MODEL"), quoted(folder)]
+        raise RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
     named = dict(text.partition("=")[::2] for text in columns)
     if wrong := next((text for text in columns if not all(text.partition("="))), None):
         raise RLHFError("C11", f"--column {wrong}: expected OURS=THEIRS", hint="for example --column prompt=question")

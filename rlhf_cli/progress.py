@@ -70,7 +70,7 @@ class Progress:
             if self._shown and not self._bar:
                 with suppress(OSError):  # a terminal that is gone
                     self._bar = _Bar(self)
-        elif now - self._last_line >= SECONDS_BETWEEN_LINES and self.done < self.total:
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES and (self.done < self.total or self.within()):
             self._last_line, self._shown = now, True
             terminal.say(self._line())
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from rlhf_cli.errors import RLHFError, shown
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -69,16 +71,16 @@ def require_writable(folder: Path, *, where: str | None = None, hint: str) -> No
 
 def memory() -> int:
     """Bytes of this machine's memory, or fewer where a container is allowed fewer."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole = psutil.virtual_memory().total
     try:
         return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no such group, or no limit: "max"
+    except (OSError, ValueError):  # no such group, no limit ("max"), or no Linux
         return whole
 
 
 def resident() -> int:
     """Bytes of memory that this process holds now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return psutil.Process().memory_info().rss
 
 
 def size(count: float) -> str:
@@ -88,13 +90,18 @@ def size(count: float) -> str:
     return f"{count / 1000**power:.{0 if power == 0 else 1}f} {units[power]}"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory is full, in whatever words."""
+    return isinstance(error, MemoryError) or any(word in str(error) for word in MEMORY_WORDS)
+
+
 def _told(error: Exception, folder: Path) -> OutOfRoom | None:
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    if any(isinstance(one, MemoryError) or any(word in str(one) for word in MEMORY_WORDS) for one in causes):
+    if any(map(is_out_of_memory, causes)):
         text = f"the memory is full: {' '.join(str(error).split())[:160] or 'nothing more could be taken'}"
         hint = "lower the batch size or the lengths, or use a smaller model"
         return OutOfRoom("E03", text, where=shown(folder), hint=hint)

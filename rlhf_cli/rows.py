@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -13,6 +14,9 @@ import orjson
 from rlhf_cli.errors import RLHFError, nearest_file, shown
 
 BOM = b"\xef\xbb\xbf"
+BLANK = (b"\n", b"\r\n")
+LONGEST = 2**27  # bytes of a line; a row of a million words has some 7 million
+MOST_BLANK = 100_000  # empty lines, one behind the other
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # A terminal may obey these as it does ESC; json escapes C0 alone.
 DEL_AND_C1 = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
@@ -33,9 +37,7 @@ def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[in
 
 def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """`read_jsonl` of an open file; `path` is its name in messages."""
-    for number, raw in enumerate(file, start=1):
-        if number == 1:
-            raw = raw.removeprefix(BOM)
+    for number, raw in lines(file, path):
         try:
             row = orjson.loads(raw)
         except orjson.JSONDecodeError:
@@ -46,6 +48,20 @@ def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, A
             yield number, row
         elif decoded(raw, path, number).strip():
             yield number, _row(raw.rstrip(b"\r\n"), path, number)
+
+
+def lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, bytes) of each line of an open file, without the mark that some editors begin a file with.
+
+    Raises RLHFError D03 for lines without an end and for lines without end: a small packed file may hold either.
+    """
+    blank = 0
+    for number, raw in enumerate(iter(partial(file.readline, LONGEST + 1), b""), start=1):
+        blank = blank + 1 if raw in BLANK else 0
+        if len(raw) > LONGEST or blank > MOST_BLANK:
+            many = f"more than {MOST_BLANK:,} empty lines" if blank else f"a line of more than {LONGEST:,} bytes"
+            raise RLHFError("D03", f"no file of rows: {many}", where=f"{shown(path)}:{number}")
+        yield number, raw.removeprefix(BOM) if number == 1 else raw
 
 
 def open_data(path: Path, where_key: str | None = None) -> BinaryIO:

@@ -24,13 +24,27 @@ def is_preset(folder: Path) -> bool:
 
 
 def is_begun(folder: Path) -> bool:
-    """Whether a stage wrote this folder."""
-    return (folder / "identity.json").is_file() or (folder / "manifest.json").is_file()
+    """Whether a stage wrote this folder. One that is there and may not be looked into counts: who reads it says so."""
+    names = ("identity.json", "manifest.json")
+    return any(os.path.isfile(folder / name) for name in names) or _is_shut(folder)
+
+
+def _is_shut(folder: Path) -> bool:
+    if not os.path.isdir(folder):
+        return False
+    try:
+        os.scandir(folder).close()
+        os.stat(folder / "identity.json")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def configs_in(folder: Path) -> list[Path]:
     """The stages' configs that lie in a folder."""
-    return [path for stage in STAGES if (path := folder / f"{stage}.yaml").is_file()]
+    return [path for stage in STAGES if os.path.isfile(path := folder / f"{stage}.yaml")]
 
 
 def is_run(folder: Path) -> bool:

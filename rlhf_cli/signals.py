@@ -1,15 +1,16 @@
 """SIGTERM, SIGINT and SIGHUP as a wish, not a blow: the loop ends at its next safe place.
 
-A second signal ends the process at once.
+A second signal ends the process at once. And a bound on work that others decide the length of.
 """
 
 import ctypes
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
 from rlhf_cli import processes
@@ -80,3 +81,29 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # it was quicker
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class TooLong(Exception):
+    """Work took longer than `at_most` lets it."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Within, TooLong after so many seconds of the process's own computing; waiting, or a busy machine, does not count.
+
+    Only in the main thread, which alone hears signals; in another one there is no bound.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 Z95 = 1.959963984540054  # standard normal quantile at 0.975
@@ -10,16 +11,34 @@ RESAMPLES = 2000
 ROUNDS, SETTLED = 200, 1e-8  # of a fit; its rate then moves by less than this
 
 
-def wilson(wins: float, n: int) -> tuple[float, float]:
+def together(count: int) -> float:
+    """The normal quantile for which `count` intervals hold together with 95 % (Bonferroni)."""
+    return Z95 if count == 1 else NormalDist().inv_cdf(1 - 0.025 / count)
+
+
+def wilson(wins: float, n: int, z: float = Z95) -> tuple[float, float]:
     """95 % Wilson score interval of a proportion `wins / n`; a tie may count as half a win, the interval is then wide.
 
-    Wilson 1927; Brown, Cai and DasGupta 2001, section 3.1.1.
+    Wilson 1927; Brown, Cai and DasGupta 2001, section 3.1.1. Another `z` gives another level.
     """
     assert n > 0 and 0 <= wins <= n
-    share, z2 = wins / n, Z95 * Z95
+    share, z2 = wins / n, z * z
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    half = z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def wilson_difference(ours: tuple[float, int], theirs: tuple[float, int], z: float = Z95) -> tuple[float, float]:
+    """95 % interval of the difference of two proportions, each (share, n), of independent rows.
+
+    Newcombe 1998 (Statistics in Medicine 17, 873-890), method 10. Of rows that are alike it is too wide.
+    """
+    (one, other), bounds = (ours[0], theirs[0]), [wilson(share * n, n, z) for share, n in (ours, theirs)]
+    (low, high), (low_other, high_other) = bounds
+    return (
+        one - other - math.hypot(one - low, high_other - other),
+        one - other + math.hypot(high - one, other - low_other),
+    )
 
 
 def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
@@ -130,6 +149,30 @@ def optimism(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> float:
     picked, best = drawn.argmax(axis=1), means.argmax()
     # What the rows' best gains by the draw alone is 0 on the mean: taken off, little noise is left.
     return float((drawn.max(axis=1) - drawn[:, best] + means[best] - means[picked]).mean())
+
+
+def within_noise(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> list[Any]:
+    """Those of several whose means chance may have put below the highest one; all others are surely below the best.
+
+    `scores`: each candidate's, row by row. Multiple comparisons with the best (Hsu 1981, Annals of Statistics 9(5)):
+    with 95 %, none is left out that is as good as the best, however many were searched. The critical values are a
+    bootstrap over rows of all candidates together (White 2000, Econometrica 68(5)).
+    """
+    import numpy as np
+    from scipy.special import stdtrit
+
+    table = np.asarray(list(scores.values()), dtype=np.float64)
+    (k, n), means = table.shape, table.mean(axis=1)
+    if n < 2:
+        return list(scores)  # one row has no spread to learn from
+    drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES) @ table.T / n
+    # Of few rows a bootstrap is too narrow: its deviation by this root, its tails by Student's t for the normal's.
+    level, freedom = 1 - 0.05 / max(2, k), n - 1
+    wider = math.sqrt(n / freedom) * float(stdtrit(freedom, level)) / NormalDist().inv_cdf(level)
+    noise = (drawn - means) * wider
+    bounds = np.quantile(noise.max(axis=1)[:, None] - noise, 0.95, axis=0)
+    below = means.max() - means
+    return [name for name, gap, bound in zip(scores, below, bounds, strict=True) if gap <= bound]
 
 
 def with_interval(value: float, bounds: Sequence[float] | None) -> str:

@@ -26,7 +26,9 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 _said: dict[str, Problem] = {}  # by the line as printed, without its hint
 _muted = False
 _left: list[TextIO] = []  # streams that nobody reads any more
+_cut_off: OSError | None = None  # why a part of stdout is missing, where it went to a file
 NOBODY_THERE = (errno.EPIPE, errno.EIO)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def clean(text: str) -> str:
@@ -61,6 +63,11 @@ def piece(text: str) -> None:
 def is_heard() -> bool:
     """Whether somebody may still read stdout: False once the other end of a pipe is gone."""
     return not any(stream is sys.stdout for stream in _left)
+
+
+def cut_off() -> OSError | None:
+    """Why stdout is not whole, where its disk is full; None where it is, or where nobody reads it."""
+    return _cut_off
 
 
 def is_talk() -> bool:
@@ -133,6 +140,8 @@ def problems_warned_of() -> list[Problem]:
 
 def forget_warnings() -> None:
     """Starts a new command in the same process: what it warns about is said again."""
+    global _cut_off
+    _cut_off = None
     _said.clear()
     told.forget()
 
@@ -232,8 +241,12 @@ def _write(stream: TextIO, text: str, *, end: str = "\n", dim: bool = False) -> 
         stream.write((f"{DIM}{shown}{PLAIN}" if styled else shown) + end)
         stream.flush()
     except OSError as error:
-        if error.errno not in NOBODY_THERE:
+        if error.errno not in NOBODY_THERE + FULL:
             raise
+        if error.errno in FULL and stream is sys.stdout:
+            global _cut_off
+            _cut_off = error
         _left.append(stream)
-        # The terminal is closed, or the other end of a pipe is gone. A run goes on and can save; what it says is lost.
+        # The terminal is closed, the other end of a pipe is gone, or the disk of the log is full. A run goes on and can
+        # save; what it says is lost.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

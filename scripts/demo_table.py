@@ -1,6 +1,7 @@
-"""A Markdown table of demo runs, and whether each meets the demo's guards.
+"""A Markdown table of demo runs, and whether each meets the demo's guards. docs/demo.md has both tables.
 
-python scripts/demo_table.py runs/demo-0 runs/demo-1 ...      (what docs/demo.md records)
+python scripts/demo_table.py runs/demo-0 runs/demo-1 ...
+python scripts/demo_table.py --frontier runs/demo-kl0         (of one run, its policies along the way)
 """
 
 import json
@@ -52,9 +53,35 @@ def row(run: Path) -> list[str]:
     ]
 
 
-def main(folders: list[str]) -> None:
-    for cells in (COLUMNS, ["---"] * len(COLUMNS), *(row(Path(folder)) for folder in folders)):
+def frontier(run: Path) -> list[list[str]]:
+    """A row for each policy that the run's evaluation asked, the finished one last."""
+    report = json.loads((run / "eval/report.json").read_text(encoding="utf-8"))
+    rows = []
+    for point in report["frontier"]:
+        gold = point["judges"]["gold"]
+        rows.append(
+            [
+                str(point["step"]),
+                f"{point['reward']:.3f}",
+                f"{gold['mean']:.3f} [{gold['ci95'][0]:.3f}, {gold['ci95'][1]:.3f}]",
+                f"{point['kl']:.1f}",
+                f"{point['win_rate']['gold']['value']:.3f}",
+                f"{point['response_length_mean']:.1f}",
+            ]
+        )
+    return rows
+
+
+def show(head: list[str], rows: list[list[str]]) -> None:
+    for cells in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(cells) + " |")
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--frontier"]:
+        show(["update", "reward", "gold", "KL, nats", "PPO over SFT, gold", "tokens"], frontier(Path(arguments[1])))
+    else:
+        show(COLUMNS, [row(Path(folder)) for folder in arguments])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What tests/test_fuzz.py draws: texts of configs and of data files with faults put in, and what a config says."""
+"""What tests/test_fuzz.py draws: texts of configs and of data files with faults put in, and what a config says; and how
+many cases."""
 
 import json
 import os
@@ -8,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from yaml.nodes import MappingNode, Node, SequenceNode
 
 from rlhf_cli.config import CONFIGS, keys
 
+SUITE = 1000  # cases in the default suite
+CASES = int(os.environ.get("RLHF_FUZZ_CASES", SUITE))
 KEYS = sorted({part for stage in CONFIGS for key in keys(stage) for part in key.split(".")} | {"kl_coeff", "lr", "<<"})
 ODD = [
     "0", "1", "-1", "8", "3.5", "1e-5", "1E400", "1e", ".nan", ".inf", "-.inf", "NaN", "9" * 30, "0.0", "-0", "+1",
@@ -29,6 +33,19 @@ MARKS = [": ", ":", "\n", "\n  ", "\n    ", "- ", "{", "}", "[", "]", ", ", "'",
 TOKEN = re.compile(r"\n *|[\w./-]+|\W")
 
 PLAIN = ["1", "2", "4", "32", "0.5", "1e-5", "1.0", "true", "null", '"model"']
+
+
+def cases(count: int) -> Any:
+    """So many of 2000 cases, and as large a share of another number: of SUITE in the default suite."""
+    return settings(
+        max_examples=max(1, count * CASES // 2000),
+        derandomize=CASES == SUITE,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],
+    )
+
 
 _at = st.integers(0, 400)
 _yaml_step = st.one_of(

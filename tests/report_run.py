@@ -82,7 +82,8 @@ def answers(n: int = 16, **texts: str) -> list[dict[str, Any]]:
 
 
 def win(value: float, n: int = 256) -> dict[str, Any]:
-    return {"value": value, "ci95": [value - 0.06, value + 0.06], "n": n, "ties": 3, "length_controlled": value - 0.02}
+    equal = {"length_controlled": value - 0.02, "length_controlled_ci95": [value - 0.08, value + 0.04]}
+    return {"value": value, "ci95": [value - 0.06, value + 0.06], "n": n, "ties": 3, **equal}
 
 
 def model(reward: float, gold: float, kl: float) -> dict[str, Any]:

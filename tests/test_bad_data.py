@@ -1,6 +1,10 @@
 """Bad data through the real CLI: each says code, place and fix in a line or two, and exits as promised."""
 
 import os
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,8 @@ import pytest
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 
 from rlhf_cli import rows
+from rlhf_cli.data import convert, foreign
+from rlhf_cli.models.tokenizers import CHATML
 
 GOOD = {"prompt": "Tell me about the sun.", "completion": " The sun is bright."}
 PAIR = {"prompt": "Tell me about the sun.", "chosen": " It is bright.", "rejected": " It is dull."}
@@ -48,6 +54,172 @@ def test_d02_column_missing(folder: Path) -> None:
     assert refused(rlhf("reward"), "D02", "pairs.jsonl", "for example data.columns: {rejected: worse}")
     rows.write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b"}])  # never one that has its place already
     assert refused(rlhf("reward"), "D02", "pairs.jsonl", "for example data.columns: {rejected: NAME}")
+
+
+ASKED, ANSWERED = {"from": "human", "value": "Tell me about the sun."}, {"from": "gpt", "value": "It is bright."}
+WORSE = {"from": "gpt", "value": "It is dull."}
+ALPACA = {"instruction": "Tell me about it.", "input": "The sun.", "output": "It is bright."}
+RANKED = {"instruction": "Tell me about it.", "input": "", "chosen": "It is bright.", "rejected": "It is dull."}
+RATED = {
+    "prompt": "Tell me about the sun.",
+    "responses": [" It is.", " It is dull.", " Bright."],
+    "scores": [3, 1, 4.5],
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "code"),
+    [
+        ("sft", {"conversations": [ASKED, ANSWERED]}, "D02"),
+        ("sft", {"messages": [ASKED, ANSWERED]}, "D06"),
+        ("sft", ALPACA, "D02"),
+        ("sft", RATED, "D02"),
+        ("reward", {"conversations": [ASKED], "chosen": ANSWERED, "rejected": WORSE}, "D02"),
+        ("reward", RANKED, "D02"),
+        ("reward", RATED, "D02"),
+    ],
+)
+def test_rows_of_another_systems_form_are_read_once_the_hint_is_followed(
+    folder: Path, stage: str, row: dict[str, Any], code: str
+) -> None:
+    """ShareGPT's, Alpaca's, answers with scores."""
+    (folder / "model/chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<eos>"))
+    write("theirs", *[row] * 64)
+    result = rlhf(stage, "-s", "data.train=theirs.jsonl")
+    assert refused(result, code, "theirs.jsonl:1", "hint: python -m rlhf_cli.data.convert theirs.jsonl ")
+    words = shlex.split(re.search("hint: python -m (.*?) makes", result.stderr)[1])  # type: ignore[index]
+    columns = ["-s", f"data.columns={found[1]}"] if (found := re.search(r"columns: ({.*?})", result.stderr)) else []
+    assert words[0] == "rlhf_cli.data.convert" and convert.main(words[1:]) == 0
+    done = check(f"{stage}.yaml", "-s", f"data.train={words[2]}", *columns)
+    assert done.exit_code == 0 and "64 rows" in done.output, done.output
+
+
+def test_what_becomes_of_another_systems_rows() -> None:
+    user, good, bad = ({"role": "user", "content": "Tell me about it.\n\nThe sun."}, *map(answer, ("bright", "dull")))
+    assert foreign.converted({**ALPACA, "system": "Be brief.", "output": "bright", "history": [["Hi.", "bright"]]}) == {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}, good, user, good]
+    }
+    assert foreign.converted({**ALPACA, "history": "", "output": "bright"}) == {"messages": [user, good]}  # of a CSV
+    assert foreign.converted(RATED) == {"prompt": RATED["prompt"], "chosen": " Bright.", "rejected": " It is dull."}
+    assert foreign.converted({**RATED, "scores": [1, 1, 1]}) is None
+    assert foreign.converted({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
+        "prompt": [{"role": "user", "content": "Tell me about it."}], "chosen": [good], "rejected": [bad],
+    }  # fmt: skip
+    for odd in ({"text": "a"}, {**RATED, "scores": [1]}, {"conversations": [ASKED, {"from": "tool", "value": "1"}]}):
+        with pytest.raises(foreign.BadRow):
+            foreign.converted(odd)
+
+
+SAID = {name: f"Human: Say 0\n\nAssistant: {text}" for name, text in (("chosen", "yes"), ("rejected", "no"))}
+SAY = {"from": "human", "value": "Say 0\n"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**RANKED, **{name: f"Q: {RANKED['instruction']} A: {RANKED[name]}" for name in ("chosen", "rejected")}},
+        {"instruction": "Say 0 ", **SAID},
+        {"instruction": "", **SAID},
+        {"instruction": "Other words, beside transcripts.", **SAID},
+        {"conversations": [SAY], **SAID},
+        {"conversations": [{"from": "system", "value": "Be brief."}, SAY, ANSWERED], **SAID},
+    ],
+)
+def test_whole_dialogues_beside_their_question_are_pairs_as_they_stand(folder: Path, row: dict[str, Any]) -> None:
+    assert foreign.form(row) is None
+    write("pairs", *[row] * 64)
+    done = check("reward.yaml")
+    assert done.exit_code == 0 and "64 rows" in done.output, done.output
+
+
+@pytest.mark.parametrize("asked", [{"instruction": "Hi."}, {"conversations": [{"from": "human", "value": "Hi."}]}])
+def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any]) -> None:
+    """The other answer does not begin so: read as it stands, the pair would lose its prompt."""
+    assert foreign.form({**asked, "chosen": "Hi. I am here.", "rejected": "What?"}) == foreign.PAIR
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "says"),
+    [
+        ({"instruction": "hi", "input": 3, "output": "yo"}, "D06", '"input" is the number 3'),
+        ({"instruction": "hi", "output": None}, "D06", '"output" is null'),
+        ({**ALPACA, "system": 3}, "D06", '"system" is the number 3'),
+        ({**ALPACA, "history": [["a"]]}, "D12", "[['a']]"),
+        ({**ALPACA, "history": 1}, "D12", "history"),
+        ({**ALPACA, "history": [["a", None]]}, "D06", '"history" is null'),
+        ({"conversations": [{**ASKED, "value": None}, ANSWERED]}, "D06", '"value" is null'),
+        ({"conversations": [{**ASKED, "from": ["human"]}, ANSWERED]}, "D12", "is no turn of"),
+        ({**RATED, "responses": ["a", "b"], "scores": [1, None]}, "D06", '"scores" holds null'),
+        ({**RATED, "responses": ["a", None], "scores": [1, 2]}, "D06", '"responses" is null'),
+        ({**RATED, "prompt": None}, "D12", "columns prompt, responses, scores are none of"),
+    ],
+)
+def test_a_row_that_cannot_be_converted_is_told_by_its_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], code: str, says: str
+) -> None:
+    write("theirs", ALPACA, row)
+    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 2 and not Path("out.jsonl").exists()
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"error[{code}]: theirs.jsonl:2: ") and says in stderr and stderr.count("\n") == 1
+
+
+def test_a_conversion_overwrites_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write("theirs", ALPACA)
+    before = Path("theirs.jsonl").read_bytes()
+    Path("link.jsonl").symlink_to("nowhere.jsonl")
+    for out, code in (("theirs.jsonl", "C15"), ("model", "C15"), ("link.jsonl", "C15"), ("no/out.jsonl", "E03")):
+        assert convert.main(["theirs.jsonl", out]) == 2
+        assert capsys.readouterr().err.startswith(f"error[{code}]: {out} ")
+    assert Path("theirs.jsonl").read_bytes() == before and not Path("nowhere.jsonl").exists()
+
+
+def test_a_conversion_that_cannot_be_written_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write("theirs", ALPACA)
+    before = sorted(os.listdir())
+    monkeypatch.setattr(os, "fsync", full)
+    assert convert.main(["theirs.jsonl", "out.jsonl"]) == 2 and sorted(os.listdir()) == before
+    assert capsys.readouterr().err == "error[E03]: out.jsonl cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says", "left"),
+    [
+        ([ALPACA, {"conversations": [ASKED]}], "out.jsonl: 1 rows; 1 left out without an answer", 1),
+        ([{"conversations": [ASKED]}], "out.jsonl: 1 rows without an answer: prompts for ppo", 1),
+        ([RATED, {**RATED, "scores": [1, 1, 1]}], "out.jsonl: 1 rows; 1 left out, all their answers have one score", 1),
+        ([{**RATED, "scores": [1, 1, 1]}], "error[D05]: theirs.jsonl: no usable row; 1 left out, all their", 0),
+    ],
+)
+def test_a_conversion_counts_what_it_leaves_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], theirs: list[Any], says: str, left: int
+) -> None:
+    write("theirs", *theirs)
+    assert convert.main(["theirs.jsonl", "out.jsonl"]) == (0 if left else 2)
+    assert capsys.readouterr().err.startswith(says)
+    assert not left or len(Path("out.jsonl").read_text().splitlines()) == left
+
+
+def test_the_command_of_the_hint_says_one_line(folder: Path) -> None:
+    """Python warns where a module that is run was imported before."""
+    write("theirs", ALPACA)
+    command = [sys.executable, "-m", "rlhf_cli.data.convert", "theirs.jsonl", "out.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "out.jsonl: 1 rows\n")
+    assert convert.main(["theirs.jsonl"]) == 2
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_rows_with_one_answer_are_no_pairs(folder: Path) -> None:
+    write("pairs", ALPACA)
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl:1", "hint: each row has one answer, a pair needs a better and")
 
 
 def test_d03_malformed_json(folder: Path) -> None:

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
+from benchmarks.learning import __main__ as learning  # noqa: E402
 from benchmarks.learning import curves, judged, tables  # noqa: E402
 
 
@@ -134,8 +134,9 @@ def test_the_comparison_is_over_the_seeds_that_both_have():
     assert "1 degrees of freedom" in text and "never at that KL" not in text
 
 
-def test_without_the_shared_folder_it_says_so_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.learning", "--shared", str(tmp_path), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "is missing" in done.stderr
+def test_without_the_shared_folder_it_says_so_in_one_line(tmp_path, monkeypatch, capsys):
+    arguments = ["learning", "--shared", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert learning.main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "is missing" in err

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chaos import planted, report
@@ -22,33 +23,52 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=1200, check=False)
 
 
-@pytest.mark.training
-def test_killed_starved_and_stopped_runs_end_in_the_same_bytes(tmp_path: Path) -> None:
-    """5 kills a stage, one fail point in 96, some troubles, and `rlhf run` killed once."""
-    told = tmp_path / "told.json"
-    short = ("--kills", 5, "--every", 96, "--troubles", 3, "--chain-stages", "sft", "reward", "--chain-kills", 1)
-    done = python("-m", "chaos", *short, "--jobs", 2, "--out", tmp_path / "runs", "--json", told)
+def chaos(folder: Path, *how: object) -> dict[str, Any]:
+    """What `python -m chaos` saw."""
+    done = python("-m", "chaos", *how, "--jobs", 2, "--out", folder / "runs", "--json", folder / "told.json")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(told.read_text())
-    assert found["faults"] == [] and "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
+    found = json.loads((folder / "told.json").read_text())
+    assert found["faults"] == []
+    return found
+
+
+EVERY = 128
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """3 kills a stage, one fail point in 128, some troubles, and the planted faults, in one world."""
+    short = ("--kills", 3, "--every", EVERY, "--troubles", 3, "--chain-kills", 0)
+    return chaos(tmp_path_factory.mktemp("chaos"), *short, "--planted")
+
+
+@pytest.mark.training
+def test_killed_starved_and_stopped_runs_end_in_the_same_bytes(found: dict[str, Any]) -> None:
     for stage in ("sft", "reward", "ppo"):
-        assert sum(len(one["kills"]) for one in found["killed"][stage]) >= 5
-        assert sum(part["hit"] for part in found["tried"][stage]) == -(-found["names"][stage] // 96)
+        assert sum(len(one["kills"]) for one in found["killed"][stage]) >= 3
+        assert sum(part["hit"] for part in found["tried"][stage]) == -(-found["names"][stage] // EVERY)
         assert found["names"][stage] > 150  # as many as there are writes, or nothing was wrapped
-    assert len(found["troubles"]) == 3 and len(found["chains"]) == 1
+    assert len(found["troubles"]) == 3
 
 
 @pytest.mark.training
-def test_a_fault_in_the_product_is_seen(tmp_path: Path) -> None:
+def test_a_fault_in_the_product_is_seen(found: dict[str, Any]) -> None:
     """Each planted fault is a difference, and without one there is none."""
-    done = python("-m", "chaos.planted", tmp_path / "runs")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.pop("none") == []
-    assert {name for name, wrong in found.items() if wrong} == set(planted.FAULTS)
-    assert {"model/model.safetensors", "metrics.jsonl"} <= set(found["random numbers forgotten"])
-    assert any("optimizer" in name or "structure" in name for name in found["scheduler forgotten"])
-    assert found["log not cut"] == ["metrics.jsonl"]
+    seen = dict(found["planted"])
+    assert seen.pop("none") == []
+    assert {name for name, wrong in seen.items() if wrong} == set(planted.FAULTS)
+    assert {"model/model.safetensors", "metrics.jsonl"} <= set(seen["random numbers forgotten"])
+    assert any("optimizer" in name or "structure" in name for name in seen["scheduler forgotten"])
+    assert seen["log not cut"] == ["metrics.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_killed_chain_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    """In `make test`, stages are killed above, and test_pipeline.py kills `rlhf run` with stages that take no time."""
+    how = ("--kills", 1, "--every", 1000, "--troubles", 1, "--chain-kills", 3)
+    (chain,) = chaos(tmp_path, *how)["chains"]
+    assert chain["kills"] and chain["wrong"] == []
 
 
 # The harness by itself

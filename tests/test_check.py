@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from bad_inputs import check, foreign_scorer, replace, rlhf
+from safetensors.torch import load_file, save_file
 
 from rlhf_cli import presets, rows
 from rlhf_cli.models import tokenizers
@@ -218,13 +219,20 @@ def test_evaluation_prompts_that_a_stage_trains_on(run_folder: Path) -> None:
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_models_are_loaded_only_when_asked_for(folder: Path, deep: bool) -> None:
-    """M02: a head that the config promises and the weights do not hold."""
+    """M13: one matrix is meant, and two are there; whether they are alike only their numbers tell."""
+    tensors = load_file(folder / "model/model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, folder / "model/model.safetensors", metadata={"format": "pt"})
+    result = check("sft.yaml", *(["--deep"] if deep else []))
+    assert result.exit_code == (2 if deep else 0), result.stderr
+    assert ("error[M13]: sft.yaml:1: model: config.json has tie_word_embeddings" in result.stderr) == deep
+
+
+def test_a_head_that_the_config_promises_and_the_weights_do_not_hold_needs_no_loading(folder: Path) -> None:
     foreign_scorer(folder)
     shutil.copy(folder / "model/model.safetensors", folder / "scorer")
-    result = check("ppo.yaml", *(["--deep"] if deep else []))
-    assert result.exit_code == (2 if deep else 0), result.stderr
-    if deep:
-        assert "error[M02]: ppo.yaml:1: scorer has no trained reward head" in result.stderr
+    result = check("ppo.yaml")
+    assert result.exit_code == 2 and "error[M02]: ppo.yaml:1: scorer has no trained reward head" in result.stderr
 
 
 def test_the_faults_of_a_reward_models_config_need_no_weights(folder: Path) -> None:
@@ -338,4 +346,4 @@ def test_prompts_without_room_are_told_why(folder: Path) -> None:
     replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  response_length: 126")
     result = check("ppo.yaml")
     assert result.exit_code == 2 and "error[D05]: " in result.stderr
-    assert "hint: the model's context leaves 2 tokens to a prompt beside a response of 126: lower that" in result.stderr
+    assert "hint: lower ppo.response_length (126 tokens for a response leave 2 to a prompt), or take" in result.stderr

@@ -319,7 +319,7 @@ def test_a_lock_tells_who_holds_it_as_long_as_that_one_lives(tmp_path: Path) -> 
     mine = holder(folder)
     assert mine and mine.pid == os.getpid()
     told = json.loads(lock.read_text())
-    lock.write_text(json.dumps(told | {"started": "1"}))  # the number of a process that is gone was given again
+    lock.write_text(json.dumps(told | {"started": 1.0}))  # the number of a process that is gone was given again
     assert holder(folder) is None
     lock.write_text(json.dumps(told | {"host": "elsewhere", "pid": 2**22 + 1}))
     far = holder(folder)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import rlhf_cli
 from rlhf_cli import checkpoints, cli, config
-from rlhf_cli.cli import training
+from rlhf_cli.cli import app, training
+from rlhf_cli.cli.elsewhere import ELSEWHERE
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
 
@@ -168,6 +171,36 @@ def test_usage_errors_have_our_form_and_name_the_help(arguments: list[str], text
 
 def test_a_misspelt_command_names_the_one_that_is_near() -> None:
     assert rlhf("stauts", "runs/x").stderr.endswith("hint: did you mean rlhf status?\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        ("grpo", "rlhf ppo --config FILE"),
+        ("dpo", "rlhf init preferences"),
+        ("train", "rlhf run DIR"),
+        ("serve", "rlhf export RUN --out DIR, then: vllm serve DIR"),
+        ("compare", "rlhf report A B"),
+        ("sweep", "rlhf report runs/kl-*"),
+        ("merge", "rlhf export RUN --out DIR"),
+        ("push", "--push REPO"),
+        ("doctor", "rlhf env"),
+    ],
+)
+def test_a_command_of_another_system_names_what_does_its_work(command: str, answer: str) -> None:
+    result = rlhf(command, "runs/x", "--lr", "3")
+    assert is_one_error(result, "C11") and result.stderr.startswith(f"error[C11]: there is no command {command}\n")
+    assert answer in result.stderr.partition("\nhint: ")[2]
+
+
+def test_what_does_their_work_is_there() -> None:
+    """Every command and every long option that the answers name."""
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert not ELSEWHERE.keys() & commands.keys()
+    for answer in ELSEWHERE.values():
+        for name, words in re.findall(r"\brlhf ([a-z]+)([^,;]*)", answer):
+            assert name in commands, answer
+            assert set(re.findall("--[a-z]+", words)) <= {text for each in commands[name].params for text in each.opts}
 
 
 def test_no_command_shows_the_help_and_is_an_error_of_usage() -> None:
@@ -328,7 +361,8 @@ def test_a_config_without_its_option_is_understood(folder: Path, word: str) -> N
 def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: int) -> None:
     script = """
 import signal, time; from rlhf_cli import cli
-from rlhf_cli.cli import training
+from rlhf_cli.cli import app, training
+from rlhf_cli.cli.elsewhere import ELSEWHERE
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 def stage(*_):
     try:

@@ -1,7 +1,8 @@
 """Defects found in other PPO trainers (research/peers.md, 1h), and that they are not ours: behaviour, not settings.
 
 The rows that have no test here:
-5   TRL 1.12: LoRA leaves the value model fully trainable. There are no adapters here yet; the test comes with them.
+5   TRL 1.12: LoRA leaves the value model fully trainable. Here: tests/test_one_base.py,
+    test_adapters_and_the_value_head_learn_and_nothing_else.
 13  verl: two of its pages give different numbers for one model. Not a thing that a program can tell.
 """
 
@@ -237,6 +238,7 @@ def test_openrlhf_09_the_adaptive_kl_coefficient_moves_during_a_run(run_folder):
 # LLaMA-Factory
 
 
+@pytest.mark.slow  # tests/test_packaging.py compares what is imported with what is declared
 @training
 def test_llama_factory_10_what_an_installation_brings_is_what_it_asks_for_and_everything_imports():
     for text in metadata.requires("rlhf-cli") or []:

@@ -1,10 +1,14 @@
 """docs/ci.md and .github: the workflows are YAML, and their steps are commands that there are."""
 
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/ci.md").read_text(encoding="utf-8")
@@ -12,19 +16,38 @@ OURS = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
 (THEIRS,) = re.findall(r"```yml\n(.*?)```", PAGE, re.DOTALL)
 
 
-def steps(workflow: str) -> list[str]:
+def steps(workflow: str, job: str) -> list[str]:
     found = yaml.safe_load(workflow)
     assert found[True], "what `on` is to YAML 1.1"
-    return [step["run"] for job in found["jobs"].values() for step in job["steps"] if "run" in step]
+    return [step["run"] for step in found["jobs"][job]["steps"] if "run" in step]
 
 
 def test_our_workflow_does_what_the_script_does() -> None:
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    assert steps(OURS) == [f"make {target}" for target in re.findall(r"^make \S+ (\w+)", script, re.MULTILINE)]
+    assert steps(OURS, "test") == [f"make {target}" for target in re.findall(r"^make \S+ (\w+)", script, re.MULTILINE)]
+
+
+def test_the_newest_and_the_lowest_versions_are_tried() -> None:
+    """Each file of tests is there, and `lowest` takes each lower bound of pyproject.toml, extras' too."""
+    job = yaml.safe_load(OURS)["jobs"]["bounds"]
+    assert job["strategy"]["matrix"] == {"versions": ["newest", "lowest"]}
+    *_, tests = steps(OURS, "bounds")
+    files = re.findall(r"tests/\w+\.py", tests)
+    assert len(files) > 5 and all((ROOT / file).is_file() for file in files)
+    done = subprocess.run(
+        [sys.executable, "scripts/lowest.py", "torch==2.13.0"], cwd=ROOT, capture_output=True, text=True
+    )
+    found = dict(line.split("==") for line in done.stdout.splitlines())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for text in (*project["dependencies"], *project["optional-dependencies"]["qlora"]):
+        wanted = Requirement(text)
+        assert (found[wanted.name] in wanted.specifier and f">={found[wanted.name]}" in text) or wanted.name == "torch"
 
 
 def test_their_workflow_is_the_tiny_chain_and_keeps_its_page() -> None:
-    assert steps(THEIRS) == ["pip install rlhf-cli", "rlhf init ci smoke", "rlhf run smoke"]
+    install, *rest = steps(THEIRS, "smoke")
+    assert install.startswith("pip install ") and install.endswith(" -c rlhf-cli/constraints.txt ./rlhf-cli")
+    assert rest == ["rlhf init ci smoke", "rlhf run smoke"]
     assert "smoke/eval/report.html" in THEIRS
 
 

@@ -116,7 +116,11 @@ def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
 def test_every_key_of_sft_and_reward_is_described(folder: Path, world: World) -> None:
     real = {}
     for stage, rows in (("sft", "rows"), ("reward", "pairs")):
-        result = rlhf(stage, "-c", f"{stage}.yaml", "-s", f"data.eval={rows}.jsonl", "-s", f"{stage}.logging_steps=1")
+        changes = [
+            f"data.eval={rows}.jsonl",
+            *(f"{stage}.{key}" for key in ("logging_steps=1", "eval_steps=1", "max_steps=2")),
+        ]
+        result = rlhf(stage, "-c", f"{stage}.yaml", *changes)
         assert result.exit_code == 0, result.output
         real[stage] = logged(folder / stage / "metrics.jsonl") - {"step", "time_s"}
     agree(real["sft"], keys("SFT"))

@@ -68,12 +68,17 @@ def test_the_codes_are_those_of_the_table_and_ours() -> None:
         re.findall(r"^\| ([A-Z][0-9]{2}) \|.*\| ([^|]+) \|$", table.read_text(encoding="utf-8"), re.MULTILINE)
     )
     assert set(CODES) == set(listed) | {
+        "D16",
         "E05",
         "E06",
         "E07",
+        "E09",
         "M10",
         "M11",
         "M12",
+        "M13",
+        "M14",
+        "E08",
         "R00",
         "R06",
         "R07",

@@ -130,6 +130,7 @@ def test_nothing_is_picked_unasked(run: Path) -> None:
     assert not (run / "eval/frontier.svg").exists()
 
 
+@pytest.mark.slow  # the bound itself: tests/test_statistics.py
 def test_the_pick_of_some_prompts_is_good_on_others(planted: Path) -> None:
     """The reward rises to the end; what gold picks is within 2 % of the best by gold on prompts that it never saw."""
     report, result = evaluate(planted)

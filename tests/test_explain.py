@@ -330,6 +330,11 @@ def test_a_code_is_told_in_either_case() -> None:
         ("mini_batch_size", "called num_mini_batches here; it counts minibatches", "ppo.num_mini_batches"),
         ("sft.lr", "sft.lr is called learning_rate here\n", "sft.learning_rate"),
         ("reward_model_path", "called models.reward here\n", "models.reward"),
+        ("beta", "beta is called kl_coef here\n", "ppo.kl_coef"),
+        ("epsilon", "epsilon is called cliprange here\n", "ppo.cliprange"),
+        ("num_generations", "num_generations is called num_samples_per_prompt here\n", "ppo.num_samples_per_prompt"),
+        ("micro_train_batch_size", "called per_device_train_batch_size here\n", "ppo.per_device_train_batch_size"),
+        ("rollout_batch_size", "called per_device_train_batch_size here; times", "ppo.per_device_train_batch_size"),
     ],
 )
 def test_an_old_name_tells_the_new_one(old: str, text: str, new: str) -> None:
@@ -357,8 +362,13 @@ def test_a_field_of_trls_is_told_as_that() -> None:
         ("ppo.kl_coff", "unknown key ppo.kl_coff", "did you mean ppo.kl_coef?"),
         ("pp", "unknown key pp", "did you mean "),
         ("qqqq", "unknown key qqqq", "rlhf explain --all lists all keys and codes"),
-        ("D99", "unknown code D99", "there are D01 to D15"),
+        ("D99", "unknown code D99", "there are D01 to D16"),
         ("X01", "unknown code X01", "rlhf explain --all lists all codes"),
+        ("vllm", "there is no key vllm", "responses are drawn by the model that is trained"),
+        ("use_vllm", "there is no key use_vllm", "responses are drawn by the model that is trained"),
+        ("ppo.vllm_mode", "there is no key ppo.vllm_mode", "responses are drawn by the model that is trained"),
+        ("gpu_memory_utilization", "there is no key gpu_memory_utilization", "responses are drawn by"),
+        ("liger", "there is no key liger", "sft.yaml and reward.yaml take trainer.use_liger_kernel: true"),
     ],
 )
 def test_what_is_unknown_is_told_with_the_nearest(name: str, text: str, hint: str) -> None:

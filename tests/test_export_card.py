@@ -200,7 +200,7 @@ def test_a_stopped_run_says_why_and_what_this_is(run: Path, tokenizer: Any) -> N
     change(run / "ppo/manifest.json", step=10, model_is="the best step", stopped="update 20: KL is <b>9</b>", best=best)
     write_jsonl(run / "ppo/watchdog.jsonl", [{"step": 9, "signal": "kl", "action": "warn"}])
     text = written(run, tokenizer)
-    assert "the policy after update 10 of 20, the best one by `objective/score/gold`: " in text
+    assert "the policy after update 10 of 20, the highest by `objective/score/gold`: " in text
     assert "the training was stopped (update 20: KL is \\<b\\>9" in text
     assert "Noted by the run, ppo: it was stopped: update 20" in text
     change(run / "ppo/manifest.json", stopped=None)

@@ -33,7 +33,7 @@ FLOORS = [
         "ppo.scoring",
     },
     {"ppo.ranks", "report.*"},
-    {"ppo.placement", "explain", "ending"},
+    {"ppo.placement", "explain", "ending", "init_folder"},
     {"ppo.rollout", "ppo.rewards.*", "ppo.passes", "ppo.optimizer", "ppo.alarms", "ppo.watchdog"},
     {"ppo.trainer"},
     {"ppo"},

@@ -1,10 +1,9 @@
 """Whatever stands in a config or in a data file: no traceback, a code and a place, and nothing that is lost in silence.
 
-2000 cases, the same each time; `make fuzz CASES=50000` draws others.
+1000 cases, the same each time; `make fuzz CASES=50000` draws others.
 """
 
 import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -15,14 +14,14 @@ import fuzzing
 import pytest
 import yaml
 from bad_inputs import check, foreign_scorer
-from hypothesis import HealthCheck, Phase, given, settings
+from fuzzing import cases
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_cli import rows
 from rlhf_cli.codes import CODES
 from rlhf_cli.config import keys, load, stage_of
 
-CASES = int(os.environ.get("RLHF_FUZZ_CASES", 2000))
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(r"(error|warning)\[(\w+)\]: (\S.*)")
 TEXTS = {
@@ -56,18 +55,6 @@ TEXTS = {
         "  require: {win_rate.ppo_vs_sft.gold.value: '>= 0.6'}\n",
     ],
 }  # fmt: skip
-
-
-def cases(count: int) -> Any:
-    """So many cases of the default suite's 2000, and as large a share where more are asked for."""
-    return settings(
-        max_examples=max(1, count * CASES // 2000),
-        derandomize=CASES == 2000,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
 
 
 @pytest.fixture

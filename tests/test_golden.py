@@ -11,19 +11,55 @@ from rlhf_cli.ppo import PPOSettings, Rollout, formulas
 from rlhf_cli.ppo.advantages import gae
 from rlhf_cli.ppo.losses import policy_losses, value_losses
 
-GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="../shared/golden (recordings of TRL 1.12) is not here")
+ROOT = Path(__file__).parents[1]
+
+
+def recorded(made: Path, shared: Path) -> list[Path]:
+    """The folders with recordings: what `make golden` made here, and what the developers' shared folder holds."""
+    folders = [*sorted(made.glob("*")), shared]
+    return [folder for folder in folders if (folder / "trl_steps.safetensors").is_file()]
+
+
+FOLDERS = recorded(ROOT / "runs/golden", ROOT.parent / "shared/golden")
+pytestmark = pytest.mark.skipif(
+    not FOLDERS, reason="no recordings of TRL 1.12, in runs/golden or ../shared/golden: `make golden` makes them"
+)
 close = {"rtol": 0, "atol": 1e-5}
 
 
-def recording(name: str):
-    with safe_open(GOLDEN / f"trl_{name}.safetensors", "pt") as file:
+def recording(folder: Path, name: str):
+    with safe_open(folder / f"trl_{name}.safetensors", "pt") as file:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
 
 
+@pytest.fixture(params=FOLDERS or [None], ids=lambda folder: folder and folder.name)
+def folder(request):
+    return request.param
+
+
 @pytest.fixture(params=["update_k1", "update_k3", "steps"])
-def update(request):
-    return recording(request.param)
+def update(folder, request):
+    return recording(folder, request.param)
+
+
+@pytest.fixture
+def steps(folder):
+    return recording(folder, "steps")
+
+
+def test_a_recording_is_whole(update, steps):
+    """Its tensors have the shape of its responses; the KL is not zero, and responses are of unlike lengths."""
+    tensors, settings = update
+    names = ("logprobs", "ref_logprobs", "values", "rewards", "kl", "advantages", "returns")
+    masks = ("padding_mask", "padding_mask_p1")
+    assert {tensors[name].shape for name in names + masks} == {tensors["responses"].shape}
+    assert tensors["query_responses"].shape[1] == int(tensors["context_length"]) + tensors["responses"].shape[1]
+    assert tensors["scores"].shape == tensors["sequence_lengths"].shape == (16,)
+    assert float(settings["objective/kl"]) != 0 and len(set(tensors["sequence_lengths"].tolist())) > 4
+    assert float(settings["temperature"]) == 0.7 and {"k1", "k3"} >= {settings["kl_estimator"]}
+    assert [name for name in steps[0] if name.endswith(".rows")] == [
+        f"epoch{epoch}.micro{micro}.rows" for epoch in range(3) for micro in range(2)
+    ]
 
 
 def test_advantages_and_returns(update):
@@ -64,9 +100,9 @@ def test_rewards_but_for_the_place_of_the_score(update):
 
 @pytest.mark.parametrize("epoch", range(3))
 @pytest.mark.parametrize("micro", range(2))
-def test_losses_of_each_micro_batch(epoch, micro):
+def test_losses_of_each_micro_batch(steps, epoch, micro):
     """From epoch 1 on over half of the tokens are clipped, so both branches of both losses are held."""
-    tensors, settings = recording("steps")
+    tensors, settings = steps
     step = {
         name.rpartition(".")[2]: value
         for name, value in tensors.items()
@@ -100,9 +136,9 @@ def two_word_logits(logprobs: torch.Tensor, temperature: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("epoch", range(3))
 @pytest.mark.parametrize("micro", range(2))
-def test_the_whole_loss_of_each_micro_batch(epoch, micro):
+def test_the_whole_loss_of_each_micro_batch(steps, epoch, micro):
     """Our losses, fed through the types that flow; TRL's value loss reads one token more than its policy loss."""
-    tensors, trl = recording("steps")
+    tensors, trl = steps
     step = {name.rpartition(".")[2]: x for name, x in tensors.items() if name.startswith(f"epoch{epoch}.micro{micro}.")}
     rows, temperature = step["rows"], float(trl["temperature"])
     keys = ("cliprange", "cliprange_value", "vf_coef", "temperature")

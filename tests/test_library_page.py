@@ -1,8 +1,6 @@
 """docs/library.md: its program runs as it stands and learns; its three calls are there."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,16 +17,14 @@ PROGRAM, CALLS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.mark.training
 @pytest.mark.skipif(not MODEL.exists(), reason="../shared is not there")
-def test_the_program_learns(tmp_path: Path) -> None:
-    """Its first ten updates: the schedule is of 30, so that they are those of the page."""
-    (tmp_path / "cheerful.py").write_text(PROGRAM.replace("range(settings.num_updates())", "range(10)"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "cheerful.py", str(MODEL)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    *updates, story = done.stdout.splitlines()
+def test_the_program_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its first six updates, in this process: the schedule is of 30, so that they are those of the page."""
+    monkeypatch.setattr(sys, "argv", ["cheerful.py", str(MODEL)])
+    exec(PROGRAM.replace("range(settings.num_updates())", "range(6)"), {"__name__": "__main__"})
+    *updates, story = capsys.readouterr().out.splitlines()
     number, _, scores, _, kl = zip(*(line.split() for line in updates), strict=True)
-    assert number == tuple(map(str, range(1, 11))) and kl[0] == "0.000"
-    assert float(scores[0]) < 0.2 and float(scores[-1]) > 1.2
+    assert number == tuple(map(str, range(1, 7))) and kl[0] == "0.000"
+    assert float(scores[0]) < 0.2 and float(scores[-1]) > 0.6
     assert len(PROGRAM.splitlines()) <= 40 and len(story) > 40
 
 

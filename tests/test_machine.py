@@ -177,6 +177,28 @@ def test_e03_an_output_that_cannot_be_written(folder: Path) -> None:
 # E03 on the way.
 
 
+@pytest.mark.parametrize(
+    ("stage", "key", "value"),
+    [
+        ("sft", "model.adapters", "{kind: qlora}"),
+        ("reward", "model.adapters", "{kind: qlora}"),
+        ("ppo", "ppo.optim", "adamw_8bit"),
+        ("sft", "trainer.optim", "paged_adamw_8bit"),
+    ],
+)
+def test_e09_what_bits_need_is_an_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str, key: str, value: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    if stage == "ppo":
+        foreign_scorer(folder)
+    told = value.strip("{kind: }"), "hint: pip install -e '.[qlora]' in the clone of rlhf-cli"
+    for result in (check(f"{stage}.yaml", f"{key}={value}"), rlhf(stage, "-s", f"{key}={value}")):
+        assert result.exit_code == 2 and "error[E09]: " in result.stderr, result.output
+        assert f"{told[0]} needs bitsandbytes, which is not installed" in result.stderr and told[1] in result.stderr
+    assert check(f"{stage}.yaml").exit_code == 0  # nothing else needs it
+
+
 # The limit comes with the second line of the log: one state is written by then.
 CHILD = """
 import resource, signal
@@ -196,8 +218,12 @@ app({command})
 """
 
 
+# The slow ones: reward is written by the same trainer as sft, and full disks of PPO are in tests/chaos too.
+SLOW = [pytest.param(stage, 150_000, marks=pytest.mark.slow) for stage in ("reward", "ppo")]
+
+
 @pytest.mark.training
-@pytest.mark.parametrize(("stage", "limit"), [("sft", 40_000), ("reward", 150_000), ("ppo", 150_000)])
+@pytest.mark.parametrize(("stage", "limit"), [("sft", 40_000), *SLOW])
 def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int) -> None:
     """After the first state no file may grow beyond the limit, whoever writes it: the state before it is still good."""
     sets = "ppo.num_sample_generations=0" if stage == "ppo" else f"{stage}.logging_steps=1"

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 from conftest import World
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from rlhf_cli import data, rows
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import tokenizers
+from rlhf_cli.models import spelling, tokenizers
 
 
 @pytest.fixture
@@ -121,3 +124,11 @@ def test_m01_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
         tokenizers.load_tokenizer(tmp_path)
     assert error.value.problems[0].code == "M01" and error.value.exit_code == 2
+
+
+def test_a_tokenizer_that_knows_no_letters_loads(tmp_path: Path) -> None:
+    """Digits alone, and no token for what is unknown: as worlds of research have it."""
+    backend = Tokenizer(WordLevel({**{str(digit): digit for digit in range(10)}, "<eos>": 10}))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path)
+    first, other = (tokenizers.load_tokenizer(tmp_path) for _ in range(2))
+    assert first("7").input_ids == [7] and spelling.difference(first, other, tokenizers.PAD) is None

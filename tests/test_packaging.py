@@ -1,5 +1,6 @@
 """What a user installs: the wheel away from the repository, the pins, and the Makefile's bookkeeping."""
 
+import ast
 import os
 import re
 import subprocess
@@ -7,10 +8,12 @@ import sys
 import time
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PRESETS = sorted(path.name for path in (ROOT / "configs").iterdir() if path.is_dir())
@@ -89,6 +92,26 @@ def test_every_dependency_is_pinned_inside_its_range() -> None:
     assert pins["torch"] == "2.13.0"
 
 
+def test_all_that_is_imported_is_declared_and_all_that_is_declared_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {
+        name: {Requirement(text).name for text in texts} for name, texts in project["optional-dependencies"].items()
+    }
+    declared = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
+    theirs = metadata.packages_distributions()
+    found: set[str] = set()
+    for path in (ROOT / "rlhf_cli").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            roots = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"rlhf_cli"}
+            found |= {canonicalize_name(theirs.get(root, [root])[0]) for root in roots}
+    # torch has tensorboard's writer; DeepSpeed is the user's to install (docs/scale.md); pydantic pins its own core.
+    others = extras["qlora"] | extras["trackers"] - {"tensorboard"} | {"deepspeed", "pydantic-core"}
+    assert found - declared == others
+    assert declared <= found
+
+
 # make
 
 
@@ -124,6 +147,13 @@ def test_make_runs_a_stage_of_a_preset_or_of_a_folder(config: str, run: str, pre
     assert f"rlhf ppo --config {run}/ppo.yaml" in planned
     assert (f'rlhf init "{preset}" "{run}"' in planned) == (preset is not None)
     assert f"rlhf run {run}" in make("-n", "pipeline", f"CONFIG={config}")
+
+
+def test_make_golden_records_trl_in_the_peers_environment(tmp_path: Path) -> None:
+    planned = make("-n", "golden", f"PEER={tmp_path}")
+    assert f"{tmp_path}/bin/python -m pip install -q -r benchmarks/speed/peer.txt" in planned
+    assert f"{tmp_path}/bin/python -m benchmarks.golden --out runs/golden --shared ../shared" in planned
+    assert "trl==1.12.0" in (ROOT / "benchmarks/speed/peer.txt").read_text()
 
 
 def test_make_demo_lets_rlhf_speak(tmp_path: Path) -> None:

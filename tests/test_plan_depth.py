@@ -45,7 +45,13 @@ def deep(three: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:  # noqa: F81
     return seen
 
 
-@pytest.mark.parametrize("case", CASES)
+# The slow ones are counted by the same code as "ppo".
+SLOW = {"ppo on one base", "ppo cut up"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_a_deep_model_is_counted_on_shallow_ones(case: str, deep: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     drawn_on = found(*CASES[case], "--prompt-length", "9")
     assert deep == {2, 3, 4}
@@ -88,7 +94,7 @@ class Counted:
         layers = [body.get_text_config().num_hidden_layers for body in bodies.values()]
         self.seen.append((*layers, config.ppo.num_shared_layers))
         held = {number: {"weights": moment(layers[0])} for number, moment in enumerate(self.moments)}
-        return {"policy": 7 + 5 * layers[0]}, [Phase("judge", 1, held, 3.0 * layers[0])], 11
+        return {"policy": 7 + 5 * layers[0]}, [Phase("judge", 1, held, 3.0 * layers[0])]
 
 
 def count(counted: Counted, *, family: str = "llama", layers: tuple[int, ...] = (40, 40), shared: int = 0) -> Any:
@@ -100,9 +106,9 @@ def count(counted: Counted, *, family: str = "llama", layers: tuple[int, ...] = 
 
 def test_the_fullest_moment_may_be_another_than_that_of_the_shallow_ones(three: Path) -> None:  # noqa: F811
     counted = Counted(lambda layers: 100 + layers, lambda layers: 10 + 5 * layers)
-    parameters, (phase,), steps = count(counted)
+    parameters, (phase,) = count(counted)
     assert counted.seen == [(2, 2, None), (3, 3, None), (4, 4, None)]
-    assert (parameters, phase.bytes, phase.work, steps) == ({"policy": 207}, {"weights": 210}, 120, 11)
+    assert (parameters, phase.bytes, phase.work) == ({"policy": 207}, {"weights": 210}, 120)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def test_the_fullest_moment_may_be_another_than_that_of_the_shallow_ones(three: 
 )
 def test_what_is_on_no_line_is_counted_whole(moments: Any, three: Path) -> None:  # noqa: F811
     counted = Counted(*moments)
-    _, (phase,), _ = count(counted)
+    _, (phase,) = count(counted)
     assert counted.seen[-1][0] == 40 and phase.total == max(moment(40) for moment in moments)
 
 

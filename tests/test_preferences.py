@@ -17,8 +17,10 @@ from rlhf_cli.data import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.preferences import split
-from rlhf_cli.preferences.facts import Facts, count_parameters, quantile
+from rlhf_cli.preferences.facts import Facts, count_parameters
+from rlhf_cli.preferences.lengths import Lengths
 from rlhf_cli.preferences.sizes import EPISODES, choose, rate
+from rlhf_cli.preferences.speed import Speed
 from rlhf_cli.sources import Place
 
 NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
@@ -80,42 +82,30 @@ def test_too_few_prompts_are_refused() -> None:
 
 # --- the sizes
 
+COUNTS = {"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100}
 KNOWN = Facts(
-    prompts={"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100},
-    pairs={"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100},
-    prompt_mean=20.0,
-    prompt_p99=40,
-    answer_mean=50.0,
-    answer_p95=90,
-    row_mean=70.0,
-    row_p99=150,
-    row_max=400,
+    prompts=COUNTS,
+    pairs=COUNTS,
+    rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
+    lengths=Lengths(96, 152, 0.95, prompt_mean=20.0, answer_mean=50.0, row_mean=70.0),
     parameters=600_000,
     hidden=128,
     layers=3,
     vocabulary=768,
-    context=256,
     device="CPU, 2 cores",
     memory=16 * 10**9,
-    trained=20_000.0,
-    written=4_000.0,
+    speed=Speed(trained=20_000.0, written=4_000.0),
 )
+
+
+def with_rows(**counts: int) -> Facts:
+    return replace(KNOWN, rows={**KNOWN.rows, **counts})
 
 
 def test_learning_rates_meet_their_anchors() -> None:
     assert [rate(stage, 10**9) for stage in ("sft", "reward", "ppo")] == ["2e-5", "1e-5", "3e-6"]
     assert [rate(stage, 600_000) for stage in ("sft", "reward", "ppo")] == ["1e-3", "9e-4", "2e-4"]
     assert rate("ppo", 124_000_000) == "1e-5"  # gpt2 in TRL's sentiment example: 1.41e-5
-
-
-def test_lengths_follow_the_texts_and_end_at_the_context() -> None:
-    sizes = choose(KNOWN, None)
-    assert (sizes.max_length, sizes.response_length) == (152, 96)
-    assert choose(replace(KNOWN, row_max=187), None).max_length == 192
-    short = choose(replace(KNOWN, context=100), None)
-    assert (short.max_length, short.response_length) == (100, 50)
-    assert "longer than the model's context of 100" in short.notes[0]
-    assert choose(replace(KNOWN, context=None, row_p99=9000, row_max=9000), None).max_length == 4096
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 9, 31, 64, 5000])
@@ -127,7 +117,7 @@ def test_an_update_never_asks_for_more_prompts_than_there_are(prompts: int) -> N
 
 @pytest.mark.parametrize(("rows", "batch"), [(1, 1), (6, 2), (9, 4), (299, 8), (300, 16), (5000, 32)])
 def test_a_batch_is_never_larger_than_half_the_rows(rows: int, batch: int) -> None:
-    sft = choose(replace(KNOWN, pairs={**KNOWN.pairs, "sft": rows}), None).sft
+    sft = choose(with_rows(sft=rows), None).sft
     assert sft.rows * sft.parts == batch
 
 
@@ -135,7 +125,7 @@ def test_a_batch_is_never_larger_than_half_the_rows(rows: int, batch: int) -> No
     ("rows", "epochs", "steps"), [(32, 8, 32), (96, 8, 96), (300, 6, 114), (600, 3, 114), (20_000, 1, 625)]
 )
 def test_few_rows_are_passed_over_more_often_but_not_for_ever(rows: int, epochs: int, steps: int) -> None:
-    sizes = choose(replace(KNOWN, pairs={**KNOWN.pairs, "sft": rows, "pairs": rows}), 10_000)
+    sizes = choose(with_rows(sft=rows, pairs=rows), 10_000)
     assert (sizes.sft.epochs, sizes.sft.steps, sizes.sft.max_steps) == (epochs, steps, None)
     assert sizes.reward.epochs <= 2
 
@@ -144,13 +134,13 @@ def test_a_short_time_means_fewer_steps_and_says_so() -> None:
     free, short = choose(KNOWN, 600), choose(KNOWN, 2)
     assert free.sft.max_steps is None and free.minutes and free.minutes < 30
     assert short.minutes and short.minutes <= 3 and short.total_episodes < free.total_episodes
-    slow = choose(replace(KNOWN, trained=20.0, written=4.0), 10)
+    slow = choose(replace(KNOWN, speed=Speed(20.0, 4.0)), 10)
     assert slow.sft.max_steps == slow.sft.steps == 10 and slow.updates == 10
     assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.notes[-1]
 
 
 def test_without_a_measurement_the_data_alone_decides() -> None:
-    sizes = choose(replace(KNOWN, trained=None, written=None), 1)
+    sizes = choose(replace(KNOWN, speed=None), 1)
     assert sizes.minutes is None and sizes.sft.max_steps is None and sizes.updates == 50
 
 
@@ -164,9 +154,39 @@ def test_short_memory_means_fewer_rows_at_once_and_the_same_batches() -> None:
     assert "needs about 280 GB" in none.notes[0]
 
 
-def test_quantiles() -> None:
-    assert [quantile(range(1, 101), share) for share in (0.0, 0.5, 0.99)] == [1, 51, 100]
-    assert quantile([7], 0.99) == 7
+def test_evaluations_take_a_part_of_the_time_and_no_more() -> None:
+    """A slow model makes few steps, and is not evaluated on all rows for longer than they take."""
+    many = with_rows(sft=3000, pairs=3000, sft_eval=4000, pairs_eval=1306)
+    for trained, fewest in ((5.0, True), (600.0, False)):
+        slow = choose(replace(many, speed=Speed(trained, written=200.0)), 30)
+        for training, texts in ((slow.sft, 1), (slow.reward, 2)):
+            a_row = texts * 70 / trained / 3
+            assert training.max_steps and (training.held_out == 64) == fewest
+            assert training.held_out < training.of_held_out
+            assert fewest or training.held_out * a_row <= 0.25 * 0.2 * 30 * 60 < training.of_held_out * a_row
+            told = f"{training.held_out} of {training.of_held_out} rows, as the time allows"
+            assert training.evaluated("rows") == told
+    quick = choose(replace(many, speed=Speed(trained=60_000.0, written=20_000.0)), 30)
+    assert quick.sft.held_out == 4000 and quick.sft.evaluated("rows") == "all 4000 rows"
+
+
+def test_how_many_prompts_are_judged_and_why() -> None:
+    def judged(prompts: int, speed: Speed) -> str:
+        sizes = choose(replace(KNOWN, prompts={**COUNTS, "held-out": prompts}, speed=speed), 30)
+        return f"{sizes.eval_n}: {sizes.judged}"
+
+    quick, slow = Speed(trained=10**6, written=10**6), Speed(trained=100.0, written=10.0)
+    assert judged(100, quick) == "100: all 100 held-out prompts"
+    assert judged(1000, quick) == "512: of 1000 held-out prompts: these tell a win rate to 0.04"
+    assert judged(1000, slow) == "64: 64 of 1000 held-out prompts, as the time allows"
+
+
+def test_each_pass_is_evaluated() -> None:
+    """Eight passes over few rows are evaluated eight times, so on fewer rows each time."""
+    few, many = (with_rows(sft=sft, pairs=sft, sft_eval=4000) for sft in (96, 6000))
+    often, once = (choose(replace(known, speed=Speed(2000.0, 200.0)), 30).sft for known in (few, many))
+    assert often.epochs == 8 and often.max_steps is None and once.max_steps and once.max_steps * 32 < 2 * 6000
+    assert often.held_out < once.held_out
 
 
 def test_parameters_are_counted_without_loading(world: World) -> None:

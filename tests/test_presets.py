@@ -1,5 +1,7 @@
 """`rlhf init`: what a preset writes, with which seed, and what it refuses."""
 
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli import config, presets, run_folders
+from rlhf_cli import checkpoints, config, presets, rows, run_folders
+from rlhf_cli.demo import world
 from rlhf_cli.demo.world import Sizes
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.init_folder import all_or_nothing, take_back
 
 STAGES = ("sft", "reward", "ppo", "eval")
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -102,3 +106,91 @@ def test_an_unknown_preset_lists_the_known_ones(tmp_path: Path) -> None:
     known = ", ".join(presets.available())
     assert str(caught.value) == f"error[C07]: no preset 'dmeo'; there are {known}\nhint: did you mean demo?"
     assert not (tmp_path / "run").exists()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: what is in the middle of something stays in the middle."""
+
+
+def steps_of_init(folder: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int | None) -> int:
+    """`rlhf init ci`, killed before its change number `kill_at` of the disk; returns how many changes it came to."""
+    count = 0
+
+    def counting(real: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if kill_at is not None and count >= kill_at:
+                raise Killed  # also while it cleans up: nothing runs after a SIGKILL
+            return real(*args, **kwargs)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        for name in ("link", "rename", "mkdir", "rmdir", "unlink"):
+            patch.setattr(os, name, counting(getattr(os, name)))
+        patch.setattr(Path, "write_text", counting(Path.write_text))
+        patch.setattr(rows, "write_jsonl", counting(rows.write_jsonl))
+        patch.setattr(shutil, "rmtree", counting(shutil.rmtree))
+        patch.setitem(presets.PRESETS, "ci", replace(presets.PRESETS["ci"], sizes=Sizes(0, 4, 4, 2)))
+        patch.setattr(world, "write_jsonl", rows.write_jsonl)
+        try:
+            presets.init("ci", folder, seed=3)
+        except Killed:
+            assert kill_at is not None
+    checkpoints.release()
+    return count
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_killed_init_can_be_given_again(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step: a folder that was not there is there whole or not at all, and the second command succeeds."""
+
+    def files(folder: Path) -> dict[str, bytes]:
+        found = [path for path in folder.rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+    def prepared(name: str) -> Path:
+        if there:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "notes.txt").write_text("mine")
+        return tmp_path / name
+
+    whole = prepared("whole")
+    count = steps_of_init(whole, monkeypatch, None)
+    wanted = files(whole)
+    assert count > 12 and "data/pairs.jsonl" in wanted and ".schema/sft.json" in wanted
+    steps = range(1, count + 1, 3 if there else 1)  # a folder that is there takes some three times as many
+    for step in steps:
+        folder = prepared(f"killed{step}")
+        steps_of_init(folder, monkeypatch, step)
+        left = files(folder)
+        assert there or left in ({}, wanted), step
+        assert not there or left["notes.txt"] == b"mine"
+        assert steps_of_init(folder, monkeypatch, None) and files(folder) == wanted, step
+    assert steps_of_init(whole, monkeypatch, None) and files(whole) == wanted  # and a finished one
+    names = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
+    assert names == {"whole", *(f"killed{step}" for step in steps)}
+
+
+def test_what_a_killed_init_placed_is_taken_back_and_what_it_found_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that come from a measurement differ each time: the second command must not meet the first one's files."""
+    (tmp_path / "found").write_text("same")
+    link, placed = os.link, []
+
+    def killed_later(source: Path, target: Path) -> None:
+        if placed:
+            raise Killed
+        placed.append(target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", killed_later)
+    with pytest.raises(Killed), all_or_nothing(tmp_path) as scratch:
+        (scratch / "data").mkdir()
+        for name in ("data/new", "found", "later"):
+            (scratch / name).write_text("same")
+    assert placed == [tmp_path / "data/new"] and placed[0].read_text() == "same"
+    take_back(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*")] == ["found"]

@@ -86,6 +86,20 @@ def test_what_is_under_way_within_is_told_behind_the_rest(
     ]
 
 
+def test_what_is_under_way_when_all_steps_are_done_is_told_too(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as an evaluation after the last step, which may take longer than the steps."""
+    with Progress("sft", 1) as bar:
+        clock[0] += 1
+        bar.advance()
+        for _ in counted("evaluation: batch", range(3)):
+            clock[0] += 60
+    assert [line.partition(", evaluation: ")[2] for line in capsys.readouterr().err.splitlines()] == [
+        "batch 1/3", "batch 2/3", "batch 3/3", ""
+    ]  # fmt: skip
+
+
 def test_a_progress_within_another_has_no_bar_of_its_own(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:

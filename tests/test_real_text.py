@@ -1,4 +1,8 @@
-"""The chain from a real pretrained model (stories260K) on real text (rt-polarity), through the real CLI."""
+"""The chain from a real pretrained model (stories260K) on real text (rt-polarity), through the real CLI.
+
+Slow. In `make test` the chain runs on a model of each family (test_recipes.py) and on sentences of this form
+(test_reviews.py), PPO on this model (test_library_page.py), and what a stage learns is held in test_stage_*.py.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +16,7 @@ from rlhf_cli.cli import app
 
 SHARED = Path(__file__).parents[2] / "shared"
 pytestmark = [
-    pytest.mark.training,
+    pytest.mark.slow,
     pytest.mark.skipif(not SHARED.is_dir(), reason="../shared (a pretrained model and real text) is not here"),
 ]
 COMMON = {"per_device_train_batch_size": 16, "learning_rate": 1e-3, "logging_steps": 4}

@@ -278,7 +278,10 @@ def test_functions_needs_neither_a_hub_nor_a_reward_model(tmp_path: Path) -> Non
 
 
 @pytest.mark.training
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma", "llama3"])
+# The slow ones differ from these in their templates alone.
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "gemma"))]
+)
 def test_instruct_on_chat_models(family: str, hub: Hub, tmp_path: Path) -> None:
     put_instruct(hub, family)
     run, kind = tmp_path / "run", families.FAMILIES[family]

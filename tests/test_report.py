@@ -49,9 +49,10 @@ def test_the_first_sentences_are_the_result(run: Path) -> None:
     said = words(run)
     assert "PPO beats SFT on 63 % [57, 69] of 256 held-out prompts by gold, at 12.3 nats from it." in said
     assert "it wins 95 % [89, 101]" in said
-    assert "Its answers have 21.5 tokens on the mean, SFT's 21.5; at equal length it would win 61 %." in said
+    assert "Its answers have 21.5 tokens on the mean, SFT's 21.5; at equal length it would win 61 % [55, 67]." in said
     assert "Against SFT's best of 4 by the reward model, which needs no training, PPO wins 63 % [57, 69]." in said
     assert "that of update 10, not its last, 20, at 4.25 nats, by the highest mean of gold" in said
+    assert "by the highest mean of gold. The last one cannot be told from it." in said
     assert "PPO over SFT, gold 63 % [57, 69] 61 % 3 256" in said and "blue is surely more than half" in said
     assert "SFT reward 0, gold 0, 12 tokens sft says 3" in said, "its KL from itself is no news"
     assert "PPO reward \N{MINUS SIGN}0.5, gold \N{MINUS SIGN}1, 13 tokens, KL 3 ppo says 3" in said
@@ -139,7 +140,8 @@ def test_the_report_card_marks_what_is_flagged(run: Path) -> None:
 
 def test_the_report_card_says_what_its_limits_are(run: Path) -> None:
     said = words(run)
-    assert "where its whole 95 % interval, in brackets, lies beyond its limit: of 200 pairs and 128 probed" in said
+    assert "beyond its limit by more than chance: of 200 pairs and 128 probed prompts a value may be off" in said
+    assert "since there are 1 of them, and a limit that was estimated is off as well." in said
     assert "a chance of 74 % on the mean, and 75 % are;" in said  # (90 x 0.53 + 110 x 0.92) / 200
     assert "Its limit is 0.1; with few pairs, what chance alone comes to." in said
     assert "the share of pairs that this model gets wrong, 25 % here, and 10 % at least." in said
@@ -195,7 +197,7 @@ def test_a_stage_that_has_only_begun(run: Path) -> None:
             "ppo: manifest.json: its content is not what was written",
         ),
         (("reward/config.yaml", "a: [\n"), "reward: config.yaml is missing or not readable"),
-        (("eval/report.json", "[]"), "eval: report.json is not readable"),
+        (("eval/report.json", "[]"), "eval: report.json is missing or not readable"),
         (("eval/samples.jsonl", "{"), "eval: samples.jsonl is damaged"),
         (("eval/samples.jsonl", '{"index": 1}\n'), "eval: samples.jsonl has 1 rows that are no answers"),
     ],

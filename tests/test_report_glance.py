@@ -85,15 +85,20 @@ def test_the_watchdog_is_told(run: Path) -> None:
     ("fault", "verdict"),
     [
         ("none", "No stage is bad. Worth a look first: reward."),  # one probe is beyond its limit, unflagged by hand
-        ("sft", "The stage to mend first: sft. Its loss did not fall: 3 to 3.5."),
+        ("sft", "The stage to mend first: sft. Its loss rose: 3 to 3.7."),
+        ("flat", "Worth a look first: sft. Its loss did not fall by more than its noise: 3 to 3."),
+        ("few losses", "No stage looks bad."),
         (
             "reward",
             "The stage to mend first: reward. Right on 52 % [45, 59] of the held-out pairs: that may be guessing",
         ),
         ("ppo", "The stage to mend first: ppo. How far an update goes (approximate KL): Outside the healthy range"),
-        ("repeated", "Worth a look first: sft. 11 % of what its answers say in runs of three tokens they have said"),
+        ("repeated", "Worth a look first: sft. 20 % of what its answers say in runs of three tokens they have said"),
         ("apart", "Worth a look first: sft. Its loss on held-out rows is 4.26, beside 2.12 in training: up to 2 times"),
-        ("rose", "Worth a look first: sft. Its loss on held-out rows rose again from 2 to 2.2"),
+        ("rose", "Worth a look first: sft. Its loss on held-out rows rose again from 2 to 2.3"),
+        ("rose by little", "No stage looks bad."),
+        ("few evaluations", "No stage looks bad."),
+        ("undecided", "Worth a look first: eval. PPO and SFT cannot be told apart by gold."),
         ("hacked", "PPO raised the reward and lost by gold: it found what the reward model gets wrong."),
         ("stopped", "The stage to mend first: ppo. It was stopped: step 9: KL"),
     ],
@@ -101,21 +106,34 @@ def test_the_watchdog_is_told(run: Path) -> None:
 def test_which_stage_is_bad(run: Path, fault: str, verdict: str) -> None:
     flag = {"code": "R11", "text": "an empty answer scores above the chosen answer"}
     change(run / "reward/manifest.json", card=CARD | {"flags": [flag] if fault == "none" else []})
-    if fault == "sft":
-        write_jsonl(run / "sft/metrics.jsonl", [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 3.5}])
+    losses = {"sft": [3.0 + 0.1 * step for step in range(8)], "flat": [3.0, 3.1] * 4 + [3.0], "few losses": [3.0, 3.5]}
+    if fault in losses:
+        write_jsonl(run / "sft/metrics.jsonl", [{"step": i, "loss": loss} for i, loss in enumerate(losses[fault])])
     if fault == "reward":
         change(run / "reward/manifest.json", metrics={"accuracy": 0.52, "accuracy_ci95": [0.45, 0.59]})
     if fault == "ppo":
         write_jsonl(run / "ppo/metrics.jsonl", metrics(policy__approxkl_avg=[0.002] * 10 + [0.5] * 10))
     if fault == "repeated":
-        write_jsonl(run / "ppo/metrics.jsonl", metrics(objective__repetition=[0.11] + [0.0] * 19))
-    if fault in ("apart", "rose"):
-        losses = [4.26] if fault == "apart" else [2.0, 2.2]
-        rows = [{"step": 40 + place, "eval_loss": loss} for place, loss in enumerate(losses)]
+        write_jsonl(run / "ppo/metrics.jsonl", metrics(objective__repetition=[0.2] + [0.0] * 19))
+    held_out = {
+        "apart": [4.26],
+        "rose": [2.3, 2.2, 2.1, 2.05, 2.0, 2.0, 2.0, 2.05, 2.1, 2.15, 2.2, 2.3],
+        "rose by little": [2.6, 2.3, 2.1, 2.0, 2.0, 2.01, 2.02, 2.03],
+        "few evaluations": [2.0, 2.2],
+    }
+    if fault in held_out:
+        rows = [{"step": 40 + place, "eval_loss": loss} for place, loss in enumerate(held_out[fault])]
         write_jsonl(run / "sft/metrics.jsonl", [*lines(run / "sft/metrics.jsonl")[:-1], *rows])
     if fault == "hacked":
         (run / "eval/report.json").write_text(json.dumps(report(gold=0.3)))
         finish(run / "eval")
+    if fault == "undecided":  # as `rlhf init ci X; rlhf run X -s '*.seed=1'` ends
+        undecided = report(gold=0.484, reward=0.656)
+        undecided["win_rate"]["ppo_vs_sft"]["gold"]["ci95"] = [0.322, 0.650]
+        undecided["win_rate"]["ppo_vs_sft"]["reward"]["ci95"] = [0.483, 0.796]
+        (run / "eval/report.json").write_text(json.dumps(undecided))
+        finish(run / "eval")
+        assert "lost by" not in words(run)
     if fault == "stopped":
         change(run / "ppo/manifest.json", stopped="step 9: KL")
     assert verdict in words(run)
@@ -219,8 +237,8 @@ def test_all_flagged_probes_stand_in_one_thing_to_do(run: Path) -> None:
 @pytest.mark.parametrize(
     ("losses", "wanted"),
     [
-        ([6.0, 5.0], "in training: up to 2 times is healthy; the former still falls"),
-        ([6.0, 5.0], "give it more rows: these it knows, and others it still learns"),
+        ([6.0, 5.0], "in training: up to 2 times is healthy"),
+        ([6.0, 5.0], "give it more rows: these it knows by heart"),
         ([5.0, 5.1], "lower sft.num_train_epochs"),
         ([5.0], "lower sft.num_train_epochs"),  # nothing to compare it with
     ],

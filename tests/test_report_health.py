@@ -46,9 +46,26 @@ def test_a_sentence_tells_first_last_extremes_and_the_range() -> None:
 
 
 def test_outside_at_the_end_is_worth_a_look_and_says_what_to_do() -> None:
-    found = read("policy/approxkl_avg", [0.01] * 6 + [0.05, 0.04])
-    assert found.sentence.endswith("Outside the healthy range (0 to 0.03) in 2 of 8 updates, at the end too.")
+    found = read("policy/approxkl_avg", [0.01] * 4 + [0.05] * 12)
+    assert found.sentence.endswith("Outside the healthy range (0 to 0.03) in 12 of 16 updates, at the end too.")
     assert (found.verdict, found.advice.text(None)) == ("look", "lower ppo.learning_rate or ppo.num_ppo_epochs")
+
+
+def test_outside_at_the_end_by_chance_is_no_finding() -> None:
+    found = read("policy/approxkl_avg", [0.01, 0.05] * 7 + [0.01, 0.06])
+    assert found.sentence.endswith("in 8 of 16 updates, at the end by no more than its noise.")
+    assert (found.verdict, found.advice.text(None)) == ("good", "")
+    early = read("policy/approxkl_avg", [0.01] + [0.05] * 6)
+    assert early.verdict == "none" and early.sentence.endswith(
+        "in 6 of 7 updates. Too early to judge: that is for 8 updates and more."
+    )
+
+
+def test_a_range_of_the_first_value_has_the_noise_of_that_value() -> None:
+    """The value model's loss stands still: its first value was a little low by chance."""
+    found = read("loss/value_avg", [0.9] + [1.0, 0.95, 1.05, 0.9] * 5)
+    assert found.sentence.endswith("at the end by no more than its noise.") and found.verdict == "good"
+    assert read("loss/value_avg", [0.9] + [3.0, 2.9, 3.1, 3.0] * 5).verdict == "look"
 
 
 def test_one_update_beyond_the_alarm_is_bad_wherever_it_ends() -> None:
@@ -60,12 +77,14 @@ def test_one_update_beyond_the_alarm_is_bad_wherever_it_ends() -> None:
 
 
 def test_kl_is_held_against_the_watchdogs_limit_for_as_many_tokens() -> None:
-    lengths = {"objective__response_length": [10.0, 20.0, 20.0, 40.0]}
-    found = read("objective/kl_k1", [0.0, 9.9, 10.1, 19.9], **lengths)
-    assert found.band is not None and found.band.high == [5.0, 10.0, 10.0, 20.0] and found.band.low == [0.0] * 4
-    assert "(up to 0.5 nats a token) in 1 of 4 updates, inside of it at the end." in found.sentence
-    tight = read("objective/kl_k1", [0.0, 9.9, 10.1, 19.9], {"ppo": {"watchdog": {"kl": 0.25}}}, **lengths)
-    assert "(up to 0.25 nats a token) in 3 of 4 updates, at the end too." in tight.sentence
+    lengths = {"objective__response_length": [10.0, 20.0, 20.0] + [40.0] * 9}
+    kl = [0.0, 9.9, 10.1] + [19.9] * 9
+    found = read("objective/kl_k1", kl, **lengths)
+    assert found.band is not None and found.band.high == [5.0, 10.0, 10.0] + [20.0] * 9
+    assert found.band.low == [0.0] * 12
+    assert "(up to 0.5 nats a token) in 1 of 12 updates, inside of it at the end." in found.sentence
+    tight = read("objective/kl_k1", kl, {"ppo": {"watchdog": {"kl": 0.25}}}, **lengths)
+    assert "(up to 0.25 nats a token) in 11 of 12 updates, at the end too." in tight.sentence
     assert tight.verdict == "look" and tight.advice.text({"ppo": {"kl_coef": 0.2}}).startswith(
         "raise ppo.kl_coef (here 0.2), or lower ppo.learning_rate, or set ppo.kl_stop; read samples.jsonl"
     )
@@ -91,10 +110,10 @@ def test_kl_is_held_against_the_watchdogs_limit_for_as_many_tokens() -> None:
 def test_each_range_is_where_it_is(key: str, first: float, inside: list[float], below: float, above: float) -> None:
     config = {"ppo": {"max_grad_norm": 1.0, "response_length": 53}}
     for value in inside:
-        assert read(key, [first, value, value, value], config).verdict == "good", value
+        assert read(key, [first] + [value] * 11, config).verdict == "good", value
     for value in (below, above):
         if value is not None:
-            found = read(key, [first, value, value, value], config)
+            found = read(key, [first] + [value] * 11, config)
             assert found.verdict == "look" and found.advice, value
 
 
@@ -103,6 +122,7 @@ def test_explained_variance_has_time_to_become_good() -> None:
     assert early.verdict == "none" and "Too early to judge" in early.sentence and not early.advice
     assert read("val/explained_variance", [-1.0] * 20).verdict == "look"
     assert read("val/explained_variance", [-1.0] * 15 + [0.5] * 5).verdict == "good"
+    assert read("policy/skipped_minibatches", [0.0, 1.0]).verdict == "look", "what is counted has no noise"
 
 
 def test_lengths_that_are_drawn_from_a_range_have_no_range_of_their_own() -> None:

@@ -207,21 +207,23 @@ def card(**changes: Any) -> dict[str, Any]:
         ({"length_correlation": 0.5, "length_correlation_ci95": [0.29, 0.6]}, []),
         ({"length_correlation": -0.5, "length_correlation_ci95": [-0.6, -0.31]}, ["R10"]),
         ({"length_correlation": -0.5, "length_correlation_ci95": [-0.6, -0.29]}, []),
-        ({"beats": {"empty": 0.26}}, ["R11"]),
-        ({"beats": {"empty": 0.24}}, []),
-        ({"beats": {"empty": 0.24}, "accuracy": 0.95}, ["R11"]),
-        ({"beats": {"politeness": 0.14}, "accuracy": 0.99}, []),
-        ({"beats": {"repeated_token": 0.3}}, ["R11"]),
-        ({"beats": {"over_long": 0.54}}, []),
-        ({"beats": {"over_long": 0.56, "empty": 0.5}}, ["R11", "R11"]),
-        ({"beats": {"swapped_prompt": 0.29}, "accuracy": 0.99}, []),
-        ({"beats": {"swapped_prompt": 0.31}}, ["R11"]),
+        ({"beats": {"empty": 40 / 128}}, ["R11"]),
+        ({"beats": {"empty": 39 / 128}}, []),
+        ({"beats": {"empty": 39 / 128}, "accuracy": 0.95}, ["R11"]),
+        ({"beats": {"politeness": 21 / 128}, "accuracy": 0.99}, []),
+        ({"beats": {"repeated_token": 0.4}}, ["R11"]),
+        ({"beats": {"over_long": 78 / 128}}, []),
+        ({"beats": {"over_long": 79 / 128, "empty": 0.5}}, ["R11", "R11"]),
+        ({"beats": {"swapped_prompt": 44 / 128}, "accuracy": 0.99}, []),
+        ({"beats": {"swapped_prompt": 45 / 128}}, ["R11"]),
         ({"ece": 0.11}, ["R12"]),
         ({"ece": 0.11, "ece_by_chance": 0.12}, []),
         ({"ece": 0.09, "ece_by_chance": 0.02}, []),
     ],
 )
 def test_a_fault_is_flagged_beyond_its_limit_and_not_below(changes: dict[str, Any], codes: list[str]) -> None:
+    """A probe: by its Wilson interval for five probes together, 2.576 standard errors wide to each side, and where the
+    limit is 1 - accuracy by Newcombe's interval of the difference, with those of 500 pairs."""
     assert [problem.code for problem in reward_card.flags(card(**changes))] == codes
 
 

@@ -1,7 +1,9 @@
 """A reward behind HTTP, against a real server: slow, failing, wrong, gone; and that the run goes on afterwards."""
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from ppo_folder import PPO, lines, ppo, rlhf, write
 
+from rlhf_cli import redaction
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo.rewards import Place, call_text_reward, make, url
 
@@ -53,9 +56,15 @@ class Server:
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+@pytest.fixture(autouse=True)
+def by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxy, and no secret of another test."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(redaction, "_declared", set())
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
     made = Server()
     yield made
     made.http.shutdown()
@@ -108,6 +117,80 @@ def test_a_slow_answer_is_not_waited_for(server: Server, waits: list[float]) -> 
         ask(server.address, timeout=0.1, retries=0)
 
 
+class Raw:
+    """Sends what it is given in `pieces`, one each `pause` seconds, to each that connects, and hangs up."""
+
+    def __init__(self, pieces: list[bytes], pause: float = 0.0) -> None:
+        self.asked = 0
+        self.pieces, self.pause = pieces, pause
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}/score"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                asker = self.socket.accept()[0]
+            except OSError:
+                return  # closed
+            self.asked += 1
+            threading.Thread(target=self._answer, args=(asker,), daemon=True).start()
+
+    def _answer(self, asker: socket.socket) -> None:
+        closing = threading.Event()
+        with asker:
+            asker.recv(65536)
+            try:
+                for piece in self.pieces:
+                    asker.sendall(piece)
+                    closing.wait(self.pause)  # time.sleep is the test's
+                asker.shutdown(socket.SHUT_WR)
+                asker.recv(65536)
+            except OSError:
+                pass  # the asker had no more patience
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
+FAULT = b"HTTP/1.1 503 Busy\r\nContent-Length: 100\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param([HEAD, *[b" "] * 100], id="body"),
+        pytest.param([b"HTTP/1.1 200 OK\r\n", *[b"A: b\r\n"] * 90], id="headers"),
+        pytest.param([FAULT, *[b" "] * 100], id="the body of an error"),
+    ],
+)
+def test_the_timeout_is_of_the_whole_answer(waits: list[float], pieces: list[bytes]) -> None:
+    """Each piece comes well within the timeout, the answer does not."""
+    slow = Raw(pieces, pause=0.05)
+    begun = time.monotonic()
+    with slow.socket, pytest.raises(RLHFError, match=r"R05.*gave no answer: .*timed out.*\(2 tries\)"):
+        ask(slow.address, timeout=0.3, retries=1)
+    assert slow.asked == 2 and time.monotonic() - begun < 3.0  # 4.5 and more for one whole answer
+
+
+def test_an_answer_that_is_cut_off_is_tried_again(waits: list[float]) -> None:
+    cut = Raw([HEAD + b'{"sc'])
+    with cut.socket, pytest.raises(RLHFError, match=r"gave no answer: .*4 bytes read, 96 more expected.*\(3 tries\)"):
+        ask(cut.address)
+    assert cut.asked == 3 and waits == [0.0, 1.0, 2.0]
+
+
+def test_a_declared_header_is_not_repeated(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, without its first word, and where the answer is cut for the message."""
+    secret = "s3cr3tvalue1234567890"
+    monkeypatch.setenv("REWARD_AUTH", f"Bearer {secret}")
+    for told in (f'{{"debug": "Bearer {secret}"}}', f"key {secret}", "x" * 66 + f" Bearer {secret}"):
+        server.plan = [says(200, told)]
+        with pytest.raises(RLHFError) as refused:
+            ask(server.address, headers={"X-Key": "REWARD_AUTH"})
+        assert "[sec" in str(refused.value) and "s3cr" not in str(refused.value)
+    assert server.asked[0][1]["X-Key"] == f"Bearer {secret}"
+    assert redaction.redacted(f"loss 1, {secret}!") == "loss 1, [secret]!"
+
+
 @pytest.mark.parametrize(
     ("answer", "wrong", "tries"),
     [
@@ -126,6 +209,7 @@ def test_a_slow_answer_is_not_waited_for(server: Server, waits: list[float]) -> 
         (says(200, '{"scores": [1, null]}'), "returned None for row 1", 1),
         (says(200, '{"scores": [1, true]}'), "returned True for row 1", 1),
         (says(200, '{"scores": [1, "2"]}'), "returned '2' for row 1", 1),
+        (says(200, f'{{"scores": [1, 1{"0" * 400}]}}'), r"returned 1000+\.\.\.0+ for row 1", 1),
         (says(200, " " * 200), "more than 100 bytes", 1),
         (says(302, "http://127.0.0.1:1/elsewhere"), "answered 302", 1),
         (says(307, "http://127.0.0.1:1/elsewhere"), "answered 307", 1),
@@ -134,7 +218,7 @@ def test_a_slow_answer_is_not_waited_for(server: Server, waits: list[float]) -> 
 def test_r05_an_answer_of_no_use(
     server: Server, waits: list[float], monkeypatch: pytest.MonkeyPatch, answer: Any, wrong: str, tries: int
 ) -> None:
-    monkeypatch.setattr(url, "MOST_BYTES", 100)
+    monkeypatch.setattr(url, "MOST_BYTES", 100 if wrong.startswith("more") else 1000)
     server.plan = [answer]
     with pytest.raises(RLHFError, match=f"R05.*reward `far`.*{wrong}"):
         ask(server.address)

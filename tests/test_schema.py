@@ -79,7 +79,8 @@ def test_a_new_run_brings_its_schemas_and_keeps_them_when_moved(
 
 def test_a_folder_with_schemas_of_its_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".schema").mkdir()
-    with pytest.raises(presets.RLHFError, match=r"already holds \.schema"):
+    (tmp_path / ".schema/ppo.json").write_text("{}")
+    with pytest.raises(presets.RLHFError, match=r"already holds \.schema/ppo\.json, with another content"):
         presets.init("instruct", tmp_path)
 
 

@@ -10,6 +10,9 @@
      -> test_security.py::test_weights_in_a_pickle_are_refused_and_never_read
      -> test_models_loading.py::test_m07_pickled_weights
      -> test_security.py::test_a_pickle_named_like_safetensors_is_no_model
+    weights that are not there are not made up
+     -> test_models_weights.py::test_m13_says_which_weights_do_not_fit
+     -> test_fuzz_models.py::test_models_with_faults
     a checkpoint to resume from never runs code
      -> test_security_runs.py::test_a_pickle_that_would_run_code_is_refused_in_one_line
     nothing that a run writes is a pickle, but for the numbers that transformers resumes from
@@ -39,6 +42,7 @@
      -> test_security.py::test_json_that_we_write_does_nothing_to_a_terminal
      -> test_security_runs.py::test_hostile_texts_and_names_go_through_a_training_and_do_nothing
      -> test_export_card.py::test_texts_of_others_stay_texts
+     -> test_hostile_models.py::test_names_of_tensors_move_no_cursor
 7   what is shown holds no token, no password of an address, no secret of the environment
      -> test_security.py::test_secrets_are_taken_out_of_whatever_is_shown
      -> test_security.py::test_a_token_in_a_path_is_not_shown

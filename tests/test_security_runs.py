@@ -117,9 +117,9 @@ def test_hostile_texts_and_names_go_through_a_training_and_do_nothing(folder: Pa
     shutil.move("model", model)
     config = {"model": {"path": f"./{model}"}, "data": {"train": name, "eval": name}, "sft": {"max_steps": 2}}
     Path("sft.yaml").write_text(json.dumps(config))
-    done = run(folder / "home", "-m", "rlhf_cli", "sft", "-c", "sft.yaml")
-    assert done.returncode == 0, done.stderr
-    assert not ACTIVE.search(done.stdout + done.stderr)
+    done = rlhf("sft")
+    assert done.exit_code == 0, done.output
+    assert not ACTIVE.search(done.output)
     written = [path for path in Path("sft").rglob("*") if path.suffix in (".json", ".jsonl", ".yaml", ".md")]
     assert len(written) > 8
     for path in written:

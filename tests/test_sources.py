@@ -185,6 +185,25 @@ def test_a_parquet_text_that_is_not_utf_8_has_its_row(here: Path) -> None:
     assert (found.code, found.where) == ("D04", "a.parquet: row 1501")
 
 
+def test_a_parquet_file_with_a_column_twice_is_refused(here: Path) -> None:
+    """Of the two a row would keep the last, and nothing would tell; as in JSON and CSV."""
+    parquet.write_table(arrow.table([["a"], ["b"], ["c"]], names=["prompt", "text", "prompt"]), here / "a.parquet")
+    found = problem("a.parquet")
+    assert (found.code, found.where, found.text) == ("D03", "a.parquet", 'the file has the column "prompt" twice')
+
+
+LATE = arrow.array([1] * 1500 + [2**62], arrow.duration("s"))
+TWICE = arrow.StructArray.from_arrays([arrow.array(["a"]), arrow.array(["b"])], names=["key", "key"])
+
+
+@pytest.mark.parametrize(("column", "row", "reason"), [(LATE, 1501, "too large"), (TWICE, 1, "duplicate field names")])
+def test_a_parquet_value_that_python_cannot_hold_has_its_row(here: Path, column: Any, row: int, reason: str) -> None:
+    parquet.write_table(arrow.table({"text": ["a"] * len(column), "taken": column}), here / "a.parquet")
+    found = problem("a.parquet")
+    assert (found.code, found.where) == ("D03", f"a.parquet: row {row}")
+    assert found.text.startswith('the value of the column "taken" cannot be read: ') and reason in found.text
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read(here: Path) -> None:
     (here / "a.jsonl").write_text("")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli import checkpoints
+from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.stages.ppo.snapshots import POINTS, Best, Snapshots, spread
 
 pytestmark = pytest.mark.training
@@ -194,6 +195,59 @@ def test_best_by_hand():
     assert seen == [(True, 1, 1.0), (True, 3, 1.5), (True, 5, 2.5)]
 
 
+def test_the_best_policy_goes_by_one_coefficient_and_one_unit(run_folder):
+    """The controller moves kl_coef at every update, and the running deviation the scale of the scores."""
+    moving = ["adap_kl_ctrl=true", "target=0.01", "horizon=40", "use_score_scaling=true", "kl_coef=0.5"]
+    given = [part for each in (*moving, "missing_eos_penalty=0.25") for part in ("-s", f"ppo.{each}")]
+    assert ppo(run_folder, "-s", "ppo.total_episodes=64", *given).exit_code == 0
+    best, metrics = manifest(run_folder)["best"], lines(run_folder / "ppo/metrics.jsonl")
+    assert metrics[-1]["objective/kl_coef"] != 0.5, "it moved"
+    values = {
+        row["step"] - 1: row["objective/score/reward"]
+        - 0.25 * (1 - row["objective/eos_fraction"])
+        - 0.5 * row["objective/kl"]
+        for row in metrics
+    }
+    assert best["value"] == pytest.approx(max(values.values()), abs=1e-5)
+    assert values[best["step"]] == max(values.values())
+    assert best["metric"] == "objective/scores before use_score_scaling - 0.5 * objective/kl"
+
+
+def snapshots(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings) -> Snapshots:
+    """Snapshots of a run of ten updates, without models."""
+    monkeypatch.setattr(Snapshots, "_save", lambda self, step: self.path(step).mkdir(parents=True, exist_ok=True))
+    config = SimpleNamespace(
+        folder=folder, held_out=[], ppo=PPOSettings(total_episodes=80, **settings), output=SimpleNamespace(snapshots=1)
+    )
+    return Snapshots(config, SimpleNamespace(updates=10), checkpoints.Cost())
+
+
+def numbers(score: float, kl: float = 0.0, kl_coef: float = 0.05) -> dict[str, float]:
+    return {"objective/scores": score, "objective/kl": kl, "objective/kl_coef": kl_coef}
+
+
+def test_a_coefficient_that_grows_makes_no_earlier_policy_the_best(tmp_path, monkeypatch):
+    """By each update's own coefficient the values would be 1 and 1 - 4 * 0.5."""
+    settings = {"kl_coef": 0.1, "adap_kl_ctrl": True}
+    kept = snapshots(tmp_path, monkeypatch, **settings)
+    kept.look(1, numbers(1.0, 0.0, 0.1), None)
+    kept.look(2, numbers(2.0, 4.0, 0.5), None)
+    assert kept.fields()["best"] == {"step": 1, "metric": "objective/scores - 0.1 * objective/kl", "value": 1.6}
+    again = snapshots(tmp_path, monkeypatch, **settings)
+    again.load_state_dict(kept.state_dict())
+    assert again.fields() == kept.fields()
+
+
+def test_a_run_of_before_goes_on_by_its_own_rule(tmp_path, monkeypatch):
+    """Its best value is in the unit of that rule: 2 - 0.5 * 4 is less than 1, though 2 - 0.1 * 4 is more."""
+    kept = snapshots(tmp_path, monkeypatch, kl_coef=0.1, adap_kl_ctrl=True)
+    kept.load_state_dict({"step": 0, "value": 1.0, "window": []})
+    kept.look(2, numbers(2.0, 4.0, 0.5), None)
+    assert kept.fields()["best"] == {
+        "step": 0, "metric": "objective/scores - objective/kl_coef * objective/kl", "value": 1.0,
+    }  # fmt: skip
+
+
 # Options that only the stage can show
 
 
@@ -259,15 +313,11 @@ def test_m05_a_state_of_an_older_version(run_folder):
 
 def test_the_best_policy_that_a_state_knows_stays_until_another_state_is_saved(tmp_path, monkeypatch):
     """A run that goes on from that state may end with it."""
-    monkeypatch.setattr(Snapshots, "_save", lambda self, step: self.path(step).mkdir(parents=True))
-    settings = SimpleNamespace(push_to_hub_if_best=None)
-    config = SimpleNamespace(folder=tmp_path, held_out=[], ppo=settings, output=SimpleNamespace(snapshots=1))
-    kept = Snapshots(config, SimpleNamespace(updates=10), checkpoints.Cost())
-    numbers = {"objective/kl": 0.0, "objective/kl_coef": 0.0}
+    kept = snapshots(tmp_path, monkeypatch)
     kept.keep(0)
     there = []
     for step, score in enumerate((1.0, 2.0, 3.0, 0.0), 1):
-        kept.look(step, numbers | {"objective/scores": score})
+        kept.look(step, numbers(score), None)
         kept.keep(step)
         if step == 2:
             there.append(checkpoints.state_steps(kept.folder))

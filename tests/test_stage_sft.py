@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 from typer.testing import CliRunner
 
-from rlhf_cli import checkpoints, data, rows
+from rlhf_cli import checkpoints, data, progress, rows
 from rlhf_cli.cli import app
 from rlhf_cli.config import Options, SFTConfig, load
 from rlhf_cli.errors import RLHFError
@@ -83,7 +85,7 @@ def test_it_trains_and_leaves_a_plain_folder_and_every_metric(world: World, tmp_
     training, evaluation = ([line for line in lines if key in line] for key in ("loss", "eval_loss"))
     assert [line["step"] for line in training] == [10, 20, 30, 40] and [line["step"] for line in evaluation] == [20, 40]
     assert all(line.keys() == TRAIN_KEYS | {"step", "time_s"} for line in training)
-    assert all(line.keys() == EVAL_KEYS | {"step", "time_s"} for line in evaluation)
+    assert [line.keys() - {"step", "time_s"} for line in evaluation] == [EVAL_KEYS, EVAL_KEYS]
     assert training[-1]["loss"] < 0.6 * training[0]["loss"]
     assert all(early["time_s"] <= late["time_s"] for early, late in pairwise(lines))
 
@@ -104,22 +106,72 @@ def test_the_headline_is_the_saved_models_loss_over_the_rows(world: World, tmp_p
     config = config_of(world, tmp_path)
     headline = train(config)["metrics"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(config.folder / "model"), world.tokenizer()
-    loss, right, count = 0.0, 0, 0
+    loss, entropy, right, count = 0.0, 0.0, 0, 0
     for _, row in rows.read_jsonl(world.sft):
         prompt, response = data.encode(tokenizer, row["prompt"], row["completion"])
         with torch.no_grad():
             logprobs = torch.log_softmax(model(torch.tensor([prompt + response])).logits[0], -1)
         for place, token in enumerate(response, start=len(prompt) - 1):
-            loss, right, count = (
+            loss, entropy, right, count = (
                 loss - float(logprobs[place, token]),
+                entropy + float(torch.distributions.Categorical(logits=logprobs[place]).entropy()),
                 right + int(logprobs[place].argmax() == token),
                 count + 1,
             )
     assert (headline["eval_tokens"], headline["eval_rows"]) == (count, 96)
     assert headline["eval_loss"] == pytest.approx(loss / count, rel=1e-5)
+    assert headline["eval_entropy"] == pytest.approx(entropy / count, rel=1e-5)
     assert headline["eval_token_accuracy"] == pytest.approx(right / count)
     assert headline["eval_perplexity"] == pytest.approx(math.exp(loss / count), rel=1e-4)
-    assert metrics_of(config)[-1]["eval_loss"] == pytest.approx(loss / count, rel=0.05)  # TRL's mean of batch means
+    assert metrics_of(config)[-1]["eval_loss"] == headline["eval_loss"]
+
+
+def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two passes TRL's loop evaluates after the first; our own pass over the finished model is the other one."""
+    clock, evaluated = [0.0], []
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slow(call: Any) -> Any:
+        def batch(*given: Any, **named: Any) -> Any:
+            clock[0] += 11
+            return call(*given, **named)
+
+        return batch
+
+    def note(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        evaluated.append(state.global_step)
+        ended(self, args, state, control, **kwargs)
+
+    ended = trl_training.Follower.on_evaluate
+    monkeypatch.setattr(trl_training.Follower, "on_evaluate", note)
+    monkeypatch.setattr(sft.SFTTrainer, "prediction_step", slow(sft.SFTTrainer.prediction_step))
+    monkeypatch.setattr(sft, "_sums", slow(sft._sums))
+    sizes = {"num_train_epochs": 2, "max_steps": None, "per_device_eval_batch_size": 12}
+    config = config_of(world, tmp_path, sft=sizes)
+    headline = train(config)["metrics"]
+    lines = capsys.readouterr().err.splitlines()
+    assert evaluated == [12]
+    assert [line for line in lines if re.search(r"12/24 step.* evaluation: batch \d/8", line)][7:]
+    assert [re.findall(r"score: batch (\d)/8", line) for line in lines if "held-out loss 0/1" in line] == [
+        [str(done)] for done in range(1, 9)
+    ]
+    first, last = (line for line in metrics_of(config) if "eval_loss" in line)
+    assert (first["step"], last["step"]) == (12, 24) and last["eval_loss"] == headline["eval_loss"]
+
+
+def test_the_loops_loss_is_by_token_as_the_headlines(world: World, tmp_path: Path) -> None:
+    """Rows of unlike length, in batches of one: the mean of the batches' means would be another number."""
+    rows.write_jsonl(
+        tmp_path / "rows.jsonl",
+        [{"prompt": "Say it.", "completion": " moon" * count} for count in (1, 1, 1, 2, 3, 12, 24, 1)],
+    )
+    sizes = {"num_train_epochs": 2, "max_steps": None, "learning_rate": 1e-12, "per_device_eval_batch_size": 1}
+    config = config_of(world, tmp_path, tmp_path / "rows.jsonl", sft=sizes)
+    headline = train(config)["metrics"]
+    first, last = (line["eval_loss"] for line in metrics_of(config) if "eval_loss" in line)
+    assert first == pytest.approx(headline["eval_loss"], rel=1e-4) and last == headline["eval_loss"]
 
 
 @pytest.mark.parametrize("completion_only", [True, False])
@@ -216,6 +268,7 @@ def test_fresh_weights_packed_from_plain_text(world: World, tmp_path: Path, caps
     assert set(manifest["metrics"]) == {
         "eval_loss",
         "eval_perplexity",
+        "eval_entropy",
         "eval_token_accuracy",
         "eval_tokens",
         "eval_rows",
@@ -317,10 +370,10 @@ def test_killed_after_the_last_checkpoint_only_the_rest_is_made(world: World, tm
     first = train(config)
     (config.folder / "manifest.json").unlink()
     shutil.rmtree(config.folder / "model")
-    lines = metrics_of(config)
+    lines = untimed(metrics_of(config))
     again = train(config)
     assert again["model_sha256"] == first["model_sha256"] and again["metrics"] == first["metrics"]
-    assert metrics_of(config) == lines
+    assert untimed(metrics_of(config)) == lines
 
 
 def test_from_any_checkpoint_the_run_ends_in_the_same_bytes(world: World, tmp_path: Path) -> None:
@@ -436,7 +489,7 @@ def test_a_model_that_diverged_never_counts_as_finished(
 ) -> None:
     """Neither at once, nor when the same command finds the last step saved: the finished model's own loss decides."""
     config = config_of(world, tmp_path, sft={"max_steps": 1})
-    monkeypatch.setattr(sft, "_sums", lambda *_: (math.nan, 0, 10))
+    monkeypatch.setattr(sft, "_sums", lambda *_: (math.nan, 0.0, 0, 10))
     for _ in range(2):
         with pytest.raises(RLHFError, match="the training diverged") as caught:
             train(config)

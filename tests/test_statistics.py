@@ -5,7 +5,19 @@ import random
 
 import pytest
 
-from rlhf_cli.statistics import best_of_n_kl, bootstrap_mean, difference, length_controlled, optimism, wilson, win_rate
+from rlhf_cli.statistics import (
+    Z95,
+    best_of_n_kl,
+    bootstrap_mean,
+    difference,
+    length_controlled,
+    optimism,
+    together,
+    wilson,
+    wilson_difference,
+    win_rate,
+    within_noise,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,6 +26,29 @@ from rlhf_cli.statistics import best_of_n_kl, bootstrap_mean, difference, length
 )
 def test_wilson_by_the_tables(wins: float, n: int, low: float, high: float) -> None:
     assert wilson(wins, n) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "low", "high"),
+    [
+        ((56, 70), (48, 80), 0.0524, 0.3339),
+        ((9, 10), (3, 10), 0.1705, 0.8090),
+        ((10, 10), (0, 20), 0.6791, 1.0),
+        ((5, 56), (0, 29), -0.0381, 0.1926),
+    ],
+)
+def test_the_difference_of_two_shares_by_newcombes_table(
+    ours: tuple[int, int], theirs: tuple[int, int], low: float, high: float
+) -> None:
+    """Newcombe 1998, table II, method 10."""
+    shares = [(wins / n, n) for wins, n in (ours, theirs)]
+    assert wilson_difference(*shares) == pytest.approx((low, high), abs=1e-4)
+    assert wilson_difference(*shares[::-1]) == pytest.approx((-high, -low), abs=1e-4)
+
+
+def test_intervals_that_hold_together_are_wider() -> None:
+    assert together(1) == Z95 and together(5) == pytest.approx(2.5758, abs=1e-4)
+    assert together(10) == pytest.approx(2.8070, abs=1e-4), "Bonferroni, by the normal table"
 
 
 def test_win_rate_counts_a_tie_as_half() -> None:
@@ -164,3 +199,17 @@ def test_the_best_of_many_flatters_itself() -> None:
     assert sum(told) / 20 == pytest.approx(0.154, abs=0.05) and sum(errors) / 20 == pytest.approx(0.154, abs=0.04)
     assert optimism({1: [0.3, 0.9, 0.1]}) == 0.0
     assert optimism({1: [0.3, 0.9, 0.1], 2: [5.3, 5.9, 5.1]}) == 0.0, "no doubt, no flattery"
+
+
+def test_those_that_may_be_as_good_as_the_best_are_named() -> None:
+    draw = random.Random(3)
+    hard = [draw.gauss(0, 1) for _ in range(200)]
+    worth = {"first": 0.0, "second": 0.3, "third": 0.32, "far": -2.0}
+    scores = {name: [each + mean + draw.gauss(0, 0.5) for each in hard] for name, mean in worth.items()}
+    assert within_noise(scores) == within_noise(scores) == ["second", "third"]
+    assert within_noise({"a": [1.0] * 5, "b": [1.0] * 5, "c": [0.0] * 5}) == ["a", "b"]
+    assert within_noise({"alone": [0.5]}) == ["alone"]
+
+
+def test_of_one_row_nothing_is_told_apart():
+    assert within_noise({1: [0.1], 2: [0.9]}) == [1, 2]

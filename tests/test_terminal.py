@@ -1,9 +1,11 @@
 """What goes where on a terminal and off it."""
 
+import errno
 import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -162,3 +164,32 @@ def test_it_is_known_when_nobody_reads_any_more() -> None:
         os.close(reader)
         os.close(writer)
         assert process.stderr and process.stderr.read().split()[-2:] == [b"[False,", b"False]"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_full_disk_of_the_log_ends_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work goes on, as where the reader is gone; that stdout is cut off is remembered."""
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, name, full)
+        for _ in range(3):
+            (terminal.out if name == "stdout" else terminal.say)("a line")
+        lost = terminal.cut_off()
+        assert (lost is not None and lost.errno == errno.ENOSPC) if name == "stdout" else lost is None
+        monkeypatch.undo()
+    terminal.forget_warnings()
+    assert terminal.cut_off() is None
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path: Path) -> None:
+    def ended(*arguments: str) -> tuple[int, str]:
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "rlhf_cli", *arguments]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+        return done.returncode, done.stderr
+
+    assert ended("init", "hh", "run")[0] == 0 and (tmp_path / "run/ppo.yaml").is_file()
+    code, said = ended("ls")
+    assert code == 1 and said.startswith("error[E03]: stdout cannot take what is to be written: No space left")
+    assert len(said.splitlines()) == 2

@@ -165,7 +165,7 @@ def test_e06_a_library_that_is_missing(run_folder: Path, monkeypatch: pytest.Mon
         (error,) = (line for line in done.stderr.splitlines() if line.startswith("error"))
         assert done.exit_code == 2 and error.endswith(": output.report_to names what is not installed: trackio")
         assert error.startswith("error[E06]: ") and "ppo.yaml:" in error
-        assert "hint: pip install 'rlhf-cli[trackers]', or take it out" in done.stderr
+        assert "hint: pip install -e '.[trackers]' in the clone of rlhf-cli; or take it out" in done.stderr
     write(run_folder, "ppo", {**PPO, "output": {"report_to": ["tensorboard"]}})
     assert rlhf("check", run_folder / "ppo.yaml").exit_code == 0
 

@@ -221,21 +221,21 @@ ITSELF = "; by the reward itself it wins"
         (
             {"gold": BETTER, "reward": {**BETTER, "value": 0.93}},
             "PPO beats SFT: it wins 0.800 [0.700, 0.900] of 200 held-out prompts, judged by gold, at a KL of 5.25"
-            f"{ITSELF} 0.930",
+            f"{ITSELF} 0.930 [0.700, 0.900]",
         ),
-        ({"gold": BETTER, "reward": WORSE}, f" judged by gold, at a KL of 5.25{ITSELF} 0.200"),
+        ({"gold": BETTER, "reward": WORSE}, f" judged by gold, at a KL of 5.25{ITSELF} 0.200 [0.100, 0.300]"),
         (
             {"gold": OPEN, "reward": BETTER},
             "undecided: PPO wins 0.500 [0.400, 0.600] of 200 held-out prompts, judged by gold, at a KL of 5.25 "
-            f"(more prompts, eval.n, would tell more){ITSELF} 0.800, and gold does not confirm it",
+            f"(more prompts, eval.n, would tell more){ITSELF} 0.800 [0.700, 0.900], and gold does not confirm it",
         ),
-        ({"gold": OPEN, "reward": OPEN}, f"would tell more){ITSELF} 0.500"),
+        ({"gold": OPEN, "reward": OPEN}, f"would tell more){ITSELF} 0.500 [0.400, 0.600]"),
         (
             {"gold": WORSE, "reward": BETTER},
             "PPO is worse than SFT: it wins 0.200 [0.100, 0.300] of 200 held-out prompts, judged by gold, at a KL of "
-            f"5.25{ITSELF} 0.800: PPO found what the reward gets wrong (docs/reward-hacking.md)",
+            f"5.25{ITSELF} 0.800 [0.700, 0.900]: PPO found what the reward gets wrong (docs/reward-hacking.md)",
         ),
-        ({"gold": WORSE, "reward": WORSE}, f"5.25{ITSELF} 0.200"),
+        ({"gold": WORSE, "reward": WORSE}, f"5.25{ITSELF} 0.200 [0.100, 0.300]"),
         (
             {"reward": BETTER},
             "5.25: the reward itself, which proves little; name another judge in eval.yaml",

@@ -49,8 +49,19 @@ class Report:
             terminal.out(f"not checked: {what}")
         if not self.errors:
             count = len(self.not_checked)
-            terminal.out(f"ok, but for {count} that could not be checked" if count else "ok")
+            verdict = f"ok, but for {count} that could not be checked" if count else "ok"
+            terminal.out("; ".join([verdict, *self._left_out()]))
         return self.show_errors()
+
+    def _left_out(self) -> Iterator[str]:
+        """The rows that stages would leave out, if any: how many of how many, and their share."""
+        told = [
+            f"{one['stage']} {one['what']} {one['left_out']} of {one['asked']} ({one['left_out'] / one['asked']:.1%})"
+            for one in self.checked
+            if one.get("left_out")
+        ]
+        if told:
+            yield f"rows left out: {', '.join(told)}"
 
     def show_errors(self) -> int:
         """Print what is wrong alone; returns the exit code."""

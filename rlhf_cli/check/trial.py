@@ -68,7 +68,7 @@ class Trial:
             with self.report.collecting():
                 strategy = of_sft.packing_strategy(config)
             rows, held_out = (
-                self._rows(stage, f"data.{key}", partial(of_sft.read, config, key, tokenizer, strategy))
+                self._rows(stage, f"data.{key}", partial(of_sft.read, config, key, tokenizer, strategy, body))
                 for key in ("train", "eval")
             )
             if rows is not None:
@@ -101,7 +101,7 @@ class Trial:
             if start and start.tokenizer:
                 tokenizer = of_reward.tokenizer(config, start.tokenizer, start.parent.stage)
         rows, held_out = (
-            self._rows(stage, f"data.{key}", partial(of_reward.read, config, key, tokenizer))
+            self._rows(stage, f"data.{key}", partial(of_reward.read, config, key, tokenizer, body))
             for key in ("train", "eval")
         )
         if rows is not None:
@@ -142,7 +142,7 @@ class Trial:
             self._retold(stage, scorers, own, [*prompts, *(held_out or [])])
             with self.report.collecting():
                 of_ppo.check_rows(config, prompts, held_out)
-            self.report.add("ppo", "batches", of_ppo.arithmetic(config, len(prompts)))
+            self.report.add("ppo", "batches", of_ppo.arithmetic(config, prompts))
         self._promise(stage, tokenizer, body)
         self.policy_settings[config.folder] = config.ppo
 
@@ -242,6 +242,9 @@ class Trial:
             with placed(config.where(key)):
                 body = loading.read_config(parent.model, options.trust_remote_code)
             self.report.add(config.stage, key, f"{shown(parent.path)}: {body.model_type}, {len(tokenizer)} tokens")
+            look = loading.start_config if config.stage == "reward" else loading.causal_config
+            with self.report.collecting(), placed(config.where(key)):
+                look(parent.model, options.trust_remote_code)
             return Start(parent, tokenizer, body)
         return None
 
@@ -279,8 +282,8 @@ class Trial:
             unit = "prompts" if key.endswith("prompts") else "rows"
             found = f"{len(rows)} {unit}" + (f", at most {rows.longest} tokens" if rows.longest else "")
             if rows.left_out:
-                found += f"; {rows.left_out} of {rows.read} left out ({rows.left_out / rows.read:.1%})"
-            numbers = {"rows": len(rows), "read": rows.read, "left_out": rows.left_out}
+                found += f"; {rows.told_left_out()}"
+            numbers = {"rows": len(rows), "read": rows.read, "asked": rows.asked, "left_out": rows.left_out}
             self.report.add(stage.config.stage, key, found, **numbers, longest=rows.longest)
             if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
                 self.trained_on.append(rows)

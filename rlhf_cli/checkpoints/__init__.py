@@ -14,11 +14,21 @@ from rlhf_cli.checkpoints.outputs import (
     examine,
     finish,
     identity,
+    in_place,
     processes_of,
     usable,
     versions,
 )
-from rlhf_cli.checkpoints.parents import FOREIGN, SNAPSHOTS, Parent, is_here, open_parent, read_manifest, stands_on
+from rlhf_cli.checkpoints.parents import (
+    FOREIGN,
+    SNAPSHOTS,
+    Parent,
+    is_here,
+    open_parent,
+    read_manifest,
+    require_unchanged,
+    stands_on,
+)
 from rlhf_cli.checkpoints.quick import glance
 from rlhf_cli.checkpoints.runs import LAST, SELECTED, Chosen, choose
 from rlhf_cli.checkpoints.states import (
@@ -59,6 +69,7 @@ __all__ = [
     "finish",
     "glance",
     "identity",
+    "in_place",
     "is_here",
     "latest_state",
     "make_room",
@@ -73,6 +84,7 @@ __all__ = [
     "references",
     "release",
     "require_free",
+    "require_unchanged",
     "seal_state",
     "shown",
     "stands_on",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.checkpoints.files import cached_model, json_sha256, model_sha256, read_object
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, shown, word
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Where config.json of base and adapter together stands. At the top it would say that whole weights are there too.
@@ -56,7 +56,7 @@ def no_base(folder: Path, name: str) -> RLHFError:
     hub = is_hub_id(name)
     base = name if hub else shown(os.path.normpath(folder / name))
     text = f"{shown(folder)} holds an adapter, and its base {base} is not there"
-    first = f"fetch it: hf download {name}" if hub else "put it back there"
+    first = f"fetch it: hf download {word(name)}" if hub else "put it back there"
     return RLHFError("M04", text, hint=f"{first}; or train the adapter again on another base")
 
 

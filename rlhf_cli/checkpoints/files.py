@@ -5,13 +5,14 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, reading
 from rlhf_cli.rows import to_json
 
 # A model card says how a model came to be; it cannot change what the model does.
@@ -72,6 +73,25 @@ def cached_model(name: str, revision: str | None) -> Path | None:
 def json_sha256(value: object) -> str:
     """The sha256 of a JSON-able value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+
+
+def entries(folder: Path) -> list[str]:
+    """The names in a folder; none where it is not there. Raises RLHFError E08 where it cannot be read now."""
+    try:
+        with reading(folder):
+            return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path names anything. Raises RLHFError E08 where that cannot be known now."""
+    try:
+        with reading(path):
+            path.stat()
+    except OSError:
+        return False
+    return True
 
 
 def names_in(folder: Path) -> list[str]:
@@ -136,9 +156,13 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object that a file of ours holds; None where it is missing or no such thing."""
+    """The JSON object that a file of ours holds; None where it is missing or no such thing.
+
+    Raises RLHFError E08 where it cannot be read now.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -179,16 +203,22 @@ def results(files: Mapping[str, Any], prefixes: str | tuple[str, ...]) -> dict[s
 def damage(folder: Path, files: Mapping[str, Any], *, where: str, content: bool) -> str | None:
     """What is wrong with the first bad file of those listed ({name: {"sha256", "bytes"}}), or None.
 
-    Sizes are always compared; hashes where `content` is set. Raises S03 for a name that leads out of the folder.
+    Sizes are always compared; hashes where `content` is set. Raises S03 for a name that leads out of the folder, E08
+    for a file that cannot be read now.
     """
     for name, entry in files.items():
         path = inside(folder, name, where=where)
         if not isinstance(entry, Mapping) or not {"sha256", "bytes"} <= entry.keys():
             return f"{name}: its entry is not readable"
-        if not path.is_file():
+        try:
+            with reading(path):
+                found = path.stat()
+                if not stat.S_ISREG(found.st_mode):
+                    return f"{name} is missing"
+                if found.st_size != entry["bytes"]:
+                    return f"{name} has {found.st_size} bytes, {entry['bytes']} were written"
+                if content and file_sha256(path) != entry["sha256"]:
+                    return f"{name}: {CHANGED}"
+        except OSError:
             return f"{name} is missing"
-        if (size := path.stat().st_size) != entry["bytes"]:
-            return f"{name} has {size} bytes, {entry['bytes']} were written"
-        if content and file_sha256(path) != entry["sha256"]:
-            return f"{name}: {CHANGED}"
     return None

@@ -1,5 +1,11 @@
-"""One process at a time may write a stage's folder, and tells in its lock who it is: others look, and take nothing."""
+"""One process at a time may write a stage's folder, and tells in its lock who it is; several may read it together.
 
+Both lock the same file by flock, shared or alone. filelock's ReadWriteLock would be another file, of SQLite, which
+`hold` does not see.
+"""
+
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -9,13 +15,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.times import duration
 
+SAME = 5.0  # seconds between two readings of when a process began: elsewhere than on Linux a set clock moves them
 _held: dict[Path, FileLock] = {}
+_read: dict[Path, int] = {}  # descriptors of locks that are shared
+TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,8 @@ def lock_of(folder: Path) -> Path:
 def hold(folder: Path, *, hint: str = "wait for it to end, or set `run:` to another folder") -> None:
     """Take a folder for this process, until `release` or the end of the process, however it ends.
 
-    The lock lies beside the folder, so that the folder itself can be moved. Raises C15 where another process has it.
+    The lock lies beside the folder, so that the folder itself can be moved. Raises C15 where another process has it,
+    or reads it.
     """
     if folder in _held:
         return
@@ -47,16 +58,76 @@ def hold(folder: Path, *, hint: str = "wait for it to end, or set `run:` to anot
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        who = holder(folder)
-        text = f"another process is writing {shown(folder)}" + (f": {who}" if who else "")
-        raise RLHFError("C15", text, hint=hint) from None
+        if pids := _readers(folder):
+            text = f"another process is reading {shown(folder)}: process {', '.join(map(str, pids))}"
+            raise RLHFError("C15", text, hint=hint) from None
+        raise _written_by_another(folder, hint) from None
     _held[folder] = lock
     me = Holder(os.getpid(), platform.node(), round(time.time(), 3))
     _note(folder, asdict(me) | {"started": _started(me.pid), "inode": lock_of(folder).stat().st_ino})
 
 
+def is_held(folder: Path) -> bool:
+    """Whether this process writes a folder."""
+    return folder in _held
+
+
+def _written_by_another(folder: Path, hint: str) -> RLHFError:
+    who = holder(folder)
+    text = f"another process is writing {shown(folder)}" + (f": {who}" if who else "")
+    return RLHFError("C15", text, hint=hint)
+
+
+def share(folder: Path) -> None:
+    """Keep a folder in its place while this process reads it, until `stop_sharing`: others may read it, none write it.
+
+    Where the lock cannot be opened (a folder of somebody else's, a disk that is read-only), or the file system knows
+    none, it is read without. Raises C15 where another process is writing the folder.
+    """
+    if folder in _read or folder in _held or (descriptor := _opened(lock_of(folder))) is None:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in TAKEN:
+            raise _written_by_another(folder, "wait for it to end") from None
+        return
+    _read[folder] = descriptor
+
+
+def _opened(lock: Path) -> int | None:
+    for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
+        with suppress(OSError):
+            return os.open(lock, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    return None
+
+
+def stop_sharing() -> None:
+    """Let go of all folders that this process reads."""
+    while _read:
+        _, descriptor = _read.popitem()
+        os.close(descriptor)
+
+
+def _readers(folder: Path) -> list[int]:
+    """The processes that share a folder's lock, as Linux knows them (proc_locks(5)); none are known elsewhere."""
+    try:
+        inode = str(lock_of(folder).stat().st_ino)
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    found = [line.split() for line in lines]
+    # By the inode alone: a subvolume has another device number in this file.
+    held = [words for words in found if words[1:4] == ["FLOCK", "ADVISORY", "READ"]]
+    pids = {int(words[4]) for words in held if words[5].rpartition(":")[2] == inode}
+    return sorted(pids - {os.getpid()})
+
+
 def release(folder: Path | None = None) -> None:
-    """Let one folder go, or all that this process holds."""
+    """Let one folder go, or all that this process holds or reads."""
+    if folder is None:
+        stop_sharing()
     for path in [folder] if folder else list(_held):
         if lock := _held.pop(path, None):
             _note(path, None)
@@ -68,7 +139,9 @@ def holder(folder: Path) -> Holder | None:
 
     One of another machine cannot be asked whether it still runs: it is believed.
     """
-    told = read_object(lock_of(folder)) or {}
+    told: dict[str, Any] = {}
+    with suppress(RLHFError):  # a lock that may not be read names nobody
+        told = read_object(lock_of(folder)) or {}
     pid, host, since = told.get("pid"), told.get("host"), told.get("since")
     if not (isinstance(pid, int) and 0 < pid < 2**31 and isinstance(host, str)):
         return None
@@ -93,20 +166,26 @@ def _note(folder: Path, who: dict[str, Any] | None) -> None:
 
 
 def _runs(pid: int, started: Any) -> bool:
+    """Whether a process runs that began at `started`: a number given again is another process."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return not isinstance(started, int | float) or abs(_since_boot(process) - started) < SAME
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
-        pass  # somebody else's
-    return _started(pid) == started
+    except psutil.AccessDenied:
+        return True  # somebody else's, and it is there
 
 
-def _started(pid: int) -> str | None:
-    """When a process began, in ticks since the machine did: a number given again is another process. Linux alone."""
+def _started(pid: int) -> float | None:
+    """When a process began, in seconds since the system did."""
     try:
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return _since_boot(psutil.Process(pid))
+    except psutil.Error:
         return None
-    state, *fields = told.rpartition(")")[2].split()
-    return None if state == "Z" else fields[18]  # proc(5): the 22nd of all, the name may hold spaces
+
+
+def _since_boot(process: psutil.Process) -> float:
+    """psutil adds the clock's time of the start of the system, which changes as the clock is set: it cancels here."""
+    return process.create_time() - psutil.boot_time()

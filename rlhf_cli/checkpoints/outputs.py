@@ -5,9 +5,12 @@ Content decides, never dates: a stage is what its config says, the hashes of its
 
 import importlib.metadata
 import json
+import os
 import platform
+import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +22,9 @@ from rlhf_cli.checkpoints.adapters import whole_sha256
 from rlhf_cli.checkpoints.files import (
     damage,
     describe,
+    entries,
     files_sha256,
+    is_there,
     json_sha256,
     model_sha256,
     names_in,
@@ -30,8 +35,8 @@ from rlhf_cli.checkpoints.files import (
     write_sealed,
     write_text,
 )
-from rlhf_cli.checkpoints.locks import hold, release
-from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, read_manifest, told, verify
+from rlhf_cli.checkpoints.locks import hold, is_held, release, share, stop_sharing
+from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, own_stages, read_manifest, require_unchanged, told, verify
 from rlhf_cli.checkpoints.states import clear_leftovers, keep_newest, newest_step
 from rlhf_cli.config.base import TRACKERS
 from rlhf_cli.config.keys import default_of, field_at
@@ -151,9 +156,10 @@ def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) ->
     """How RUN/<stage> stands to the identity that is asked for. Reads only.
 
     Of a finished stage's files the sizes are looked at, which costs nothing; their hashes too where `content` is set.
+    Raises RLHFError E08 where something cannot be read now, which says nothing about the stage.
     """
     folder = config.folder
-    names = {path.name for path in folder.glob("*") if not path.name.startswith(".tmp-") and path.name != REPORT}
+    names = {name for name in entries(folder) if not name.startswith(".tmp-") and name != REPORT}
     if not names:
         return Status("new")
     made = read_identity(folder)
@@ -162,7 +168,7 @@ def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) ->
     if reasons := difference(made, wanted, lambda key: _default(config, key)):
         # What a start left that came to nothing, by bad data say, is no run: mending the data must be enough.
         return Status("stale", tuple(reasons)) if names - _OF_A_START else Status("new")
-    if not (folder / "manifest.json").exists():
+    if not is_there(folder / "manifest.json"):
         return Status("resume", step=newest_step(folder / "state"))
     manifest, problem = read_manifest(folder)
     if problem:
@@ -181,15 +187,21 @@ def begin(
     """Take RUN/<stage> for this process and say how to go on: from the start, from its last state, or not at all.
 
     A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
+    The folders of stages that it starts from are kept in their place until `finish`, or the end of the process.
     `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
-    another process is writing, M05 for a finished one whose files are damaged, M10 for parents whose weights are not
-    what their stages wrote (hash by hash), E03 where nothing can be written, E04 for a run that fewer or more processes
-    began. Warns (E05) of a run that another `device` or other versions go on with than those that it was started with.
+    another process is writing or reading, and for a parent that another one is writing; M05 for a finished stage whose
+    files are damaged, M10 for parents whose weights are not what their stages wrote (hash by hash), E03 where nothing
+    can be written, E04 for a run that fewer or more processes began, E08 for what cannot be read now. Warns (E05) of a
+    run that another `device` or other versions go on with than those that it was started with.
     """
     folder = config.folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         hold(folder)
+    except RLHFError:
+        if not fresh and examine(config, wanted, content=True).state == "finished":
+            return "finished"  # whoever reads it may go on
+        raise
     except OSError as error:
         text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
         hint = "set `run:` to another folder"
@@ -200,6 +212,8 @@ def begin(
     if status.state == "finished":
         release(folder)
         return "finished"
+    for parent in own_stages(parents):
+        share(parent.path)
     verify(parents)
     folder.mkdir(exist_ok=True)
     for place in (folder, folder / "state", folder / SNAPSHOTS):
@@ -264,21 +278,29 @@ def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:
 
 
 def _move_aside(folder: Path) -> Path | None:
-    """Move a stage's folder to RUN/.old/<stage>-<n>; None where there was nothing to move. Nothing is deleted."""
-    if not folder.exists():
+    """Move a stage's folder to RUN/.old/<stage>-<n>; None where there was nothing to move. Nothing is deleted.
+
+    Raises RLHFError C15 where .old is no folder.
+    """
+    if not is_there(folder):
         return None
     old = folder.parent / ".old"
+    if is_there(old) and not old.is_dir():
+        text = f"{shown(old)} is a file, so {shown(folder)} cannot be moved into it"
+        raise RLHFError("C15", text, hint="move that file away, then give the same command again")
     old.mkdir(exist_ok=True)
-    taken = [int(path.name.rpartition("-")[2]) for path in old.glob(f"{folder.name}-*") if path.name[-1].isdigit()]
-    return folder.rename(old / f"{folder.name}-{max(taken, default=0) + 1}")
+    found = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in entries(old))
+    return folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in found if match), default=0) + 1}")
 
 
 def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]) -> None:
     """Write RUN/<stage>/manifest.json, last of all: from here on the stage is complete, and its folder is let go.
 
-    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top.
+    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top. Raises RLHFError M14
+    where `parents` are not what they were: the manifest names their hashes.
     """
     folder = config.folder
+    require_unchanged(parents, loaded=True)
     keep_newest(folder / "state", config.output.keep)
     names = [name for name in names_in(folder) if not name.startswith(_APART) and name not in _OUTSIDE_THE_MANIFEST]
     files = describe(folder, names)
@@ -300,6 +322,20 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
     sync_files(folder, names)
     write_sealed(folder / "manifest.json", {**known, **fields})
     release(folder)
+    stop_sharing()
+
+
+@contextmanager
+def in_place(folder: Path) -> Iterator[None]:
+    """Within, whatever fails after the folder that this process writes was moved or deleted becomes E08."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RLHFError) or not is_held(folder) or os.path.exists(folder):
+            raise
+        text = f"{shown(folder)} was moved or deleted while this command wrote into it"
+        hint = "bring it back, and the same command goes on from its last state; else it starts over"
+        raise RLHFError("E08", text, hint=hint) from error
 
 
 def versions() -> dict[str, str]:

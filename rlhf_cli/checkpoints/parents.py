@@ -1,8 +1,9 @@
 """What a stage starts from: the folders of earlier stages, or plain Hugging Face folders that we did not make."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from rlhf_cli.checkpoints.files import (
     damage,
     files_sha256,
     inside,
+    is_there,
     json_sha256,
     model_sha256,
     read_object,
     read_sealed,
     results,
 )
-from rlhf_cli.errors import RLHFError, all_of, nearest_folder, placed, shown
+from rlhf_cli.errors import RLHFError, all_of, nearest_folder, placed, quoted, reading, shown, word
 from rlhf_cli.run_folders import is_begun
 
 FOREIGN = "foreign"
@@ -52,6 +54,7 @@ class Parent:
     hub: str | None = None
     revision: str | None = None  # of the hub id, where one is named
     base: "Parent | None" = None
+    seen: Mapping[str, tuple[int, ...]] | None = field(default=None, compare=False, repr=False)  # see `_look`
 
 
 def open_parent(
@@ -62,10 +65,15 @@ def open_parent(
     Raises M01 where there is nothing to load, M04 for an adapter that no stage made, or whose base is gone or another
     by now, M10 for a stage that is unfinished, damaged, or not one of `expect`. A plain folder is taken as it is (stage
     "foreign"): whether it fits is for the stage to find out. Unless `hashed` its files are not read, which takes long
-    for a large model, and its sha256 is "".
+    for a large model, and its sha256 is "". Raises E08 for what is there and cannot be read now.
     """
+    with placed(where), reading(path):
+        return _open(path, expect, key, where, revision, hashed=hashed)
+
+
+def _open(path: str, expect: tuple[str, ...], key: str, where: str, revision: str | None, *, hashed: bool) -> Parent:
     folder = Path(path)
-    if not os.path.exists(folder):  # Path.exists raises for a name that is too long
+    if not is_there(folder):
         if folder.is_absolute() or path.startswith((".", "~")):
             raise _nothing_there(folder, expect, key, where)
         found = _from_hub(path, revision, key, where)
@@ -115,16 +123,17 @@ def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str, *, hashe
     for name in manifest.get("files") or {}:
         inside(folder, name, where=shown(folder / "manifest.json"))
     if broken:
-        raise _damaged(key, folder, stage, broken, where)
+        raise damaged_stage(key, folder, stage, broken, where)
     models = results(manifest.get("files") or {}, "model/")
     problem = damage(folder, models, where=shown(folder / "manifest.json"), content=False)
     if problem or not models:
-        raise _damaged(key, folder, stage, problem or "its manifest names no model file", where)
+        raise damaged_stage(key, folder, stage, problem or "its manifest names no model file", where)
     base = None
     if f"model/{SETTINGS}" in models:
         with placed(where):
             base = _base(folder, stage, told_base(manifest["parents"]), key, where, hashed=hashed)
-    return Parent(key, folder, stage, folder / "model", whole_sha256(models, manifest["parents"]), manifest, base=base)
+    sha256 = whole_sha256(models, manifest["parents"])
+    return Parent(key, folder, stage, folder / "model", sha256, manifest, base=base, seen=_look(folder / "model"))
 
 
 def _base(folder: Path, stage: str, told: Mapping[str, Any], key: str, where: str, *, hashed: bool) -> Parent:
@@ -172,40 +181,93 @@ def verify(parents: Mapping[str, Parent]) -> None:
     `open_parents` looks at sizes alone, which is all that can be asked each time a chain is looked at. Raises M10 with
     all that is wrong.
     """
-    ours: dict[Path, Parent] = {}  # several keys may name one folder
+    all_of(*(partial(_verify, parent) for parent in own_stages(parents)))
+
+
+def own_stages(parents: Mapping[str, Parent]) -> list[Parent]:
+    """Those parents, and those below adapters, that stages of ours made: each folder once, whatever keys name it."""
+    return [parent for parent in _folders(parents) if parent.stage != FOREIGN]
+
+
+def _folders(parents: Mapping[str, Parent]) -> list[Parent]:
+    """The parents and the bases below them, each folder once."""
+    found: dict[Path, Parent] = {}
     for parent in parents.values():
-        found: Parent | None = parent
-        while found:
-            if found.stage != FOREIGN:
-                ours.setdefault(found.path, found)
-            found = found.base
-    all_of(*(partial(_verify, parent) for parent in ours.values()))
+        below: Parent | None = parent
+        while below:
+            found.setdefault(below.model, below)
+            below = below.base
+    return list(found.values())
 
 
 def _verify(parent: Parent) -> None:
     where = shown(parent.path / "manifest.json")
-    if problem := damage(parent.path, results(parent.manifest["files"], "model/"), where=where, content=True):
-        raise _damaged(parent.key, parent.path, parent.stage, problem, where)
+    if problem := _problem(parent):
+        raise damaged_stage(parent.key, parent.path, parent.stage, problem, where)
 
 
-def _damaged(key: str, folder: Path, stage: str, problem: str, where: str) -> RLHFError:
+def _problem(parent: Parent) -> str | None:
+    """What of a stage's model is not what it wrote, hash by hash."""
+    where = shown(parent.path / "manifest.json")
+    return damage(parent.path, results(parent.manifest["files"], "model/"), where=where, content=True)
+
+
+def _look(model: Path) -> dict[str, tuple[int, ...]]:
+    """Size, time and inode of each file that makes a model: where they stay, so does the content."""
+    found = {path.name: path.stat() for path in foreign_files(model)}
+    return {name: (one.st_size, one.st_mtime_ns, one.st_ino) for name, one in found.items()}
+
+
+def require_unchanged(parents: Mapping[str, Parent], *, loaded: bool = False) -> None:
+    """After parents were loaded: they are what they were when their hashes were taken.
+
+    Other dates alone are no change: then the content is read again. A folder that is gone altogether was not read.
+    `loaded`: it is known that all was loaded before, so that further files do not matter.
+    Raises RLHFError M14 with all that changed.
+    """
+    all_of(*(partial(_require_unchanged, parent, loaded) for parent in _folders(parents)))
+
+
+def _require_unchanged(parent: Parent, loaded: bool) -> None:
+    try:
+        now = _look(parent.model)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if parent.seen is None or now == parent.seen or (loaded and now.items() >= parent.seen.items()):
+        return
+    if parent.stage == FOREIGN:
+        own = _foreign(parent.model, parent.key, hashed=True).sha256
+        changed = parent.sha256 != (json_sha256([own, parent.base.sha256]) if parent.base else own)
+    else:
+        changed = _problem(parent) is not None or not (loaded or now.keys() == parent.seen.keys())
+    if changed:
+        names = [name for name in {**parent.seen, **now} if parent.seen.get(name) != now.get(name)]
+        text = f"{parent.key}: {shown(parent.model)} changed while it was read ({', '.join(sorted(names)[:3])})"
+        hint = "undo the change and give the same command again; or start over with --fresh"
+        raise RLHFError("M14", text, hint=hint)
+
+
+def damaged_stage(key: str, folder: Path, stage: str, problem: str, where: str) -> RLHFError:
+    """M10 for a parent that is not what its stage wrote."""
     text = f"{key}: {shown(folder)} is damaged: {problem}"
     return RLHFError("M10", text, where=where, hint=f"make it again: {_command(stage, folder)} --fresh")
 
 
 def foreign_files(folder: Path) -> list[Path]:
-    """The files of a plain folder that make the model, by name."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file() and path.suffix in MODEL_SUFFIXES and not path.name.startswith(".")
-    )
+    """The files of a plain folder that make the model, by name. Raises RLHFError E08 where it cannot be read now."""
+    with reading(folder):
+        return sorted(
+            path
+            for path in folder.iterdir()
+            if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".") and is_there(path) and path.is_file()
+        )
 
 
 def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
     # A base stands under several models of one command: it is read once.
+    seen = _look(folder)  # before its hashes
     files = {path.name: {"sha256": files_sha256([path])} for path in foreign_files(folder)} if hashed else {}
-    return Parent(key, folder, FOREIGN, folder, model_sha256(files, prefix="") if hashed else "", {})
+    return Parent(key, folder, FOREIGN, folder, model_sha256(files, prefix="") if hashed else "", {}, seen=seen)
 
 
 def _refuse_adapter(folder: Path, key: str, where: str) -> None:
@@ -218,11 +280,12 @@ def _refuse_adapter(folder: Path, key: str, where: str) -> None:
     if not isinstance(base, str) or not base:
         raise RLHFError("M04", f"{text}, and does not tell its base", where=where, hint="name a whole model")
     if is_here(base) or is_here(str(folder / base)):
-        merge = f'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{shown(folder)}")'
+        there, onto = json.dumps(shown(folder)), json.dumps(base)
+        merge = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({onto}), {there})"
         hint = f"merge it into its base first, in Python: {merge}.merge_and_unload().save_pretrained(NEW_FOLDER)"
         raise RLHFError("M04", f"{text}; its base is {base}", where=where, hint=hint)
     text += f", and its base {base} is no folder here and no cached hub id"
-    raise RLHFError("M04", text, where=where, hint=f"fetch the base (hf download {base}), then merge the two")
+    raise RLHFError("M04", text, where=where, hint=f"fetch the base (hf download {word(base)}), then merge the two")
 
 
 def is_here(name: str, revision: str | None = None) -> bool:
@@ -239,7 +302,9 @@ def _from_hub(name: str, revision: str | None, key: str, where: str) -> Path:
         raise no_such_folder(Path(name), f"{key}: ", "a model is a folder, or a hub id OWNER/NAME", where)
     at = f" at revision {revision}" if revision else ""
     text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
-    raise RLHFError("M01", text, where=where, hint=f"fetch it first: hf download {name}; a path starts with ./ or /")
+    raise RLHFError(
+        "M01", text, where=where, hint=f"fetch it first: hf download {word(name)}; a path starts with ./ or /"
+    )
 
 
 def _nothing_there(folder: Path, expect: Sequence[str], key: str, where: str) -> RLHFError:
@@ -260,7 +325,7 @@ def no_such_folder(folder: Path, what: str, otherwise: str, where: str | None = 
 def _command(stage: str, folder: Path) -> str:
     """The command that makes a stage's folder."""
     config = folder.parent / f"{stage}.yaml"
-    return f"rlhf {stage} --config {shown(config if config.is_file() else folder / 'config.yaml')}"
+    return f"rlhf {stage} --config {quoted(config if config.is_file() else folder / 'config.yaml')}"
 
 
 def finished(expect: Sequence[str]) -> str:

@@ -5,9 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.checkpoints.files import damage, read_object, results
-from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, no_such_folder, open_parent, read_manifest, verify
+from rlhf_cli.checkpoints.parents import (
+    SNAPSHOTS,
+    Parent,
+    damaged_stage,
+    no_such_folder,
+    open_parent,
+    read_manifest,
+    verify,
+)
+from rlhf_cli.checkpoints.shapes import oddity
 from rlhf_cli.checkpoints.states import state_at, state_steps
-from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.errors import RLHFError, nearest, quoted, reading, shown
 
 LAST, SELECTED = "last", "selected"
 STAGES = ("ppo", "sft", "reward")
@@ -45,9 +54,13 @@ def choose(run: Path, stage: str | None, step: str) -> Chosen:
         text = f"--stage {stage}: not one of {', '.join(STAGES)}"
         raise RLHFError("C07", text, hint=near and f"did you mean {near}?")
     require_step(step)
-    folder = _folder(run, stage)
+    with reading(run):
+        folder = _folder(run, stage)
     found = open_parent(str(folder), expect=(stage,) if stage else STAGES, key="RUN", where="")
     verify({found.key: found})
+    problem = oddity("manifest.json", found.manifest)
+    if problem or (found.stage == "ppo" and "step" not in found.manifest):
+        raise damaged_stage(found.key, found.path, found.stage, problem or "manifest.json names no step", "")
     report = _report(found)
     if found.stage != "ppo":
         if step != LAST:
@@ -89,7 +102,7 @@ def _folder(run: Path, stage: str | None) -> Path:
         raise RLHFError("M01", f"{shown(run)} holds {what}", hint=hint)
     if stage is None and begun == list(UNASKED) and not (run / "ppo/manifest.json").exists():
         text = f"{shown(run / 'ppo')} is not finished (its manifest.json is missing)"
-        raise RLHFError("M10", text, hint=f"finish it: rlhf run {shown(run)}; or take the SFT model: --stage sft")
+        raise RLHFError("M10", text, hint=f"finish it: rlhf run {quoted(run)}; or take the SFT model: --stage sft")
     return run / begun[0]
 
 
@@ -97,11 +110,13 @@ def _report(found: Parent) -> dict[str, Any] | None:
     """report.json of RUN/eval, where it is as it was written and of the model that was found."""
     folder = found.path.resolve().parent / "eval"
     manifest, problem = read_manifest(folder)
-    told = manifest.get("parents", {}).get(f"models.{found.stage}", {})
-    if problem or told.get("sha256") != found.sha256:
+    if problem or oddity("manifest.json", manifest):
+        return None
+    if manifest.get("parents", {}).get(f"models.{found.stage}", {}).get("sha256") != found.sha256:
         return None
     kept = results(manifest["files"], "report.json")
-    return None if damage(folder, kept, where=str(folder), content=True) else read_object(folder / "report.json")
+    report = None if damage(folder, kept, where=str(folder), content=True) else read_object(folder / "report.json")
+    return None if report is None or oddity("report.json", report) else report
 
 
 def _selected(ppo: Parent, report: dict[str, Any] | None) -> int:

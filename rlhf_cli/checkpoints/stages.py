@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli.checkpoints.files import damage, results
+from rlhf_cli.checkpoints.files import damage, entries, is_there, results
 from rlhf_cli.checkpoints.outputs import read_identity
 from rlhf_cli.checkpoints.parents import FOREIGN, read_manifest
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.run_folders import is_begun
 
-State = Literal["absent", "begun", "finished", "damaged"]
+State = Literal["absent", "begun", "finished", "damaged", "unreadable"]
 
 
 @dataclass(frozen=True)
 class Left:
-    """A stage's folder by its own files alone; `problem` says what is damaged."""
+    """A stage's folder by its own files alone; `problem` says what is damaged, or cannot be read now."""
 
     state: State = "absent"
     problem: str | None = None
@@ -28,11 +28,16 @@ def left_in(folder: Path) -> Left:
     """What a stage left. Of the files that its manifest names the sizes are looked at, of a report the content too."""
     if not is_begun(folder):
         return Left()
-    identity = read_identity(folder)
-    if not (folder / "manifest.json").is_file():
-        return Left("begun", identity=identity)
-    manifest, problem = read_manifest(folder)
-    problem = problem or _damage(folder, manifest["files"])
+    identity = manifest = None
+    try:
+        entries(folder)
+        identity = read_identity(folder)
+        if not is_there(folder / "manifest.json"):
+            return Left("begun", identity=identity)
+        manifest, problem = read_manifest(folder)
+        problem = problem or _damage(folder, manifest["files"])
+    except RLHFError as error:
+        return Left("unreadable", error.problems[0].text, manifest, identity)
     return Left("damaged" if problem else "finished", problem, manifest, identity)
 
 
@@ -55,5 +60,7 @@ def _damage(folder: Path, files: Mapping[str, Any]) -> str | None:
     try:
         models = damage(folder, results(files, ("model/", "value/")), where=str(folder), content=False)
         return models or damage(folder, results(files, "report.json"), where=str(folder), content=True)
-    except RLHFError as error:  # a name that leads out of the folder
-        return error.problems[0].text
+    except RLHFError as error:
+        if error.problems[0].code == "E08":
+            raise
+        return error.problems[0].text  # a name that leads out of the folder

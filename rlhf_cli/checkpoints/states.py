@@ -8,13 +8,16 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_cli import processes, terminal
 from rlhf_cli.checkpoints.files import (
     damage,
     describe,
+    entries,
     in_one_step,
+    is_there,
     names_in,
     read_sealed,
     sync,
@@ -81,7 +84,7 @@ def _write_manifest(state: Path, name: str) -> None:
 def latest_state(folder: Path) -> Path | None:
     """The newest state of `folder` that verifies, hash by hash, or None. Warns (M05) about those it passes over.
 
-    Raises RLHFError M05 for a state of an older version of this package.
+    Raises RLHFError M05 for a state of an older version of this package, E08 for one that cannot be read now.
     """
     passed_over = []
     found = None
@@ -112,7 +115,7 @@ def whole_states(folder: Path, *, instead: str) -> dict[int, Path]:
 
 
 def _warn_of(path: Path, problem: str, instead: str) -> None:
-    what = f"is damaged: {problem}" if (path / MANIFEST).exists() else f"was not finished: it has no {MANIFEST}"
+    what = f"is damaged: {problem}" if is_there(path / MANIFEST) else f"was not finished: it has no {MANIFEST}"
     terminal.warn("M05", f"{shown(path)} {what}; {instead}")
 
 
@@ -144,8 +147,9 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def _states(folder: Path) -> list[Path]:
-    """The state folders, oldest first."""
-    return sorted((path for path in folder.glob("*") if path.is_dir() and _STEP.fullmatch(path.name)), key=_step)
+    """The state folders, oldest first. Raises RLHFError E08 where the folder cannot be read now."""
+    found = [folder / name for name in entries(folder) if _STEP.fullmatch(name)]
+    return sorted((path for path in found if is_there(path) and path.is_dir()), key=_step)
 
 
 def _step(path: Path) -> int:
@@ -176,13 +180,19 @@ def _prune(folder: Path, written: str, keep: int | None, spare: Collection[str] 
     """Leave `keep` states up to the one just written.
 
     Unfinished and damaged ones go, and do not count. So do later ones: they were passed over, and the run is past them.
+    One that cannot be read now may be whole: it stays, and ends no training.
     """
     if keep is None:
         return
-    states, newest = _states(folder), _step(folder / written)
-    kept = [path for path in states if _step(path) <= newest and _problem(path, content=False) is None][-keep:]
-    for path in states:
-        if path not in kept and path.name not in spare:
+    newest = _step(folder / written)
+    whole: list[Path] = []
+    others: list[Path] = []
+    for path in _states(folder):
+        with suppress(RLHFError):
+            good = _step(path) <= newest and _problem(path, content=False) is None
+            (whole if good else others).append(path)
+    for path in [*others, *whole[:-keep]]:
+        if path.name not in spare:
             drop_state(path)
 
 

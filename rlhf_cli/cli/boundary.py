@@ -1,6 +1,7 @@
 """The one place where errors become lines and exit codes."""
 
-import shlex
+import errno
+import os
 import signal
 import sys
 import threading
@@ -14,12 +15,15 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rlhf_cli import processes, terminal
+from rlhf_cli import processes, room, terminal
+from rlhf_cli.cli.elsewhere import ELSEWHERE
 from rlhf_cli.cli.options import STAGES, config_of
-from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.errors import NOT_THERE, RLHFError, nearest, quoted, shown, unreadable, word
 
 RUNS = ("folder", "folders", "path")  # the arguments that name a run
+RESULT_ALONE = {"status", "ls", "check", "plan", "schema", "explain", "env", "replay"}  # they leave nothing but stdout
 NAMED = 5  # runs, where more could be meant
+SYSTEM = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | room.FULL
 TO_SPEAK = 5.0  # seconds that another process has to say what it found
 
 
@@ -66,6 +70,10 @@ class Commands(TyperGroup):
                 if "--debug" in arguments:
                     terminal.say_here(traceback.format_exc().rstrip())
                 code = _explain(error, arguments, self.commands)
+            looks = "--dry-run" in arguments or bool(RESULT_ALONE & {*arguments[:1]})
+            if code == 0 and looks and (lost := terminal.cut_off()):
+                text = f"stdout cannot take what is to be written: {lost.strerror}"
+                code = _explain(room.OutOfRoom("E03", text, hint="make room on its disk, or write to another place"))
         except Terminated:  # while it explained, too
             code = 143
         finally:
@@ -81,6 +89,8 @@ def _explain(error: Exception, arguments: Sequence[str] = (), commands: Collecti
     """Say on stderr what is wrong, a line and a hint for each problem; returns the exit code."""
     if isinstance(error, WhichRun):
         error = _no_run(arguments)
+    if isinstance(error, OSError):
+        error = _of_the_system(error) or error
     if isinstance(error, RLHFError):
         if processes.count() == 1 or not _told_by_others(error):
             (terminal.say if processes.is_first() else terminal.say_here)(str(error))
@@ -91,6 +101,9 @@ def _explain(error: Exception, arguments: Sequence[str] = (), commands: Collecti
         if getattr(getattr(error, "param", None), "name", None) in RUNS and type(error).__name__ == "MissingParameter":
             return _explain(_no_run(arguments))
         command = arguments[0] if arguments else ""
+        if command in ELSEWHERE and command not in commands:
+            terminal.say(str(RLHFError("C11", f"there is no command {command}", hint=ELSEWHERE[command])))
+            return 2
         near = nearest(command, commands) if command not in commands else None
         hint = f"did you mean rlhf {near}?" if near and not command.startswith("-") else _meant(arguments)
         hint = hint or " ".join(["rlhf", *[word for word in [command] if word in commands], "--help"])
@@ -102,13 +115,29 @@ def _explain(error: Exception, arguments: Sequence[str] = (), commands: Collecti
     return 1
 
 
+def _of_the_system(error: OSError) -> RLHFError | None:
+    """What the system refused about a file: E08 where it cannot be read, E03 where it cannot be written."""
+    name = error.filename
+    if not isinstance(name, str | Path) or error.errno not in SYSTEM:
+        return None
+    full = error.errno in room.FULL
+    try:
+        os.close(os.open(name, os.O_RDONLY | os.O_NONBLOCK))
+        if not full and os.access(name, os.W_OK):
+            return None  # it can be read and written: something else was asked of it
+    except OSError as now:
+        if not full and now.errno not in NOT_THERE:
+            return unreadable(error, name)
+    return RLHFError("E03", f"{shown(name)} cannot be written: {error.strerror}", hint="write to another place")
+
+
 def _meant(arguments: Sequence[str]) -> str | None:
     """What `rlhf ppo runs/mine` and `rlhf ppo runs/mine/ppo.yaml` are meant to be."""
     stage = arguments[0] if arguments else ""
     if stage not in STAGES or {"--config", "-c"} & set(arguments):
         return None
     files = [file for word in arguments[1:] if (file := config_of(stage, Path(word)))]
-    return f"rlhf {stage} --config {shown(files[0])}" if files else None
+    return f"rlhf {stage} --config {quoted(files[0])}" if files else None
 
 
 def _no_run(arguments: Sequence[str]) -> RLHFError:
@@ -122,7 +151,7 @@ def _no_run(arguments: Sequence[str]) -> RLHFError:
     else:
         more = f" and {len(found) - NAMED} more (rlhf ls)" if len(found) > NAMED else ""
         text = "This folder is one" if found == ["."] else f"There are {', '.join(found[:NAMED])}{more}"
-        hint = shlex.join(["rlhf", command, found[0], *options])
+        hint = " ".join(map(word, ["rlhf", command, found[0], *options]))
     return RLHFError("C11", f"rlhf {command}: which run? {text}", hint=hint)
 
 

@@ -13,7 +13,7 @@ from rlhf_cli import launch, processes, room, terminal, told
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.imports import heavy_imports
 from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode, config_of
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, quoted, shown
 from rlhf_cli.signals import end_with
 
 
@@ -55,7 +55,9 @@ def stage_command(stage: str) -> Callable[..., None]:
         if processes.count() > 1:
             end_with(os.getppid())
             terminal.say(f"{stage:<8} {processes.count()} processes")
-        with room.explained(loaded.folder):
+        from rlhf_cli import checkpoints
+
+        with room.explained(loaded.folder), checkpoints.in_place(loaded.folder):
             _runner(stage)(loaded, options)
 
     return command
@@ -71,8 +73,8 @@ def _runner(stage: str) -> Callable[[Any, Any], None]:
 
 def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:
     inside = config_of(stage, folder)
-    hint = f"--config {shown(inside)}" if inside else "give the stage's YAML file"
-    more = f"; for all stages: rlhf run {shown(folder)}" if inside else ""
+    hint = f"--config {quoted(inside)}" if inside else "give the stage's YAML file"
+    more = f"; for all stages: rlhf run {quoted(folder)}" if inside else ""
     return RLHFError("C09", f"{shown(folder)} is a folder, --config takes a file", hint=hint + more)
 
 

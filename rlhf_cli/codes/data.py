@@ -45,7 +45,7 @@ DATA = {
         2,
         "A pair of identical answers holds no preference, but still costs training.",
         "Remove the rows, or set data.on_identical: drop.",
-        warns="with data.on_identical: drop",
+        warns="with data.on_identical: drop, and in prompts",
     ),
     "D08": Code(
         "empty prompt",
@@ -98,5 +98,14 @@ DATA = {
         0,
         "The same pair occurs twice, or once in each direction.",
         "Remove one of the lines, where that is not meant.",
+    ),
+    "D16": Code(
+        "too many rows left out",
+        2,
+        "More rows are left out than data.max_dropped allows: too long, bad, or pairs of identical answers. What is "
+        "left may be another kind of data than the whole.",
+        "The message counts the rows by cause. Too long: raise max_length, lower response_length, or take a base model "
+        "with a longer context; data.on_long: error shows the rows. Else mend the rows, or raise data.max_dropped.",
+        warns="above 20 % of the rows",
     ),
 }

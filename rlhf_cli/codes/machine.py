@@ -34,13 +34,27 @@ MACHINE_AND_RUN = {
         "a tracker is not installed",
         2,
         "output.report_to names an experiment tracker whose library is not there.",
-        "pip install 'rlhf-cli[trackers]' brings all of them; or take the name out.",
+        "pip install -e '.[trackers]' in the clone of rlhf-cli brings all of them; or take the name out.",
     ),
     "E07": Code(
         "no access to the hub",
         2,
         "The hub cannot be reached, does not know the token, or does not let it write the repository that is named.",
         "`hf auth login` with a token that may write, and a repository of your own or of a group that you write for.",
+    ),
+    "E08": Code(
+        "cannot be read now",
+        1,
+        "A file or folder is there and cannot be read: no permission, or an error of its disk or of a network's file "
+        "system; or the folder of a run was moved or deleted while a command wrote into it. It is not taken for "
+        "damaged: nothing is trained again, and nothing is moved.",
+        "Make it readable, or bring it back, then give the same command again.",
+    ),
+    "E09": Code(
+        "a package of an extra is missing",
+        2,
+        "A key asks for what only a package of an extra can do: weights or averages in 4 or 8 bits need bitsandbytes.",
+        "pip install -e '.[qlora]' in the clone of rlhf-cli; or take the key out.",
     ),
     "R00": Code(
         "failed at run time",

@@ -112,4 +112,17 @@ TOKENS_AND_MODELS = {
         "Loaded again, the exported model's logits or its tokenizer are not those of the run's own; nothing was left.",
         "Look at the versions of transformers and peft; for a difference that --dtype makes, keep the model's format.",
     ),
+    "M13": Code(
+        "weights do not fit the config",
+        2,
+        "The model's files hold other names, shapes or layers than its config.json asks for; the rest would be random.",
+        "Copy or download the whole folder again; config.json and weights must be of one model.",
+    ),
+    "M14": Code(
+        "a parent changed while it was read",
+        1,
+        "The files of a model that the stage starts from were replaced after their hashes were taken: the manifest "
+        "would name other weights than those that were loaded. The stage is not finished.",
+        "Bring the old files back and give the same command again; or start over with --fresh.",
+    ),
 }

@@ -17,6 +17,7 @@ from rlhf_cli.sources import Source
 DataPath = Annotated[str, PathKey("data")]
 ModelPath = Annotated[str, PathKey("model")]
 JudgePath = Annotated[str, PathKey("judge")]
+LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes: Linux's NAME_MAX, and its PATH_MAX of 4096 less what lies below a run
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -28,6 +29,17 @@ def _plain_name(name: str) -> str:
             {"hint": "use letters, digits, `_`, `-` and `.`, starting with a letter or digit"},
         )
     return name
+
+
+def _path_that_can_be(path: str) -> str:
+    longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
+    if longest > LONGEST_NAME:
+        text = f"a name in it has {longest} bytes, a file system takes {LONGEST_NAME} at most"
+        raise PydanticCustomError("S03", text, {"hint": "name a folder with a shorter name"})
+    if (length := len(os.fsencode(path))) > LONGEST_PATH:
+        text = f"it has {length} bytes, {LONGEST_PATH} leave room for the names of a stage's files"
+        raise PydanticCustomError("S03", text, {"hint": "name a folder that lies less deep"})
+    return path
 
 
 Name = Annotated[str, AfterValidator(_plain_name)]
@@ -140,7 +152,7 @@ class Config(Section):
     )
 
     stage: str
-    run: Annotated[str, PathKey("run")] = Field(
+    run: Annotated[str, PathKey("run"), AfterValidator(_path_that_can_be)] = Field(
         ".",
         description=(
             "The run's folder, relative to the config's own; this stage writes RUN/STAGE. "
@@ -201,7 +213,7 @@ class Config(Section):
                 container[name] = Path(container[name]).read_text(encoding="utf-8", errors="replace")
             elif mark.kind in ("data", "model") or is_path(container[name], mark):
                 del container[name]
-        for key in ("subset", "revision"):
+        for key in ("subset", "revision", "max_dropped"):  # the last one stops a run, and changes nothing in it
             tree["data"].pop(key)
         for key in (*self.CADENCE, "require", "require_reward"):
             tree.get(self.stage, {}).pop(key, None)

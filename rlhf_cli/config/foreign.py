@@ -1,4 +1,4 @@
-"""What options of other systems are called here: TRL 0.11's and 1.12's PPO, OpenRLHF, verl, transformers, peft.
+"""What options of other systems are called here: PPO, GRPO and DPO of TRL, OpenRLHF, verl, transformers, peft.
 
 One table for all who meet such a name: an error's hint (unknown.py), `rlhf explain`, and `rlhf init --from-trl`.
 """
@@ -34,6 +34,7 @@ FOREIGN: dict[str, Foreign] = {
     # The objective
     "kl_penalty": Foreign("kl_estimator", words={"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}),
     "init_kl_coef": Foreign("kl_coef"),
+    "beta": Foreign("kl_coef"),
     "kl_target": Foreign("target"),
     "kl_horizon": Foreign("horizon"),
     "vf_loss_coef": Foreign("vf_coef"),
@@ -42,6 +43,8 @@ FOREIGN: dict[str, Foreign] = {
     "clip_range_value": Foreign("cliprange_value"),
     "eps_clip": Foreign("cliprange"),
     "clip_ratio": Foreign("cliprange"),
+    "epsilon": Foreign("cliprange"),
+    "epsilon_high": Foreign("cliprange_high", "the range above 1, as there"),
     "clip_ratio_high": Foreign("cliprange_high", "the range above 1, as there"),
     "clip_ratio_c": Foreign("dual_clip"),
     "value_clip": Foreign("cliprange_value"),
@@ -62,9 +65,13 @@ FOREIGN: dict[str, Foreign] = {
     "batch_size": Foreign("per_device_train_batch_size", _EPISODES),
     "local_batch_size": Foreign("per_device_train_batch_size", _EPISODES),
     "micro_batch_size": Foreign("per_device_train_batch_size"),
+    "micro_train_batch_size": Foreign("per_device_train_batch_size"),
+    "micro_rollout_batch_size": Foreign("local_rollout_forward_batch_size"),
+    "rollout_batch_size": Foreign("per_device_train_batch_size", _EPISODES),
     "backward_batch_size": Foreign("per_device_train_batch_size"),
     "forward_batch_size": Foreign("per_device_train_batch_size"),
     "n_samples_per_prompt": Foreign("num_samples_per_prompt"),
+    "num_generations": Foreign("num_samples_per_prompt"),
     "lr": Foreign("learning_rate"),
     "actor_learning_rate": Foreign("learning_rate"),
     "critic_learning_rate": Foreign("value_learning_rate"),
@@ -87,6 +94,11 @@ FOREIGN: dict[str, Foreign] = {
         "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "min_length", "min_new_tokens",
     ),
     **_none("PPO draws its responses", "do_sample", "num_beams"),
+    **_none(
+        "responses are drawn by the model that is trained, in its own process; no engine beside it is used",
+        "vllm", "gpu_memory_utilization", "tensor_model_parallel_size", "enforce_eager",
+    ),
+    **_none("sft.yaml and reward.yaml take trainer.use_liger_kernel: true; PPO does without", "liger", "use_liger"),
     **_none("response_length counts the response alone", "max_length"),
     **_none("the SFT checkpoint's is taken, or one is added", "pad_token_id"),
     # Models
@@ -172,3 +184,8 @@ FOREIGN: dict[str, Foreign] = {
     **_none("the policy is gathered for a rollout by itself", "ds3_gather_for_generation"),
     **_none("gradients are added up in one step", "ignore_bias_buffers", "ddp_find_unused_parameters"),
 }  # fmt: skip
+
+
+def foreign(name: str) -> Foreign | None:
+    """What a name of theirs is here; vLLM has many options, and all of them one answer."""
+    return FOREIGN.get(name) or (FOREIGN["vllm"] if "vllm" in name else None)

@@ -14,6 +14,7 @@ from rlhf_cli.config.keys import PathKey
 from rlhf_cli.ppo.settings.base import Range
 from rlhf_cli.sources import Share, Source
 
+MAX_DROPPED = 0.8  # of a data key's rows: the default share that may be left out
 STAGE = (
     "The stage that the file is for; optional, must match the command. "
     "[`pytest tests/test_check.py::test_the_stage_of_a_file`]"
@@ -204,6 +205,17 @@ class _Data(Section):
             "Rows that cannot be used: stop, or leave them out with a count of each fault. Long rows have on_long, "
             "identical answers on_identical; a file that cannot be parsed always stops. "
             "[`pytest tests/test_data_transcripts.py::test_odd_dialogues_have_a_code_or_are_left_out`]"
+        ),
+    )
+
+    max_dropped: float = Field(
+        MAX_DROPPED,
+        ge=0,
+        le=1,
+        description=(
+            "Largest share of a key's rows that may be left out, as too long, bad or identical: above it the stage "
+            "stops (D16), above 0.2 it warns; 1 never stops. "
+            "[`pytest tests/test_left_out.py::test_max_dropped_says_where_a_stage_stops`]"
         ),
     )
 

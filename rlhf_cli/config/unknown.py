@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.foreign import FOREIGN
+from rlhf_cli.config.foreign import foreign
 from rlhf_cli.config.keys import field_at, field_shape, keys_of, shape
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.config.trl import TRAINERS, fields_of
@@ -17,8 +17,9 @@ def unknown_key(path: tuple[str, ...], value: Any, model: type[Config], place: s
     renamed = _renamed(name, value, siblings, model) if section else None
     if renamed:
         return Problem("C01", f"unknown key {key}", place, renamed)
-    if section == ("ppo",) and name in FOREIGN and FOREIGN[name].key is None:
-        return Problem("C01", f"unknown key {key}", place, f"{FOREIGN[name].why}; take the line out")
+    theirs = foreign(name)
+    if section == ("ppo",) and theirs and theirs.key is None:
+        return Problem("C01", f"unknown key {key}", place, f"{theirs.why}; take the line out")
     home = _home(name, path, model)
     if home:
         return Problem("C02", f"{key} belongs {home[0]}", place, home[1])
@@ -45,14 +46,14 @@ def _keys_under(model: type[Config], section: tuple[str, ...]) -> list[str]:
 
 
 def _renamed(name: str, value: Any, siblings: list[str], model: type[Config]) -> str | None:
-    foreign = FOREIGN.get(name)
-    new = foreign.key if foreign else None
-    if foreign is None or new is None or not (new in siblings or ("." in new and new in keys_of(model))):
+    theirs = foreign(name)
+    new = theirs.key if theirs else None
+    if theirs is None or new is None or not (new in siblings or ("." in new and new in keys_of(model))):
         return None
-    if foreign.why:
-        return f"use {new}; {foreign.why}"
+    if theirs.why:
+        return f"use {new}; {theirs.why}"
     if isinstance(value, str | int | float) and not isinstance(value, bool):
-        return f"write {new}: {foreign.words.get(str(value), value)}"
+        return f"write {new}: {theirs.words.get(str(value), value)}"
     return f"use {new}"
 
 

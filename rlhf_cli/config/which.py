@@ -7,7 +7,7 @@ from rlhf_cli.config import yaml_source
 from rlhf_cli.config.base import Origin
 from rlhf_cli.config.stages import CONFIGS
 from rlhf_cli.config.values import shown_value
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, quoted
 
 
 def stage_of(path: Path) -> str:
@@ -36,7 +36,7 @@ def refuse_other_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None
         return
     if isinstance(said, str) and said in CONFIGS:
         text = f"this config is for {said}, not for {stage}"
-        raise RLHFError("C07", text, where=place, hint=f"run it with: rlhf {said} --config {shown(origin.file)}")
+        raise RLHFError("C07", text, where=place, hint=f"run it with: rlhf {said} --config {quoted(origin.file)}")
     raise RLHFError("C07", f"stage: {shown_value(said)} is not one of {', '.join(CONFIGS)}", where=place)
 
 

@@ -1,7 +1,7 @@
 """Rows of a file to token rows: examples for SFT, pairs for the reward model, prompts for PPO and evaluation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -59,17 +59,20 @@ def sft_rows(
     *,
     max_length: int | None,
     on_long: str = "drop",
+    sample: int | None = None,
 ) -> Rows[dict[str, list[int]]]:
     """{input_ids, completion_mask} of each example; the mask is 1 on the tokens that the model has to write.
 
     Takes {prompt, completion}, {text} (no prompt: all of it is completion) and {messages} (one example per assistant
-    turn). Without a tokenizer only the texts are checked. Raises RLHFError D01-D10, D12, D14 with file and line.
+    turn). Without a tokenizer only the texts are checked; of more examples than `sample` only so many are tokenised.
+    Raises RLHFError D01-D10, D12, D14 with file and line.
     """
     file = DataFile(source, SFT_FORMS)
     found = _examples(file)
     prompts = [example.prompt or example.response for example in found]
     if tokenizer is None:
         return _finished(file, [{} for _ in found], prompts)
+    found, every = _sampled(file, found, sample)
     if file.transcripts and not tokenizer.chat_template:
         found = [example.as_text() for example in found]
     encoded = _encode(file, tokenizer, [(example.place, example.prompt, example.response) for example in found])
@@ -82,7 +85,7 @@ def sft_rows(
         good = good and _has_response(file, example.place, "completion", response)
         if good and _fits(file, example.place, len(prompt) + len(response), max_length, on_long):
             rows.append({"input_ids": prompt + response, "completion_mask": [0] * len(prompt) + [1] * len(response)})
-    return _finished(file, rows, prompts)
+    return _finished(file, rows, prompts, every=every)
 
 
 def preference_rows(
@@ -92,11 +95,13 @@ def preference_rows(
     max_length: int | None,
     on_long: str = "drop",
     on_identical: str = "error",
+    sample: int | None = None,
 ) -> Rows[dict[str, Any]]:
     """{prompt_ids, chosen_ids, rejected_ids[, margin]} of each pair; chosen_ids = prompt + response + stop token.
 
     Takes {prompt, chosen, rejected} and {chosen, rejected}, where the prompt is what the two begin with. Without a
-    tokenizer only the texts are checked. Raises RLHFError D01-D10, D12, D14 with file and line.
+    tokenizer only the texts are checked; of more pairs than `sample` only so many are tokenised.
+    Raises RLHFError D01-D10, D12, D14 with file and line.
     """
     file = DataFile(source, PAIR_FORMS)
     pairs = [pair for pair in read_pairs(file, on_identical) if _is_ours(file, pair.prompt)]
@@ -104,6 +109,7 @@ def preference_rows(
     prompts = [pair.prompt for pair in pairs]
     if tokenizer is None:
         return _finished(file, [{} for _ in pairs], prompts)
+    pairs, every = _sampled(file, pairs, sample)
     if file.transcripts and not tokenizer.chat_template:
         pairs = [pair.as_text() for pair in pairs]
     asked = ((pair.place, pair.prompt, pair.chosen) for pair in pairs)
@@ -119,7 +125,7 @@ def preference_rows(
         if good and _fits(file, pair.place, len(prompt) + max(len(chosen), len(rejected)), max_length, on_long):
             row = {"prompt_ids": prompt, "chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
             rows.append(row if pair.margin is None else {**row, "margin": pair.margin})
-    return _finished(file, rows, prompts)
+    return _finished(file, rows, prompts, every=every)
 
 
 def preference_pairs(source: Source | Path | str) -> tuple[list[texts.Pair], int, bool]:
@@ -143,26 +149,32 @@ def prompt_rows(
     *,
     max_length: int | None,
     on_long: str = "drop",
+    sample: int | None = None,
 ) -> Rows[Prompt]:
     """The prompts of a file: {prompt}, {messages} (up to the last assistant turn), or the distinct prompts of pairs.
 
-    Without a tokenizer they have no tokens, only the texts are checked.
-    Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
+    Without a tokenizer they have no tokens, only the texts are checked; of more than `sample` only so many are
+    tokenised. Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
     """
     file = DataFile(source, PROMPT_FORMS)
-    found = _openings(file, [(place, prompt) for place, prompt in _distinct_prompts(file) if _is_ours(file, prompt)])
-    texts_as_given = [prompt for _, prompt in found]
+    found = _openings(file, [asked for asked in _distinct_prompts(file) if _is_ours(file, asked.text)])
+    texts_as_given = [asked.text for asked in found]
     if tokenizer is None:
-        return _finished(file, [Prompt([], text, place) for place, text in found], texts_as_given)
+        told = [Prompt([], asked.text, asked.place) for asked in found]
+        return _finished(file, told, texts_as_given, kept=sum(asked.rows for asked in found))
+    found, every = _sampled(file, found, sample)
     if file.transcripts and not tokenizer.chat_template:
-        found = [(place, transcripts.render(prompt)) for place, prompt in found]
-    encoded = _encode(file, tokenizer, [(place, prompt, None) for place, prompt in found])
-    prompts = []
-    for (place, text), tokens in zip(found, encoded, strict=True):
+        found = [replace(asked, text=transcripts.render(asked.text)) for asked in found]
+    encoded = _encode(file, tokenizer, [(asked.place, asked.text, None) for asked in found])
+    prompts, kept = [], 0
+    for asked, tokens in zip(found, encoded, strict=True):
         ids = tokens[0] if tokens else []
-        if tokens and _has_prompt(file, place, ids) and _fits(file, place, len(ids), max_length, on_long):
-            prompts.append(Prompt(ids, text, place))
-    return _finished(file, prompts, texts_as_given)
+        if not tokens or not _has_prompt(file, asked.place, ids):
+            continue
+        if _fits(file, asked.place, len(ids), max_length, on_long, asked.rows):
+            prompts.append(Prompt(ids, asked.text, asked.place))
+            kept += asked.rows
+    return _finished(file, prompts, texts_as_given, kept=kept, every=every)
 
 
 def _examples(file: DataFile) -> list[texts.Example]:
@@ -220,34 +232,58 @@ def _warn_repeated(file: DataFile, pairs: list[texts.Pair]) -> None:
             terminal.warn("D15", text, where=file.source.shown())
 
 
-def _distinct_prompts(file: DataFile) -> list[tuple[Place, str | Conversation]]:
-    found: list[tuple[Place, str | Conversation]] = []
-    seen: set[str] = set()
+@dataclass
+class _Distinct:
+    """A prompt of a file: where it stands first, and how many rows have it."""
+
+    place: Place
+    text: str | Conversation
+    rows: int = 1
+
+
+def _distinct_prompts(file: DataFile) -> list[_Distinct]:
+    found: list[_Distinct] = []
+    seen: dict[str, _Distinct] = {}
     for place, form, row in file.rows():
         try:
             prompt = texts.pair(place, form, row).prompt if "chosen" in form else texts.bare_prompt(form, row)
         except BadRow as bad:
-            if bad.code != "D07":  # the reward stage judges the answers; here only the prompt counts
+            if bad.code == "D07":
+                file.drop(place, "D07", texts.IDENTICAL)
+            else:
                 file.note(place, bad)
             continue
-        if "chosen" not in form or repr(prompt) not in seen:
-            seen.add(repr(prompt))
-            found.append((place, prompt))
+        if "chosen" in form and (same := seen.get(repr(prompt))):
+            same.rows += 1
+            continue
+        found.append(_Distinct(place, prompt))
+        seen.setdefault(repr(prompt), found[-1])
     return found
 
 
-def _openings(file: DataFile, found: list[tuple[Place, str | Conversation]]) -> list[tuple[Place, str | Conversation]]:
+def _openings(file: DataFile, found: list[_Distinct]) -> list[_Distinct]:
     """The prompts cut to their first words, where the source wants that."""
     words = file.source.first_words
     if words is None:
         return found
-    kept: list[tuple[Place, str | Conversation]] = []
-    for place, prompt in found:
+    kept: list[_Distinct] = []
+    for asked in found:
         try:
-            kept.append((place, texts.opening(prompt, words)))
+            kept.append(replace(asked, text=texts.opening(asked.text, words)))
         except BadRow as bad:
-            file.note(place, bad)
+            file.note(asked.place, bad, asked.rows)
     return kept
+
+
+def _sampled(file: DataFile, found: list[Row], most: int | None) -> tuple[list[Row], int]:
+    """Every n-th of what was found, at most `most` of them, and n: so a sample of a sorted file is like the whole.
+
+    Of the rows that are left out already, one in n is counted from here on.
+    """
+    every = max(1, -(-len(found) // most)) if most else 1
+    for lost in file.dropped.values():
+        lost.rows = -(-lost.rows // every)
+    return found[::every], every
 
 
 def _is_ours(file: DataFile, prompt: str | Conversation) -> bool:
@@ -317,19 +353,22 @@ def _has_response(file: DataFile, place: Place, column: str, ids: list[int]) -> 
     return len(ids) > 1
 
 
-def _fits(file: DataFile, place: Place, length: int, max_length: int | None, on_long: str) -> bool:
+def _fits(file: DataFile, place: Place, length: int, max_length: int | None, on_long: str, rows: int = 1) -> bool:
     file.longest = max(file.longest, length)
     if max_length is None or length <= max_length:
         file.longest_usable = max(file.longest_usable, length)
         return True
     if on_long == "drop":
-        file.drop(place, "D10", f"longer than {max_length} tokens")
+        file.drop(place, "D10", f"longer than {max_length} tokens", rows)
     else:
         hint = "set data.on_long: drop, or raise the token limit"
         file.note(place, BadRow("D10", f"{length} tokens, at most {max_length} are allowed", hint))
     return False
 
 
-def _finished(file: DataFile, rows: list[Row], prompts: Sequence[str | Conversation]) -> Rows[Row]:
-    file.finish(len(rows))
-    return Rows(rows, file, prompts)
+def _finished(
+    file: DataFile, rows: list[Row], prompts: Sequence[str | Conversation], *, kept: int | None = None, every: int = 1
+) -> Rows[Row]:
+    kept = len(rows) if kept is None else kept
+    file.finish(kept)
+    return Rows(rows, file, prompts, kept=kept, every=every)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import terminal
-from rlhf_cli.data import transcripts
-from rlhf_cli.data.faults import BadRow
+from rlhf_cli.data import foreign, transcripts
+from rlhf_cli.data.faults import BadRow, described
 from rlhf_cli.errors import Problem, RLHFError, nearest
 from rlhf_cli.sources import Place, Source, lacks_header, told
 
@@ -39,8 +39,7 @@ class Lost:
 
     first: Place
     text: str
-    last: Place
-    rows: int = 1
+    rows: int = 0
     alike: bool = True
 
     def __str__(self) -> str:
@@ -58,6 +57,7 @@ class DataFile:
         self.transcripts = False  # whether the texts are dialogues, which the rows then hold as conversations
         self.problems: list[Problem] = []
         self.dropped: dict[str, Lost] = {}  # by code
+        self._reading = False  # whether rows are still read, and none has been split from the others
         known = sorted({name for form in forms for name in form} | {"margin"})
         for name in self.columns:
             if name not in known:
@@ -67,6 +67,7 @@ class DataFile:
     def rows(self) -> Iterator[tuple[Place, Form, dict[str, Any]]]:
         """(place, form, row) of each row that is like the first one; the others are noted as problems."""
         first: First | None = None
+        self._reading = True
         for place, raw in self.source.rows():
             self.read += 1
             row = raw
@@ -86,20 +87,30 @@ class DataFile:
                     break  # without a form nothing can be said of the rows that follow
                 continue
             yield place, form, row
+        self._reading = False
 
-    def note(self, place: Place, bad: BadRow) -> None:
+    def note(self, place: Place, bad: BadRow, rows: int = 1) -> None:
         """A row that cannot be used: an error in the end, or one to leave out. Its first fault counts."""
         if self.source.on_bad == "drop" and bad.code not in OF_THE_FILE + OF_OTHER_KEYS:
-            self.drop(place, bad.code, bad.text)
+            self.drop(place, bad.code, bad.text, rows)
         elif not self.problems or self.problems[-1].where != str(place):
             hint = bad.hint or (DROP if bad.code not in OF_THE_FILE + OF_OTHER_KEYS else None)
             self.problems.append(Problem(bad.code, bad.text, str(place), hint))
 
-    def drop(self, place: Place, code: str, text: str) -> None:
-        """A row that is left out, and counted."""
-        lost = self.dropped.setdefault(code, Lost(place, text, place))
-        if lost.last != place:
-            lost.rows, lost.last, lost.alike = lost.rows + 1, place, lost.alike and text == lost.text
+    def drop(self, place: Place, code: str, text: str, rows: int = 1) -> None:
+        """A row that is left out, and counted; a prompt stands for all `rows` that have it.
+
+        A row that could not be read has no prompt by which a split takes it: its place decides which part counts it.
+        """
+        share = self.source.share
+        if self._reading and share is not None and not share.holds(place.short):
+            return
+        lost = self.dropped.setdefault(code, Lost(place, text))
+        lost.rows, lost.alike = lost.rows + rows, lost.alike and text == lost.text
+
+    @property
+    def left_out(self) -> int:
+        return sum(lost.rows for lost in self.dropped.values())
 
     def finish(
         self,
@@ -109,7 +120,8 @@ class DataFile:
     ) -> None:
         """Raises what is wrong with the rows, the first five in full; D05 where none of them is usable.
 
-        Warns of the rows that were left out: how many for which fault, where the first one stands, and a hint by code.
+        Warns of the rows that were left out: how many of the usable rows and them, for which fault, where the first one
+        stands, and a hint by code.
         """
         if self.problems:
             raise RLHFError.of(self._told())
@@ -121,7 +133,7 @@ class DataFile:
                 text += f", none of them in the part that data.eval_fraction {share.fraction:g} leaves"
             raise RLHFError("D05", text, where=self.source.shown(), hint=self.where and f"see {self.where}")
         for code, lost in self.dropped.items():
-            text = f"{lost.rows} of {self.read} rows left out: {lost} (first: {lost.first.short})"
+            text = f"{lost.rows} of {usable + self.left_out} rows left out: {lost} (first: {lost.first.short})"
             text += f"; the longest has {self.longest}" if code == "D10" else ""
             terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, otherwise))
 
@@ -141,8 +153,10 @@ class DataFile:
         return told
 
     def _form(self, place: Place, raw: dict[str, Any], row: dict[str, Any]) -> Form:
+        # Pairs whose prompt stands in columns of another system's names are no pairs without a prompt.
+        theirs = foreign.form(row) if "prompt" not in row else None
         for form in self.forms:
-            if all(name in row for name in form):
+            if all(name in row for name in form) and not (theirs == foreign.PAIR and "prompt" not in form):
                 return form
         wanted = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
         absent = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
@@ -151,9 +165,22 @@ class DataFile:
         free = [name for name in raw if name not in ours]
         near = nearest(absent, free) or next((name for name in free if name in ANSWERS), next(iter(free), "NAME"))
         text = f"the row needs {wanted}; columns found: {told(raw) or 'none'}"
-        if hint := self._header_hint(place, raw):
+        if hint := self._converting(raw) or self._header_hint(place, raw):
             raise BadRow("D02", text, hint)
         raise BadRow("D02", text, f"name the file's columns, for example {self._naming(absent, near)}")
+
+    def _converting(self, raw: dict[str, Any]) -> str | None:
+        """What to do with rows of another system's form."""
+        made = foreign.form(raw)
+        if made is None:
+            return None
+        wanted = {name for form in self.forms for name in form}
+        command = foreign.command(self.source)
+        if made in self.forms or (made == ("messages",) and "messages" in wanted):
+            return f"{command} makes {{{', '.join(made)}}} of them: name that file"
+        if "chosen" in made and "completion" in wanted:
+            return f"{command} makes pairs of them: name that file, with {self._naming('completion', 'chosen')}"
+        return "each row has one answer, a pair needs a better and a worse one: these rows suit sft"
 
     @property
     def _key(self) -> str:
@@ -216,7 +243,11 @@ class DataFile:
                 text = f'"{self._theirs(name)}" is {kind} here, {first.kinds[name]} in {first.place.short}'
                 raise BadRow("D12", text)
             if kind == CONVERSATION:
-                _check_conversation(row[name], self._theirs(name))
+                try:
+                    _check_conversation(row[name], self._theirs(name))
+                except BadRow as bad:
+                    bad.hint = self._converting({"messages": row[name]}) if name == "messages" else None
+                    raise
 
     def _theirs(self, name: str) -> str:
         return self.columns.get(name, name)
@@ -227,22 +258,14 @@ def _kind(value: Any, column: str) -> str:
         return TEXT
     if isinstance(value, list):
         return CONVERSATION
-    raise BadRow("D06", f'"{column}" is {_described(value)}, text or a list of messages is needed')
+    raise BadRow("D06", f'"{column}" is {described(value)}, text or a list of messages is needed')
 
 
 def _check_conversation(messages: list[Any], column: str) -> None:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
-            raise BadRow("D06", f'message {number} of "{column}" is {_described(message)}, not {{role, content}}')
+            raise BadRow("D06", f'message {number} of "{column}" is {described(message)}, not {{role, content}}')
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                value = _described(message.get(key)) if key in message else "missing"
+                value = described(message.get(key)) if key in message else "missing"
                 raise BadRow("D06", f'{key} of message {number} of "{column}" is {value}, text is needed')
-
-
-def _described(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return f"the number {value}"
-    return "text" if isinstance(value, str) else "a list" if isinstance(value, list) else "an object"

@@ -7,12 +7,14 @@ from typing import Any
 from jinja2 import TemplateError
 
 from rlhf_cli import terminal
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, panics_as
 from rlhf_cli.progress import Progress
+from rlhf_cli.signals import TooLong, at_most
 
 Conversation = list[dict[str, Any]]
 Encoded = tuple[list[int], list[int]]  # ids of a prompt and of a response
 AT_ONCE = 4096  # rows
+RENDERING = 10.0  # seconds; a template takes milliseconds
 _ONE_OF_EACH: dict[int, int] = {}
 _MARK = "assistant-text-ends-here"
 
@@ -86,7 +88,8 @@ def pieces(tokenizer: Any, ids: Iterable[int], *, special: bool = False) -> Iter
 def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool) -> str:
     """The chat template's text.
 
-    Raises RLHFError D14 without a template, D06 where the template refuses the conversation.
+    Raises RLHFError D14 without a template, D06 where the template refuses the conversation, M01 for one that does not
+    end: a template is a program of others.
     """
     if not tokenizer.chat_template:
         raise RLHFError(
@@ -95,7 +98,11 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
             hint="set model.chat_template to a Jinja file, or to chatml",
         )
     try:
-        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt)
+        with at_most(RENDERING):
+            return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt)
+    except TooLong as error:
+        text = f"the chat template needs more than {RENDERING:g} s of computing for one conversation"
+        raise RLHFError("M01", text, hint="set model.chat_template to another one, or to chatml") from error
     except (TemplateError, OverflowError) as error:  # the sandbox bounds `range`
         raise RLHFError("D06", f"the chat template refuses the conversation: {error}") from error
 
@@ -138,7 +145,8 @@ def _tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[l
     if not texts:
         return []
     # verbose: no "longer than the maximum sequence length" from the library, max_length is checked here.
-    batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+    with panics_as("M01", "the tokenizer fails on a text"):
+        batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
     return [shared(ids) for ids in batch["input_ids"]]
 
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading
-from rlhf_cli.models.tokenizers import template_sha256, tokenizer_sha256
+from rlhf_cli.models import loading, spelling
+from rlhf_cli.models.tokenizers import PAD, template_sha256, tokenizer_sha256
 from rlhf_cli.rows import read_jsonl
 
 STORED, DRAWN, LENGTH = 6, 2, 64  # rows, rows, tokens
@@ -78,14 +78,16 @@ def require(folder: Path, rows: Rows, own: list[Tensor], written: torch.dtype, t
         output_loading_info=True,
     )  # fmt: skip
     if odd := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
-        raise _another(f"the weights of {', '.join(odd[:3])} are missing or of no use")
+        raise _another(f"the weights of {', '.join(odd[:3])} are missing, or not in the model")
     again = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
     for name, read in (("tokenizer", tokenizer_sha256), ("chat template", template_sha256)):
         if read(again) != read(tokenizer):
             raise _another(f"its {name} is another one")
+    if apart := spelling.difference(tokenizer, again, PAD):
+        raise _another(f"its tokenizer is another one: {apart}")
     theirs = logits(model.eval(), rows)
-    apart = max(float((ours - other).abs().max()) for ours, other in zip(own, theirs, strict=True))
-    difference = apart / max(float(each.abs().max()) for each in own)
+    difference = max(float((ours - other).abs().max()) for ours, other in zip(own, theirs, strict=True))
+    difference /= max(float(each.abs().max()) for each in own)
     allowed = TOLERANCE if written == torch.float32 else ROUNDINGS * torch.finfo(written).eps
     if not difference <= allowed:  # nan, too
         raise _another(f"its logits differ by {difference:.1e} of the largest, {allowed:.1e} is allowed")

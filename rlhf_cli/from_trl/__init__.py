@@ -34,19 +34,20 @@ def init(file: Path, folder: Path, version: str | None = None) -> None:
         hint = "a YAML, a JSON, a script with PPOConfig(...), or a text with the command line"
         raise RLHFError("C09", "nothing here is an option of TRL's PPO", where=str(file), hint=hint)
     target = folder / FILE
-    taken = RLHFError("C15", f"{shown(folder)} already holds {FILE}", hint="nothing was written; name another folder")
     if os.path.lexists(target):
-        raise taken
+        text = f"{shown(folder)} already holds {FILE}"
+        raise RLHFError("C15", text, hint="nothing was written; name another folder")
     seen, why = version_of(read)
     placing = place(read, version or seen)
     _lead_from(folder, placing)
     room.require_writable(folder, hint="name another folder")
     folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / f".tmp-{FILE}"
     try:
-        with target.open("x", encoding="utf-8") as stream:
-            stream.write(page.text(placing, str(file)))
-    except FileExistsError as error:
-        raise taken from error
+        scratch.write_text(page.text(placing, str(file)), encoding="utf-8")
+        scratch.rename(target)  # whole or not at all
+    finally:
+        scratch.unlink(missing_ok=True)
     try:
         config.load("ppo", target)
     except RLHFError:

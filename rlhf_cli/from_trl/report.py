@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_cli import terminal
 from rlhf_cli.config.written import written
-from rlhf_cli.errors import shown
+from rlhf_cli.errors import quoted, shown
 from rlhf_cli.from_trl.placing import Placed, Placing
 
 COLUMNS = ("there", "value", "here", "value", "note")
@@ -32,8 +32,8 @@ def show(placing: Placing, name: str, target: Path) -> None:
     if placing.to_say:
         terminal.out("\nFor you to say")
         terminal.table(("key", "what it is"), [list(row) for row in placing.to_say.items()])
-    then = f"; then rlhf ppo --config {shown(target)} --nproc {placing.processes}" if placing.processes else ""
-    terminal.out(f"\n{shown(target)} is written; next: rlhf check {shown(target)}{then}")
+    then = f"; then rlhf ppo --config {quoted(target)} --nproc {placing.processes}" if placing.processes else ""
+    terminal.out(f"\n{shown(target)} is written; next: rlhf check {quoted(target)}{then}")
 
 
 def _row(placed: Placed) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,18 @@ def warn_of_selection(config: EvalConfig) -> None:
         terminal.warn("C18", text, where=config.where("eval.select"), hint=hint)
 
 
-def read(config: EvalConfig, tokenizer: Any, body: Any, response_length: int) -> data.Rows[data.Prompt]:
-    """The prompts that leave room for a response in the context of a model `body`; None: it is not known."""
+def read(
+    config: EvalConfig, tokenizer: Any, body: Any, response_length: int, *, sample: int | None = None
+) -> data.Rows[data.Prompt]:
+    """The prompts that leave room for a response in the context of a model `body`; None: it is not known.
+
+    Of more than `sample` a sample. Warns D16. Raises RLHFError C13 where none could, D01-D14, D16.
+    """
     room = None
     if body is not None:
         room = loading.prompt_room(body, response_length, config.where("eval.response_length"))
-    with limits.room_explained(room, response_length):
-        return data.prompt_rows(config.sources()["data.prompts"], tokenizer, max_length=room)
+    read = partial(data.prompt_rows, config.sources()["data.prompts"], tokenizer, max_length=room, sample=sample)
+    return limits.read_usable(config, "data.prompts", limits.longer_prompts("eval", room, response_length), read)
 
 
 def functions(config: EvalConfig) -> dict[str, TextReward]:

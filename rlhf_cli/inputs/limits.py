@@ -1,14 +1,18 @@
 """Numbers that must fit each other: rows and batches, rows and the model's context, intervals and steps."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from rlhf_cli import processes, terminal
-from rlhf_cli.config import Config, PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.data import Rows
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import loading
+from rlhf_cli.statistics import wilson
+
+Row = TypeVar("Row")
+MANY = 0.2  # share of left out rows above which a stage warns
+IDENTICAL = "look at how the pairs were made: identical answers hold no preference"
 
 
 def check_batch(config: SFTConfig | RewardConfig, rows: Rows[Any], count: int, unit: str = "usable rows") -> None:
@@ -64,6 +68,63 @@ def check_context(config: SFTConfig | RewardConfig, body: Any, longest: int, *, 
     raise RLHFError("C13", text, where=config.where(f"{stage}.max_length"), hint=hint)
 
 
+def read_usable(
+    config: SFTConfig | RewardConfig | PPOConfig | EvalConfig, key: str, longer: str, read: Callable[[], Rows[Row]]
+) -> Rows[Row]:
+    """The rows that `read` finds for a data key. `longer`: what lets longer rows in, for hints.
+
+    Warns (D16) where more than MANY of the rows are left out. Raises RLHFError D16 where they are more than
+    data.max_dropped allows, and what `read` raises: D05 of rows that are all too long says what to change.
+    """
+    try:
+        rows = read()
+    except RLHFError as error:
+        problem = error.problems[0]
+        if problem.code != "D05" or "longer than" not in problem.text:
+            raise
+        raise RLHFError("D05", problem.text, where=problem.where, hint=longer) from error
+    _check_left_out(config, key, longer, rows)
+    return rows
+
+
+def _check_left_out(
+    config: SFTConfig | RewardConfig | PPOConfig | EvalConfig, key: str, longer: str, rows: Rows[Any]
+) -> None:
+    most, share = config.data.max_dropped, rows.share_left_out
+    if key == f"data.{config.data.HELD_OUT}" and config.sources()[key].share:
+        share = wilson(rows.left_out, rows.asked)[0]  # a small part of a file has more or fewer of them by chance
+    if share <= min(MANY, most):
+        return
+    causes = ", ".join(f"{lost.rows} by {code} ({lost})" for code, lost in rows.lost.items())
+    sampled = "sampled " if rows.every > 1 else ""
+    text = f"{rows.left_out} of {rows.asked} {sampled}rows are left out: {causes}"
+    remedies = {"D10": f"{longer}; the longest row has {rows.longest_read} tokens", "D07": IDENTICAL}
+    hint = remedies.get(next(iter(rows.lost)), "data.on_bad: error shows each of them")
+    if share > most:
+        text, hint = f"{text}; data.max_dropped allows {most:.0%}", f"{hint}; or raise data.max_dropped"
+        raise RLHFError("D16", text, where=config.where(key), hint=hint)
+    terminal.warn("D16", text, where=config.where(key), hint=hint)
+
+
+def longer_rows(config: SFTConfig | RewardConfig, body: Any) -> str:
+    """What lets longer rows into SFT or reward training of a model `body`; None: its context is not known."""
+    settings = config.sft if isinstance(config, SFTConfig) else config.reward
+    context, key = None if body is None else loading.context_of(body), f"{config.stage}.max_length"
+    if context is None:
+        return f"raise {key} (now {settings.max_length})"
+    if settings.max_length < context:
+        return f"raise {key} (now {settings.max_length}; the model has {context} positions)"
+    return f"take a model with a longer context than {context} positions, or shorten the rows"
+
+
+def longer_prompts(stage: str, room: int | None, response_length: int) -> str:
+    """What lets longer prompts into a stage, whose responses leave them `room` tokens; None: that is not known."""
+    there = f"{response_length} tokens for a response leave {room} to a prompt"
+    if room is not None and response_length >= room:
+        return f"lower {stage}.response_length ({there}), or take a model with a longer context"
+    return f"take a model with a longer context ({there}), shorten the prompts, or lower {stage}.response_length"
+
+
 def warn_intervals(config: Config, steps: int) -> None:
     """C14: a save or an evaluation that is due later than the run ends."""
     intervals = {"save": ("output.save_steps", config.output.save_steps)}
@@ -75,18 +136,3 @@ def warn_intervals(config: Config, steps: int) -> None:
         if every and every > steps:
             text = f"one {what} every {every} {unit} is more than the {steps} of the run: only the last one gets one"
             terminal.warn("C14", text, where=config.where(key), hint=f"lower {key}, or leave it out")
-
-
-@contextmanager
-def room_explained(room: int | None, response_length: int) -> Iterator[None]:
-    """Within, D05 of prompts that are all too long says what leaves them so little room."""
-    try:
-        yield
-    except RLHFError as error:
-        problem = error.problems[0]
-        if room is None or problem.code != "D05" or "longer than" not in problem.text:
-            raise
-        hint = (
-            f"the model's context leaves {room} tokens to a prompt beside a response of {response_length}: lower that"
-        )
-        raise RLHFError("D05", problem.text, where=problem.where, hint=hint) from error

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,21 @@ from rlhf_cli import checkpoints, processes, room, terminal, trackers
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.config.adapters import LoRA
-from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.models import devices, loading
+from rlhf_cli.errors import RLHFError, install, shown
+from rlhf_cli.models import devices, weights
 from rlhf_cli.ppo.settings import PPOSettings
 
 # Bytes for each number that is trained, in float32: the weight and AdamW's two averages in a state, and the gradient.
 STATE, MEMORY, WEIGHT = 12, 16, 4
 POLICIES = ("models.sft", "models.ppo", "models.base")
+# Of the two `optim` and adapters.kind, what bitsandbytes does; the names are transformers'.
+BITSANDBYTES = {
+    "qlora", "adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit",
+    "paged_adamw_8bit", "paged_adamw_32bit", "paged_ademamix_8bit", "paged_ademamix_32bit", "paged_lion_8bit",
+    "paged_lion_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw_8bit",
+    "galore_adamw_8bit_layerwise",
+}  # fmt: skip
 NOT_COUNTED = ("__metadata__", "lm_head.", "score.")  # a reward model has no lm_head
-# Masks and angles that GPT-2, GPT-NeoX and old Llamas stored beside their weights.
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
 def is_scorer(key: str) -> bool:
@@ -34,12 +40,13 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
     """What a training takes of the memory at least, in a line; "" where that is not known.
 
     Warns E01, E02. Raises RLHFError E03 where the output cannot be written, or disk or memory cannot hold the run, E06
-    where a tracker is not installed.
+    where a tracker is not installed, E09 where the package of an extra is not.
     A lower bound: what does not fit cannot work. Parents that are not there yet, and model.new, are not counted.
     Without `runs_here` too little memory is a warning: the stage may be meant for a larger machine, on the same disk.
     """
     _warn_of_formats(config)
     trackers.require(config)
+    _require_bits(config)
     room.require_writable(config.folder, where=config.where("run"), hint="set `run:` to another folder")
     trained, frozen = _counts(config, parents)
     if "optim" in getattr(config, "trainer", {}):  # TRL's other optimizers may take less
@@ -86,6 +93,19 @@ def _warn_of_formats(config: Any) -> None:
         text = f"weights in 4 bits work on {devices.device_name()}, but slowly"
         where = config.where("model.adapters.kind")
         terminal.warn("E02", text, where=where, hint="lora is faster where the weights fit the memory as they are")
+
+
+def _require_bits(config: Any) -> None:
+    """Raises RLHFError E09 where 4 or 8 bits are asked for, and bitsandbytes is not installed."""
+    asked = {"model.adapters.kind": adapters_of(config)}
+    if isinstance(config, PPOConfig):
+        asked["ppo.optim"] = config.ppo.optim
+    elif "optim" in getattr(config, "trainer", {}):
+        asked["trainer.optim"] = config.trainer["optim"]
+    for key, value in asked.items():
+        if value in BITSANDBYTES and find_spec("bitsandbytes") is None:
+            text = f"{key}: {value} needs bitsandbytes, which is not installed"
+            raise RLHFError("E09", text, where=config.where(key), hint=install("qlora"))
 
 
 def adapters_of(config: Config) -> str | None:
@@ -188,9 +208,7 @@ def numbers(parent: Parent) -> int:
     """
     if parent.base:
         return numbers(parent.base)
-    folder = parent.model
-    whole = folder / "model.safetensors"
-    return _in_file(whole) if whole.exists() else sum(_in_file(folder / part) for part in loading.parts(folder))
+    return sum(map(_in_file, weights.files_of(parent.model)))
 
 
 def _in_file(path: Path) -> int:
@@ -198,7 +216,7 @@ def _in_file(path: Path) -> int:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, 100_000_000)))
-        counted = [name for name in header if not name.startswith(NOT_COUNTED) and not name.endswith(BUFFERS)]
+        counted = [name for name in header if not name.startswith(NOT_COUNTED) and not name.endswith(weights.BUFFERS)]
         return sum(math.prod(header[name]["shape"]) for name in counted)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return 0  # damaged, which loading it tells

@@ -1,6 +1,6 @@
 """What `rlhf ppo` starts from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,23 +40,31 @@ def stop_token(config: PPOConfig, tokenizer: Any, vocab_size: int) -> int | None
     return settings.stop_token_id
 
 
-def read(config: PPOConfig, key: str, tokenizer: Any, body: Any) -> data.Rows[data.Prompt]:
+def read(
+    config: PPOConfig, key: str, tokenizer: Any, body: Any, *, sample: int | None = None
+) -> data.Rows[data.Prompt]:
     """Prompts of data.prompts or data.eval_prompts that leave room for a response in the context of a model `body`.
 
-    Raises RLHFError C13 where none could, D01-D14. `body` None: the context is not known.
+    Of more than `sample` a sample. Warns D16. Raises RLHFError C13 where none could, D01-D14, D16. `body` None: the
+    context is not known.
     """
-    room = None
+    room, length = None, config.ppo.max_response_length
     if body is not None:
-        room = loading.prompt_room(body, config.ppo.max_response_length, config.where("ppo.response_length"))
-    source = config.sources()[f"data.{key}"]
-    with limits.room_explained(room, config.ppo.max_response_length):
-        return data.prompt_rows(source, tokenizer, max_length=room, on_long=config.data.on_long)
+        room = loading.prompt_room(body, length, config.where("ppo.response_length"))
+    source, on_long = config.sources()[f"data.{key}"], config.data.on_long
+    read = partial(data.prompt_rows, source, tokenizer, max_length=room, on_long=on_long, sample=sample)
+    return limits.read_usable(config, f"data.{key}", limits.longer_prompts("ppo", room, length), read)
 
 
 def read_ptx(config: PPOConfig, tokenizer: Any, body: Any) -> data.Rows[dict[str, list[int]]]:
-    """Rows of data.ptx_data, which must be given, as `data.sft_rows` has them. Raises RLHFError D01-D10, D12, D14."""
-    room = None if body is None else loading.context_of(body)
-    return data.sft_rows(config.sources()["data.ptx_data"], tokenizer, max_length=room, on_long=config.data.on_long)
+    """Rows of data.ptx_data, which must be given, as `data.sft_rows` has them.
+
+    Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
+    """
+    key, room = "data.ptx_data", None if body is None else loading.context_of(body)
+    longer = f"take a model with a longer context than {room} positions, or shorten the rows"
+    read = partial(data.sft_rows, config.sources()[key], tokenizer, max_length=room, on_long=config.data.on_long)
+    return limits.read_usable(config, key, longer, read)
 
 
 def check_layers(config: PPOConfig, body: Any) -> None:
@@ -140,14 +148,14 @@ def of_group(config: PPOConfig, processes: int) -> PPOConfig:
         raise RLHFError("C06", text, where=config.where("ppo"), hint="smaller batches, or fewer processes") from error
 
 
-def arithmetic(config: PPOConfig, prompts: int, processes: int = 1) -> str:
+def arithmetic(config: PPOConfig, prompts: Sequence[data.Prompt], processes: int = 1) -> str:
     """What the batch sizes come to, in one line; the config is that of all processes."""
-    ours, updates = config.ppo, config.ppo.num_updates(prompts)
+    ours, updates = config.ppo, config.ppo.num_updates(len(prompts))
     rows, episodes = ours.per_device_train_batch_size, ours.episodes_per_update
     update = batches.product(rows, ours.gradient_accumulation_steps // processes, processes, "episodes")
     epochs, minibatches = ours.num_ppo_epochs, ours.num_mini_batches
     return (
-        f"{prompts} prompts; an update: {update}, {ours.num_samples_per_prompt} to a prompt; "
+        f"{batches.counted(prompts, 'prompts')}; an update: {update}, {ours.num_samples_per_prompt} to a prompt; "
         f"{epochs} epochs x {minibatches} minibatches = {epochs * minibatches} optimizer steps; "
         f"in all {updates} updates, {updates * episodes} episodes"
     )

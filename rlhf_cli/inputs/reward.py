@@ -1,12 +1,13 @@
 """What `rlhf reward` starts from."""
 
+from functools import partial
 from typing import Any
 
 from rlhf_cli import data
 from rlhf_cli.config import RewardConfig
 from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.inputs import adapters, limits
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import tokenizers, weights
 
 
 def tokenizer(config: RewardConfig, given: Any, parent_stage: str) -> Any:
@@ -28,20 +29,28 @@ def tokenizer(config: RewardConfig, given: Any, parent_stage: str) -> Any:
 
 def check_body(config: RewardConfig, body: Any) -> None:
     """Raises RLHFError C17 where no answers could be sampled from model.path."""
-    if config.reward.normalize == "sft" and loading.is_classifier(body):
+    if config.reward.normalize == "sft" and weights.is_classifier(body):
         text = "reward.normalize: sft samples from model.path, which is no causal model"
         raise RLHFError("C17", text, where=config.where("reward.normalize"), hint="set reward.normalize: none")
 
 
-def read(config: RewardConfig, key: str, tokenizer: Any) -> data.Rows[Any]:
-    """Pairs of data.train or data.eval."""
-    return data.preference_rows(
+def read(
+    config: RewardConfig, key: str, tokenizer: Any, body: Any = None, *, sample: int | None = None
+) -> data.Rows[Any]:
+    """Pairs of data.train or data.eval, for a model `body`; of more than `sample` a sample.
+
+    Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
+    """
+    read = partial(
+        data.preference_rows,
         config.sources()[f"data.{key}"],
         tokenizer,
         max_length=config.reward.max_length,
         on_long=config.data.on_long,
         on_identical=config.data.on_identical,
+        sample=sample,
     )
+    return limits.read_usable(config, f"data.{key}", limits.longer_rows(config, body), read)
 
 
 def check_rows(config: RewardConfig, rows: data.Rows[Any], held_out: data.Rows[Any] | None, body: Any) -> None:

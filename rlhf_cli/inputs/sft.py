@@ -1,5 +1,6 @@
 """What `rlhf sft` starts from."""
 
+from functools import partial
 from typing import Any
 
 from rlhf_cli import data, terminal
@@ -11,7 +12,6 @@ from rlhf_cli.models import fresh, tokenizers
 TRAINED_ON = "model.new.tokenizer.train"
 CUT = ("wrapped", "bfd_split")  # packing strategies that cut long rows, so that none is too long
 IGNORED = -100  # label of a token that is not trained
-Tokens = list[dict[str, list[int]]]
 
 
 def tokenizer(config: SFTConfig, given: Any) -> Any:
@@ -41,7 +41,7 @@ def new_body(config: SFTConfig, vocab_size: int) -> Any:
     return body
 
 
-def packing_strategy(config: SFTConfig) -> str | None:
+def packing_strategy(config: SFTConfig, *, say: bool = True) -> str | None:
     """How rows are packed into sequences of max_length; None where they are not.
 
     `bfd` keeps whole rows apart, by flash attention or by a mask as large as the batch's tokens squared. `wrapped` cuts
@@ -52,18 +52,27 @@ def packing_strategy(config: SFTConfig) -> str | None:
     plain = data.is_plain_text(config.sources()["data.train"])
     strategy = config.trainer.get("packing_strategy", "wrapped" if plain else "bfd")
     apart = "cut out of one long text, neighbours see each other" if strategy == "wrapped" else "rows stay apart"
-    terminal.say(f"sft      packing: {strategy} ({apart}; trainer.packing_strategy changes it)")
+    if say:
+        terminal.say(f"sft      packing: {strategy} ({apart}; trainer.packing_strategy changes it)")
     return strategy
 
 
-def read(config: SFTConfig, key: str, tokenizer: Any, strategy: str | None) -> data.Rows[Any]:
-    """Rows of data.train or data.eval, within max_length unless packing cuts them."""
-    return data.sft_rows(
+def read(
+    config: SFTConfig, key: str, tokenizer: Any, strategy: str | None, body: Any = None, *, sample: int | None = None
+) -> data.Rows[Any]:
+    """Rows of data.train or data.eval for a model `body`, within max_length unless packing cuts them.
+
+    Of more rows than `sample` a sample. Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
+    """
+    read = partial(
+        data.sft_rows,
         config.sources()[f"data.{key}"],
         tokenizer,
         max_length=None if strategy in CUT else config.sft.max_length,
         on_long=config.data.on_long,
+        sample=sample,
     )
+    return limits.read_usable(config, f"data.{key}", limits.longer_rows(config, body), read)
 
 
 def check_rows(
@@ -83,14 +92,18 @@ def _check_batch(config: SFTConfig, rows: data.Rows[Any], strategy: str | None) 
     if strategy not in CUT:
         limits.check_batch(config, rows, len(rows))
     elif rows.longest:
-        tokens = sum(len(row["input_ids"]) for row in rows)
-        limits.check_batch(config, rows, -(-tokens // config.sft.max_length), "packed sequences")
+        limits.check_batch(config, rows, sequences(config, rows), "packed sequences")
 
 
-def labelled(config: SFTConfig, rows: data.Rows[Any]) -> Tokens:
+def sequences(config: SFTConfig, rows: data.Rows[Any]) -> int:
+    """How many sequences of max_length the rows fill: with packing there are about so many, or some more."""
+    return -(-sum(len(row["input_ids"]) for row in rows) // config.sft.max_length)
+
+
+def labelled(config: SFTConfig, rows: data.Rows[Any]) -> data.Rows[dict[str, list[int]]]:
     """{input_ids, labels} of each row."""
     only = config.sft.completion_only_loss
-    return [
+    return rows.holding(
         {
             "input_ids": row["input_ids"],
             "labels": [
@@ -99,4 +112,4 @@ def labelled(config: SFTConfig, rows: data.Rows[Any]) -> Tokens:
             ],
         }
         for row in rows
-    ]
+    )

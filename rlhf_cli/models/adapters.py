@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 from transformers import GenerationConfig
@@ -156,18 +156,23 @@ def _pack(model: Any, device: torch.device, compute: torch.dtype) -> None:
     model.is_loaded_in_4bit = True  # what peft asks
 
 
-def merge(model: Any, folder: Path, config: Any) -> set[str]:
+def held(folder: Path) -> set[str]:
+    """The names of weights that a readable adapter holds itself: a reward model's head."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        own = [name for name in list(file.keys()) if ".lora_" not in name]
+    return {name.removeprefix("base_model.model.") for name in own}
+
+
+def merge(model: Any, folder: Path, config: Any) -> None:
     """Add the adapter in `folder` into the weights of its base, `model`, whose config becomes that of the two.
 
-    Returns the names of weights that the adapter holds itself: a reward model's head. Raises RLHFError M01 for an
-    adapter that does not fit.
+    Raises RLHFError M01 for an adapter that does not fit.
     """
     grow(model, config.get_text_config().vocab_size)
-    made, tensors = _read(model, folder)
+    made, _ = _read(model, folder)
     made.merge_and_unload()
     model.requires_grad_(True)  # peft froze it
     _carry(model, folder, config)
-    return {name.removeprefix("base_model.model.") for name in tensors if ".lora_" not in name}
 
 
 def beside(model: Any, folder: Path, config: Any, base: Path | str, revision: str | None = None) -> Any:

@@ -1,6 +1,9 @@
 """What models run on: the first GPU or the CPU, its memory, the number formats that it has, its threads."""
 
 import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -8,6 +11,8 @@ from rlhf_cli import room
 
 SMALL = 5_000_000  # parameters
 ALL_THREADS = torch.get_num_threads()
+BUSY = 0.9  # share of the processor below which other work is worth a line
+T = TypeVar("T")
 
 
 def fit_threads(parameters: int) -> None:
@@ -53,3 +58,14 @@ def number_format(name: str) -> torch.dtype:
     float32 too in place of a format that this device lacks, which E01 tells.
     """
     return getattr(torch, name) if name != "auto" and can_use(name) else torch.float32
+
+
+def shared(measure: Callable[[], T]) -> tuple[T, float]:
+    """What `measure` returns, and the share of its time that this thread had the processor: other work leaves less.
+
+    1 on a GPU, which a thread only waits for.
+    """
+    began, busy = time.perf_counter(), time.thread_time()
+    measured = measure()
+    share = (time.thread_time() - busy) / (time.perf_counter() - began)
+    return measured, share if device().type == "cpu" else 1.0

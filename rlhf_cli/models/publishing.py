@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import shlex
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from huggingface_hub.utils import (
 from rlhf_cli import processes, terminal
 from rlhf_cli.checkpoints.files import file_sha256, names_in
 from rlhf_cli.checkpoints.parents import MODEL_SUFFIXES
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, quoted, shown, word
 from rlhf_cli.sources.hub import is_offline
 
 CARD = "README.md"
@@ -211,9 +210,9 @@ def _require_same(there: Collection[Any], folder: Path, names: Collection[str]) 
 
 def _by_hand(folder: Path, repo: str, public: bool, removed: Collection[str]) -> str:
     """The command that goes on with a push: `hf` makes what is new public unless it is told."""
-    command = ["hf", "upload", repo, shown(folder), *([] if public else ["--private"])]
+    command = ["hf", "upload", word(repo), quoted(folder), *([] if public else ["--private"])]
     command += [part for name in OURS if (folder / name).exists() for part in ("--exclude", name)]
-    return shlex.join([*command, *(part for name in removed for part in ("--delete", name))])
+    return " ".join([*command, *(part for name in removed for part in ("--delete", word(name)))])
 
 
 def _said(error: Exception) -> str:

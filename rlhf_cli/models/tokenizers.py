@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.checkpoints.files import read_object
-from rlhf_cli.errors import Problem, RLHFError, shown
+from rlhf_cli.errors import Problem, RLHFError, panics_as, shown
+from rlhf_cli.models import spelling
 from rlhf_cli.sources import Source
 
 PAD = "[PAD]"
@@ -31,13 +33,19 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
     """
     refuse_code(folder, trust_remote_code)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, padding_side="left", trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError) as error:
+        with panics_as("M01", f"{shown(folder)} holds no tokenizer that can be read"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, padding_side="left", trust_remote_code=trust_remote_code, local_files_only=True
+            )
+            known = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
+            # Some settings that make no sense show themselves only here.
+            tokenizer(tokenizer.decode([min(known)]) if known else "")
+    except (RLHFError, MemoryError):
+        raise
+    except Exception as error:  # whatever stands in these files
         if "trust_remote_code" in str(error):
             raise needs_code(folder) from error
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
         raise RLHFError("M01", f"{shown(folder)} holds no tokenizer that can be read: {reason}") from error
     if chat_template is not None:
         set_chat_template(tokenizer, chat_template)
@@ -49,7 +57,8 @@ def refuse_code(folder: Path | str, trusted: bool) -> None:
 
     Even where transformers has a class of its own: that one may compute something else than the authors' code did.
     """
-    settings = (read_object(Path(folder) / name) or {} for name in ("config.json", "tokenizer_config.json"))
+    paths = (Path(folder) / name for name in ("config.json", "tokenizer_config.json"))
+    settings = (read_object(path) or {} for path in paths if path.is_file())  # a named pipe may never end
     if not trusted and any(Path(folder).glob("*.py")) and any("auto_map" in each for each in settings):
         raise needs_code(folder)
 
@@ -122,9 +131,9 @@ def train_tokenizer(source: Source | Path | str, vocab_size: int) -> Any:
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """A hash of what decides the token ids: vocabulary, merges, start and end token. Cosmetic fields do not count.
+    """A hash of vocabulary, merges, start and end token. What else makes ids, `spelling` compares.
 
-    Nor does padding, which no text holds: a model is read like the one that `prepare_padding` made of it.
+    Padding does not count, which no text holds: a model is read like the one that `prepare_padding` made of it.
     """
     vocabulary = tokenizer.get_vocab()
     if tokenizer.pad_token == PAD:
@@ -152,13 +161,27 @@ def check_alike(parents: Mapping[str, Parent], where: Callable[[str], str], *, t
             foreign[key] = hashes
     first = parents["models.sft"]
     problems: list[Problem] = []
+
+    def difference(one: Parent, other: Parent) -> str | None:
+        made = all(parent.sha256 or parent.stage == checkpoints.FOREIGN for parent in (one, other))
+        return _difference(one.model, one.sha256, other.model, other.sha256, trust_remote_code) if made else None
+
     for key, parent in parents.items():
         try:
-            checkpoints.check_same_tokenizer(first, parent, where=where(key), foreign=foreign)
+            checkpoints.check_same_tokenizer(first, parent, where=where(key), foreign=foreign, difference=difference)
         except RLHFError as error:
             problems += error.problems
     if problems:
         raise RLHFError.of(problems)
+
+
+@lru_cache(maxsize=64)
+def _difference(first: Path, first_sha: str, other: Path, other_sha: str, trust_remote_code: bool) -> str | None:
+    """`spelling.difference` of the tokenizers in two folders, once in a process while their hashes stay."""
+    if first == other:
+        return None
+    one, two = (load_tokenizer(folder, trust_remote_code=trust_remote_code) for folder in (first, other))
+    return spelling.difference(one, two, PAD)
 
 
 def read_alike(first: Parent, other: Parent, *, trust_remote_code: bool) -> bool:

@@ -3,6 +3,8 @@
 DeepSpeed leaves empty weights in the model, and each process's part of them as their `ds_tensor`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -36,3 +38,16 @@ def end() -> None:
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # most of a second
 
     unset_hf_deepspeed_config()
+
+
+@contextmanager
+def not_cutting() -> Iterator[None]:
+    """Within, transformers loads whole models, though `trainer.deepspeed` may ask for parts of them."""
+    from transformers.integrations import deepspeed  # most of a second
+
+    before = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = before

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_cli import pipeline, room, terminal, times
 from rlhf_cli.config import Config, Options, load, stage_of
 from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.models import devices
 from rlhf_cli.plan import advice, duration, estimate
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.estimate import Estimate
@@ -19,7 +20,6 @@ from rlhf_cli.plan.tally import KINDS
 from rlhf_cli.plan.target import Target
 from rlhf_cli.progress import Progress
 
-BUSY = 0.9  # share of the processor below which other work is worth a line
 # What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 75 % were seen (docs/plan.md).
 HOLES = 0.3
 TRL = 220_000_000  # bytes that TRL and datasets add to torch and transformers
@@ -111,7 +111,13 @@ def _plan(
         "seconds": took.phases,
         "run": took.run,
         "share": took.share,
+        "unit": found.remaining.unit,
+        "rows": found.remaining.rows,
+        "left_out": found.remaining.left_out,
+        "asked": found.remaining.asked,
+        "rows_are": found.remaining.how,
         "steps": found.steps,
+        "steps_are": found.steps_are,
         "hours": sum(took.phases.values()) * found.steps / 3600,
         "advice": [{"set": what, "saves": saved} for what, saved in ideas],
     }
@@ -155,11 +161,23 @@ def _show(plan: dict[str, Any], target: Target) -> None:
     terminal.out(f"time     {STEP[plan['stage']]}: {parts}")
     in_all = times.duration(whole * plan["steps"])
     writes = ", with all responses at their limit" if plan["stage"] in WRITES else ""
-    terminal.out(f"         {plan['steps']} x {times.duration(whole)}: {_about(plan)} {in_all}{writes}")
-    if plan["share"] < BUSY:
+    steps = f"{'' if plan['steps_are'] == 'exact' else plan['steps_are'] + ' '}{plan['steps']}"
+    terminal.out(f"         {steps} x {times.duration(whole)}: {_about(plan)} {in_all}{writes}")
+    if plan["share"] < devices.BUSY:
         alone = times.duration(whole * plan["steps"] * plan["share"])
         terminal.out(f"         other work leaves {plan['share']:.0%} of the processor just now; alone some {alone}")
+    terminal.out(f"data     {_rows(plan)}")
     terminal.out()
+
+
+def _rows(plan: dict[str, Any]) -> str:
+    """How many rows the steps go by, and how many are left out."""
+    if plan["rows_are"] != "exact" and not plan["rows"]:
+        return "not read"
+    true = "" if plan["rows_are"] == "exact" else f"{plan['rows_are']} "
+    left_out, asked = plan["left_out"], plan["asked"]
+    told = f"; {true}{left_out} of {asked} rows left out ({left_out / asked:.1%})" if left_out else ""
+    return f"{true}{plan['rows']} {plan['unit']}{told}"
 
 
 def _show_total(total: dict[str, Any]) -> None:

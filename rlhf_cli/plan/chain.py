@@ -1,31 +1,36 @@
-"""What a stage starts from, whether it is there yet or not: the shape of each model, the tokenizer, lengths of rows."""
+"""What a stage starts from, whether it is there yet or not: the shape of each model, the tokenizer, the rows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints, data, sources, terminal
+from rlhf_cli import checkpoints
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig, load
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import eval as of_eval
 from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import sft as of_sft
 from rlhf_cli.models import loading, tokenizers
-from rlhf_cli.plan.ghosts import Lengths
+from rlhf_cli.plan import remaining
+from rlhf_cli.plan.remaining import Remaining
 from rlhf_cli.ppo.settings import PPOSettings
-from rlhf_cli.sources import Source
 
-SAMPLE = 1000  # rows whose tokens are counted
+SAMPLE = 1000  # rows that a tokenizer is trained on here
 
 
 @dataclass(frozen=True)
 class Start:
-    """A model's transformers config, and its tokenizer; None where that is still to be made and no data is read."""
+    """A model's transformers config, and its tokenizer; None where that is still to be made and no data is read.
+
+    `exact`: whether the stage's tokenizer will be the very same.
+    """
 
     body: Any
     tokenizer: Any
+    exact: bool = True
 
 
 class Chain:
@@ -38,6 +43,7 @@ class Chain:
         self.options, self.prompt = options, prompt
         self.made = {config.folder: config for config in configs}
         self.known: dict[Path, Start] = {}
+        self.read: dict[Any, Remaining] = {}
 
     def start(self, config: Config, key: str) -> Start:
         """What the key of a config names; of sft.yaml what it trains. Raises RLHFError M01, M04, M07, M08, M10."""
@@ -50,7 +56,7 @@ class Chain:
         body = deepcopy(start.body)
         text = body.get_text_config()
         text.vocab_size = max(text.vocab_size, len(tokenizer))
-        return Start(body, tokenizer)
+        return replace(start, body=body, tokenizer=tokenizer)
 
     def _named(self, config: Config, key: str) -> Start:
         (reference,) = (one for one in checkpoints.references(config) if one.key == key)
@@ -82,7 +88,8 @@ class Chain:
     def _maker(self, folder: Path) -> Config | None:
         beside = folder.parent / f"{folder.name}.yaml"
         if folder not in self.made and folder.name in CONFIGS and beside.is_file():
-            self.made[folder] = load(folder.name, beside)
+            maker = load(folder.name, beside)
+            self.made.setdefault(maker.folder, maker)  # its `run:` may lead elsewhere
         return self.made.get(folder)
 
     def _of(self, maker: Config) -> Start:
@@ -101,9 +108,11 @@ class Chain:
         body = of_sft.new_body(config, wanted)
         if self.prompt is not None:
             return Start(body, None)
+        source = config.sources()[of_sft.TRAINED_ON]
+        most = min(SAMPLE, source.max_rows or SAMPLE)
         with placed(config.where("model.new.tokenizer")):
-            tokenizer = tokenizers.train_tokenizer(_first(config.sources()[of_sft.TRAINED_ON]), wanted)
-        return Start(body, tokenizer)
+            tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=most), wanted)
+        return Start(body, tokenizer, exact=next(islice(source.rows(), most, None), None) is None)
 
     def settings(self, config: EvalConfig) -> PPOSettings | None:
         """The settings of the policy that is evaluated, where a stage of ours made it or will."""
@@ -122,55 +131,23 @@ class Chain:
         maker = self._maker(folder)
         return maker if isinstance(maker, PPOConfig) else None
 
-    def lengths(self, config: Config, start: Start) -> Lengths:
-        """Tokens of the longest rows. Raises RLHFError D01-D14, C13, C17."""
-        if self.prompt is None:
-            sources.locate({key: source for key, source in config.sources().items() if source.is_here()})
-        with terminal.muted_warnings():
-            if isinstance(config, SFTConfig):
-                return _of_examples(config, start.tokenizer, whole=self.prompt is not None)
-            if isinstance(config, RewardConfig):
-                return Lengths(config.reward.max_length - 1, 1) if self.prompt else _of_pairs(config, start.tokenizer)
-            response = self._response(config)
-            return Lengths(self.prompt or _of_prompts(config, start, response), response)
+    def remaining(self, config: Config, start: Start) -> Remaining:
+        """What remains of the stage's data. Raises RLHFError D01-D14, D16, C13, C17."""
+        response = self._response(config)
+        limit = getattr(getattr(config, config.stage), "max_length", None)
+        key = config.stage, limit, response  # what would save memory changes no more of it
+        if key not in self.read:
+            if self.prompt is not None:
+                self.read[key] = remaining.unread(config, self.prompt, response)
+            else:
+                found = remaining.of(config, start.body, start.tokenizer, response)
+                self.read[key] = found if start.exact else replace(found, how="about")
+        return self.read[key]
 
     def _response(self, config: Config) -> int:
+        """Tokens of the longest response; 0 of a stage that writes none."""
         if isinstance(config, PPOConfig):
             return config.ppo.max_response_length
-        assert isinstance(config, EvalConfig)
-        return of_eval.sampling(config, self.settings(config), Path(config.models.ppo), None).response_length
-
-
-def _first(source: Source) -> Source:
-    return replace(source, max_rows=min(SAMPLE, source.max_rows or SAMPLE))
-
-
-def _of_examples(config: SFTConfig, tokenizer: Any, *, whole: bool) -> Lengths:
-    """The longest row, and the most tokens of a row that the loss counts."""
-    limit = config.sft.max_length
-    if whole or config.sft.packing:
-        return Lengths(1, limit - 1)
-    rows = data.sft_rows(_first(config.sources()["data.train"]), tokenizer, max_length=limit, on_long="drop")
-    most = max((sum(row["completion_mask"]) for row in rows), default=1)
-    counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
-    return Lengths(rows.longest - counted, counted, _mean(row["input_ids"] for row in rows))
-
-
-def _mean(rows: Iterable[list[int]]) -> float:
-    lengths = list(map(len, rows))
-    return sum(lengths) / max(1, len(lengths))
-
-
-def _of_pairs(config: RewardConfig, tokenizer: Any) -> Lengths:
-    source = _first(config.sources()["data.train"])
-    rows = data.preference_rows(
-        source, tokenizer, max_length=config.reward.max_length, on_long="drop", on_identical="drop"
-    )
-    mean = _mean(row[side] for row in rows for side in ("chosen_ids", "rejected_ids"))
-    return Lengths(rows.longest - 1, 1, mean)
-
-
-def _of_prompts(config: Config, start: Start, response: int) -> int:
-    key = "ppo.response_length" if config.stage == "ppo" else "eval.response_length"
-    room = loading.prompt_room(start.body, response, config.where(key))
-    return data.prompt_rows(_first(config.sources()["data.prompts"]), start.tokenizer, max_length=room).longest
+        if isinstance(config, EvalConfig):
+            return of_eval.sampling(config, self.settings(config), Path(config.models.ppo), None).response_length
+        return 0

@@ -21,7 +21,7 @@ from rlhf_cli.plan.memory import Phase
 
 UNITS = (2, 3, 4)
 DEEP = 20  # units from which three shallow counts take less time than a whole one
-Found = tuple[dict[str, int], list[Phase], int]  # parameters of each model, phases, steps
+Found = tuple[dict[str, int], list[Phase]]  # parameters of each model, phases
 
 
 def of(count: Callable[[Config, dict[str, Any]], Found], config: Config, bodies: dict[str, Any]) -> Found:
@@ -33,7 +33,7 @@ def of(count: Callable[[Config, dict[str, Any]], Found], config: Config, bodies:
         numbers = _by_name([one[0] for one in found])
         if all(phases) and all(map(_is_straight, numbers.values())):
             parameters = {name: round(_at(whole, counts)) for name, counts in numbers.items()}
-            return parameters, [phase for phase in phases if phase], found[-1][2]
+            return parameters, [phase for phase in phases if phase]
     return count(config, bodies)
 
 

@@ -12,7 +12,6 @@ as rows, and one for what writes, whose every step has one row a response and is
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -44,25 +43,19 @@ def of(found: Estimate, flops: float | None) -> Duration:
     """By `flops`, operations a second, or as this machine does it now."""
     most = max(found.parameters.values())
     devices.fit_threads(most)
-    floor, share = _shared(lambda: _floor(found, flops))
+    floor, share = devices.shared(lambda: _floor(found, flops))
     small = most < devices.SMALL and found.mode != "qlora"  # whose 4 bits nobody opens here
     if flops or found.target.gpu or not small or share * sum(floor.values()) > TOO_LONG:
         return Duration(floor, False, 1 if flops else share)
-    seconds, share = _shared(lambda: _by_running(found))
+    seconds, share = devices.shared(lambda: _by_running(found))
     return Duration(seconds, True, share)
-
-
-def _shared(measure: Callable[[], dict[str, float]]) -> tuple[dict[str, float], float]:
-    began, busy = time.perf_counter(), time.thread_time()
-    measured = measure()
-    return measured, (time.thread_time() - busy) / (time.perf_counter() - began)
 
 
 def _by_running(found: Estimate) -> dict[str, float]:
     runs: list[dict[str, float]] = []
     began = time.perf_counter()
     while not runs or time.perf_counter() - began < ENOUGH:
-        _, phases, _ = found.run(count=Clock, lengths=found.lengths.usual)
+        _, phases = found.run(count=Clock, lengths=found.lengths.usual)
         runs.append({phase.name: phase.work for phase in phases if phase.work})
     return {name: median(run[name] for run in runs) for name in runs[0]}  # the first one makes what is made once
 

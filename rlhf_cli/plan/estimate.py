@@ -12,12 +12,14 @@ from rlhf_cli.errors import placed
 from rlhf_cli.inputs import machine
 from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.models import reading, shapes
-from rlhf_cli.plan import depth, memory
+from rlhf_cli.plan import depth, memory, remaining
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.depth import Found
 from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.memory import Count, How, Phase
 from rlhf_cli.plan.modes import STANDARD
+from rlhf_cli.plan.remaining import How as HowTrue
+from rlhf_cli.plan.remaining import Remaining
 from rlhf_cli.plan.tally import Tally
 from rlhf_cli.plan.target import Target
 
@@ -31,13 +33,22 @@ class Estimate:
     config: Config
     mode: str
     parameters: dict[str, int]  # of each model in memory
-    lengths: Lengths
+    remaining: Remaining
     hidden: int
     layers: int
     phases: list[Phase]
     steps: int
     target: Target
     run: Callable[..., Found]  # it once more, with another `count`
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.remaining.lengths
+
+    @property
+    def steps_are(self) -> HowTrue:
+        """How true `steps` is."""
+        return self.remaining.how if remaining.steps_go_by_rows(self.config) else "exact"
 
     @property
     def fullest(self) -> Phase:
@@ -53,19 +64,19 @@ def of(config: Config, chain: Chain, mode: str | None, target: Target) -> Estima
     mode = mode or _mode(config)
     starts = {use.key: chain.start(config, use.key) for use in machine.uses(config)}
     first = next(iter(starts.values()))
-    lengths = chain.lengths(config, first)
+    rows = chain.remaining(config, first)
     ppo = partial(_ppo, apart=apart)
     estimates: dict[str, Callable[..., Found]] = {"sft": _sft, "reward": _reward, "ppo": ppo}
     if isinstance(config, EvalConfig):
-        estimates["eval"] = partial(_eval, snapshots=chain.snapshots(config))
+        estimates["eval"] = partial(_eval, prompts=rows.rows, snapshots=chain.snapshots(config))
     bodies = {key: start.body for key, start in starts.items()}
-    run = partial(estimates[config.stage], lengths=lengths, mode=mode, target=target)
-    models, phases, steps = depth.of(partial(run, count=Tally), config, bodies)
+    run = partial(estimates[config.stage], lengths=rows.lengths, mode=mode, target=target)
+    models, phases = depth.of(partial(run, count=Tally), config, bodies)
     text = first.body.get_text_config()
     mode = "full" if isinstance(config, EvalConfig) else mode  # what is evaluated is loaded whole
     return Estimate(
-        config, mode, models, lengths, text.hidden_size, text.num_hidden_layers, phases, steps, target,
-        partial(run, config, bodies),
+        config, mode, models, rows, text.hidden_size, text.num_hidden_layers, phases,
+        _steps(config, rows.rows, target.processes), target, partial(run, config, bodies),
     )  # fmt: skip
 
 
@@ -98,7 +109,7 @@ def _by_trl(
     made = [step(model, ours.per_device_train_batch_size, lengths, ours.gradient_accumulation_steps, how, count)]
     if mode == "qlora":  # the finished model is measured as its readers get it
         made.append(Phase("read again", 0, {"read": {"weights": whole}}))
-    return parameters, made, _steps(config, ours, target)
+    return parameters, made
 
 
 def _ppo(
@@ -124,23 +135,22 @@ def _ppo(
     adapters = config.models.adapters or STANDARD
     models = memory.Trained(policy, made["reference"], value, rewards, adapters, whole, beside)
     phases = memory.ppo(models, settings, lengths, mode=mode, gpu=target.gpu, processes=target.processes, count=count)
-    prompts = None if settings.total_episodes else _rows(config, "data.prompts")
-    return parameters, phases, of_ppo.of_group(config, target.processes).ppo.num_updates(prompts)
+    return parameters, phases
 
 
 def _eval(
     config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
-    *, snapshots: int,
+    *, prompts: int, snapshots: int,
 ) -> Found:  # fmt: skip
     section, ours, uses = config.models, config.eval, machine.uses(config)
     policies = {u.key: _causal(config, u.key, bodies, section, count) for u in uses if u.role == "policy"}
     judges = {u.key: _scorer(config, u.key, bodies, section, count) for u in uses if u.role == "judge"}
     rounds = (len(policies) + bool(section.base)) * len(ours.modes) + snapshots + max(ours.best_of, default=0)
     phases = memory.evaluation(
-        [*policies.values()], [*judges.values()], ours.per_device_batch_size, -(-ours.n // target.processes) * rounds,
+        [*policies.values()], [*judges.values()], ours.per_device_batch_size, -(-prompts // target.processes) * rounds,
         lengths, gpu=target.gpu, count=count,
     )  # fmt: skip
-    return {key: model.num_parameters() for key, model in {**policies, **judges}.items()}, phases, 1
+    return {key: model.num_parameters() for key, model in {**policies, **judges}.items()}, phases
 
 
 def _causal(config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
@@ -163,10 +173,9 @@ def _how(config: Any, ours: Any, mode: str, target: Target) -> How:
     return How(bf16, ours.gradient_checkpointing, mode, target.gpu, adapters, in_8_bits)
 
 
-def _steps(config: SFTConfig | RewardConfig, ours: Any, target: Target) -> int:
-    return int(ours.steps(0 if ours.max_steps else _rows(config, "data.train"), target.processes))
-
-
-def _rows(config: Config, key: str) -> int:
-    """Rows of a source, as they stand there: some may yet be left out."""
-    return max(1, sum(1 for _ in config.sources()[key].rows()))
+def _steps(config: Config, rows: int, processes: int) -> int:
+    if isinstance(config, PPOConfig):
+        return of_ppo.of_group(config, processes).ppo.num_updates(max(1, rows))
+    if isinstance(config, SFTConfig | RewardConfig):
+        return (config.sft if isinstance(config, SFTConfig) else config.reward).steps(max(1, rows), processes)
+    return 1

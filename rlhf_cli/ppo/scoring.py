@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_cli.ppo import formulas
 from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.ppo.records import Rollout, Scored
 from rlhf_cli.ppo.settings import PPOSettings
 
 
@@ -37,3 +37,8 @@ def penalised(scores: Tensor, rollout: Rollout, limit: int, settings: PPOSetting
         over = formulas.overlong(rollout.response_lengths, limit, overlong.tokens)
         scores = scores - overlong.factor * over.to(scores.dtype)
     return scores
+
+
+def unscaled(scored: Scored, settings: PPOSettings) -> Tensor:
+    """Scores (B,) in the sources' own unit, which is the same in all updates: their sum less the penalties."""
+    return scored.summed + (scored.placed - scaled(scored.summed, scored.moments, settings))

@@ -11,16 +11,16 @@ from rlhf_cli import checkpoints, config, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.written import aligned, written
-from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.models import tokenizers
-from rlhf_cli.preferences import facts, split
+from rlhf_cli.errors import RLHFError, quoted, shown
+from rlhf_cli.init_folder import all_or_nothing, take_back
+from rlhf_cli.models import devices, loading, tokenizers
+from rlhf_cli.preferences import facts, lengths, split
 from rlhf_cli.preferences.sizes import Sizes, choose
 from rlhf_cli.rows import write_jsonl
 from rlhf_cli.sources import Source
 from rlhf_cli.statistics import wilson
 
 STAGES = ("sft", "reward", "ppo", "eval")
-FILES = ("sft", "sft_eval", "pairs", "pairs_eval", "prompts", "heldout")
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,26 @@ class Wish:
 def write(folder: Path, templates: Path, wish: Wish) -> None:
     """Write data/ and the four YAMLs into `folder`, whose sizes fit the data and this machine, and say what was chosen.
 
-    Raises RLHFError: D01-D12 for the data, D11 for too few different prompts, M01, M07, M08 for the base model, C15 for
-    a folder that holds any of the files already.
+    Raises RLHFError: D01-D12 for the data, D10 where too few pairs fit the base model's context, D11 for too few
+    different prompts, M01, M07, M08 for the base model, C15 for a folder that holds any of the files already.
     """
+    take_back(folder)
     refuse_taken(folder)
     base = checkpoints.open_parent(wish.base, expect=("sft", "ppo"), key="--base", where="")
     source = Source(wish.data, "--data", columns=wish.columns, on_bad="drop")
     tokenizer = tokenizers.load_tokenizer(base.model)
     style = split.read(source, tokenizer, plain=wish.plain)
-    parts = split.cut(style.pairs, wish.seed)
     if style.chat_template:
         tokenizers.set_chat_template(tokenizer, style.chat_template)
-    known = facts.gather(base.model, tokenizer, parts)
+    context = loading.context_of(loading.read_config(base.model))
+    used, limits = lengths.fit(style.pairs, lengths.measure(tokenizer, style.pairs), context)
+    parts = split.cut(used, wish.seed)
+    contents = files(parts)
+    known = facts.gather(base.model, limits, parts, {name: len(rows) for name, rows in contents.items()})
     sizes = choose(known, wish.minutes)
-    write_data(folder / "data", parts)
-    write_configs(folder, templates, wish, base, style, sizes)
+    with all_or_nothing(folder) as scratch:
+        write_data(scratch / "data", contents, sizes)
+        write_configs(scratch, templates, wish, base, style, known, sizes)
     report(folder, style, parts, known, sizes)
 
 
@@ -64,23 +69,30 @@ def refuse_taken(folder: Path) -> None:
         raise RLHFError("C15", text, hint="nothing was written; name another folder")
 
 
-def write_data(folder: Path, parts: split.Parts) -> None:
-    """The files that the configs name."""
-    folder.mkdir(parents=True)
+def files(parts: split.Parts) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each file that the configs name."""
     held_out = parts["held-out"]
-    contents = (
-        map(split.example, parts["sft"]),
-        map(split.example, held_out),
-        map(split.preference, parts["pairs"]),
-        map(split.preference, held_out),
-        split.prompts(parts["prompts"]),
-        split.prompts(held_out),
-    )
-    for name, rows in zip(FILES, contents, strict=True):
-        write_jsonl(folder / f"{name}.jsonl", rows)
+    return {
+        "sft": [split.example(pair) for pair in split.chosen_most(parts["sft"])],
+        "sft_eval": [split.example(pair) for pair in split.chosen_most(held_out)],
+        "pairs": [split.preference(pair) for pair in parts["pairs"]],
+        "pairs_eval": [split.preference(pair) for pair in held_out],
+        "prompts": list(split.prompts(parts["prompts"])),
+        "heldout": list(split.prompts(held_out)),
+    }
 
 
-def write_configs(folder: Path, templates: Path, wish: Wish, base: Parent, style: split.Style, sizes: Sizes) -> None:
+def write_data(folder: Path, contents: Mapping[str, list[dict[str, Any]]], sizes: Sizes) -> None:
+    """The files, those of evaluations cut to what the time allows: their rows stand in no order."""
+    folder.mkdir(parents=True)
+    most = {"sft_eval": sizes.sft.held_out, "pairs_eval": sizes.reward.held_out}
+    for name, rows in contents.items():
+        write_jsonl(folder / f"{name}.jsonl", rows[: most.get(name)])
+
+
+def write_configs(
+    folder: Path, templates: Path, wish: Wish, base: Parent, style: split.Style, known: facts.Facts, sizes: Sizes
+) -> None:
     """The YAMLs, out of the templates of configs/preferences; each must load."""
     pages = Environment(loader=FileSystemLoader(templates), undefined=StrictUndefined, trim_blocks=True)
     values: dict[str, Any] = {
@@ -88,6 +100,8 @@ def write_configs(folder: Path, templates: Path, wish: Wish, base: Parent, style
         "data": Source.of(wish.data).shown(),
         "seed": wish.seed,
         "style": style,
+        "answers": split.ANSWERS,
+        "known": known,
         "s": sizes,
     }
     for stage in STAGES:
@@ -101,7 +115,8 @@ def write_configs(folder: Path, templates: Path, wish: Wish, base: Parent, style
 
 def report(folder: Path, style: split.Style, parts: split.Parts, known: facts.Facts, sizes: Sizes) -> None:
     """What was found and chosen, on stdout."""
-    terminal.out(f"{style.read} rows read, {len(style.pairs)} pairs used, as {style.text}")
+    used = sum(map(len, parts.values()))
+    terminal.out(f"{style.read} rows read, {used} pairs used, as {style.text}")
     rows = [
         [name, uses, str(len(split.distinct(pairs))), str(len(pairs))]
         for (name, uses), pairs in zip(split.USES.items(), parts.values(), strict=True)
@@ -117,6 +132,11 @@ def report(folder: Path, style: split.Style, parts: split.Parts, known: facts.Fa
         terminal.out(
             f"about {sizes.minutes} minute{'s' * (sizes.minutes > 1)} in all, by a short measurement on this machine"
         )
+    if known.speed and known.speed.share < devices.BUSY:
+        terminal.out(
+            f"other work left {known.speed.share:.0%} of the processor to that measurement: the run may take longer or "
+            "shorter; on a quiet machine the sizes fit better"
+        )
     for note in sizes.notes:
         terminal.out(f"noted: {note}")
-    terminal.out(f"{shown(folder)} is ready; next: rlhf run {shown(folder)}")
+    terminal.out(f"{shown(folder)} is ready; next: rlhf run {quoted(folder)}")

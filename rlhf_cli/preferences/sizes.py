@@ -10,11 +10,11 @@ from rlhf_cli.preferences.facts import Facts
 RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
 MOST = {"sft": 1e-3, "reward": 1e-3, "ppo": 2e-4}  # for the smallest; PPO with more ran away from SFT within 20 updates
 GROWTH = 0.6
-WORTH_IT = 1.25  # times the 99th percentile: up to there the longest rows are taken too
-CONTEXT = 4096  # for a model that names no limit
 ACTIVATIONS = 68  # bytes a token, layer, hidden unit: twice the 34 of 16 bits (Korthikanti et al. 2022, eq. 1)
 PER_WEIGHT = {"train": 16, "ppo": 40}  # bytes a parameter: AdamW in float32; two such models and two that are only read
+FILES = {"sft": "sft", "reward": "pairs"}  # what a stage trains on, in data/
 SHARE = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the minutes; the rest is for eval
+EVALUATION = 0.25  # of the minutes of sft and reward, for their evaluations
 MINUTES = {"cpu": 30.0, "cuda": 480.0}
 UPDATES = 50  # of PPO, at least: the demo's reward is near its peak by then (docs/demo.md)
 EPISODES = 64  # an update
@@ -22,7 +22,11 @@ EPOCHS = 4  # of PPO: its default
 FEWEST = 10  # updates, steps: less is no training
 # SFT of few rows makes more passes, up to this many steps or passes: docs/your-own-data.md has what they are worth.
 FEW_STEPS, MOST_PASSES = 100, 8
-STEPS_EVAL = 64  # prompts, at least
+FEWEST_HELD_OUT = 64  # rows, prompts, where there are so many: a share is then known to 0.12
+MOST_JUDGED = 512  # prompts of eval: eval.n's default
+BEST_OF = 4
+SNAPSHOTS = 7  # of PPO, which answer too: those of output.snapshots but the finished policy
+READ = 1 / 3  # of the time that learning from a row takes: a pass without gradients
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,18 @@ class Training:
     parts: int  # gradient accumulation
     steps: int
     usual: int  # epochs, were there no fewest steps
+    held_out: int  # rows of the evaluation
+    of_held_out: int  # rows there are, of which the time may not allow all
+
+    def evaluated(self, unit: str) -> str:
+        """How many rows are evaluated, in words."""
+        return _of(self.held_out, self.of_held_out, unit)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What the YAMLs say."""
 
-    max_length: int
-    response_length: int
     sft: Training
     reward: Training
     ppo_rate: str
@@ -52,6 +60,7 @@ class Sizes:
     ppo_parts: int
     samples: int  # responses to each prompt of an update
     eval_n: int
+    of_eval_n: int  # prompts there are
     eval_rows: int
     checkpointing: bool
     minutes: int | None  # in all, expected; None where nothing could be measured
@@ -62,33 +71,35 @@ class Sizes:
         """Of PPO."""
         return self.total_episodes // (self.ppo_rows * self.ppo_parts)
 
+    @property
+    def judged(self) -> str:
+        """How many prompts `rlhf eval` takes, in words."""
+        if self.eval_n == MOST_JUDGED < self.of_eval_n:
+            return f"of {self.of_eval_n} held-out prompts: these tell a win rate to 0.04"
+        return _of(self.eval_n, self.of_eval_n, "held-out prompts")
+
 
 def choose(known: Facts, minutes: float | None) -> Sizes:
     """Sizes that fit; `minutes` is what the whole run may take (None: 30 on a CPU, 480 on a GPU)."""
-    context = known.context or CONTEXT
-    response_length = min(_up(known.answer_p95, 8), max(8, context - _up(known.prompt_p99, 8)), context // 2)
-    longest = known.row_max if known.row_max <= WORTH_IT * known.row_p99 else known.row_p99
-    max_length = min(_up(longest, 8), context)
     memory = {name: 0.8 * known.memory - weight * known.parameters for name, weight in PER_WEIGHT.items()}
-    tight = min(memory.values()) < _row_bytes(known, max_length) * 8
-    rows = _rows(memory["train"], _row_bytes(known, max_length))
-    ppo_rows = min(_rows(memory["ppo"], _row_bytes(known, max_length) * 2), EPISODES)
+    tight = min(memory.values()) < _row_bytes(known) * 8
+    rows = _rows(memory["train"], _row_bytes(known))
+    ppo_rows = min(_rows(memory["ppo"], _row_bytes(known) * 2), EPISODES)
     samples = _samples(known.prompts["prompts"])
     sizes = Sizes(
-        max_length=max_length,
-        response_length=response_length,
-        sft=_training("sft", known, known.pairs["sft"], rows),
-        reward=_training("reward", known, known.pairs["pairs"], max(1, rows // 2)),
+        sft=_training("sft", known, rows),
+        reward=_training("reward", known, max(1, rows // 2)),
         ppo_rate=rate("ppo", known.parameters),
         total_episodes=_whole_updates(max(UPDATES * EPISODES, 3 * known.prompts["prompts"])),
         ppo_rows=ppo_rows,
         ppo_parts=EPISODES // ppo_rows,
         samples=samples,
-        eval_n=min(512, known.prompts["held-out"]),
+        eval_n=min(MOST_JUDGED, known.prompts["held-out"]),
+        of_eval_n=known.prompts["held-out"],
         eval_rows=min(64, 4 * ppo_rows),
         checkpointing=tight,
         minutes=None,
-        notes=_notes(known, longest, max_length, memory),
+        notes=_notes(known, memory),
     )
     return _within(sizes, known, minutes)
 
@@ -99,8 +110,9 @@ def rate(stage: str, parameters: int) -> str:
     return f"{exact:.0e}".replace("e-0", "e-")
 
 
-def _training(stage: str, known: Facts, count: int, rows: int) -> Training:
+def _training(stage: str, known: Facts, rows: int) -> Training:
     """Batches of 32 rows (of few data fewer, so that there are steps enough); the fewer rows, the more epochs."""
+    count, held_out = known.rows[FILES[stage]], known.rows[f"{FILES[stage]}_eval"]
     batch = 32 if count >= 5000 else 16 if count >= 300 else 8
     batch = min(batch, _power_of_two(count / 2))
     epochs = 1 if count >= 10_000 else 2 if count >= 2000 else 3
@@ -109,50 +121,70 @@ def _training(stage: str, known: Facts, count: int, rows: int) -> Training:
     a_pass, usual = math.ceil(count / batch), epochs
     if stage == "sft":
         epochs = max(usual, min(MOST_PASSES, math.ceil(FEW_STEPS / a_pass)))
-    rows = min(rows, batch)
-    return Training(rate(stage, known.parameters), epochs, None, rows, batch // rows, a_pass * epochs, usual)
+    rows, steps = min(rows, batch), a_pass * epochs
+    learning_rate = rate(stage, known.parameters)
+    return Training(learning_rate, epochs, None, rows, batch // rows, steps, usual, held_out, held_out)
 
 
 def _within(sizes: Sizes, known: Facts, minutes: float | None) -> Sizes:
     """The sizes cut down to the minutes, by the speeds that were measured."""
-    if known.trained is None or known.written is None:
+    if known.speed is None:
         return sizes
-    limit = minutes or MINUTES["cpu" if known.device.startswith("CPU") else "cuda"]
-    a_step = {"sft": 1.0, "reward": 2.0}
-    cut, spent = {}, 0.0
-    for stage, training in (("sft", sizes.sft), ("reward", sizes.reward)):
-        step = training.rows * training.parts * a_step[stage] * known.row_mean / known.trained / 60
-        allowed = max(FEWEST, _round(int(SHARE[stage] * limit / step)))
-        cut[stage] = replace(training, max_steps=allowed, steps=allowed) if allowed < training.steps else training
-        spent += cut[stage].steps * step
-    episode = _episode(known) / 60
+    limit = 60 * (minutes or MINUTES["cpu" if known.device.startswith("CPU") else "cuda"])
+    sft, sft_takes = _trained(sizes.sft, 1, known, SHARE["sft"] * limit)
+    reward, reward_takes = _trained(sizes.reward, 2, known, SHARE["reward"] * limit)
+    episode = _episode(known)
     allowed = _whole_updates(int(SHARE["ppo"] * limit / episode))
     episodes = max(FEWEST * EPISODES, min(sizes.total_episodes, allowed))
-    answered = 2 * 2 + 4  # two models in two ways, and the best of four
-    a_prompt = answered * (known.answer_mean / known.written + known.row_mean / known.trained) / 60
-    eval_n = max(min(STEPS_EVAL, sizes.eval_n), min(sizes.eval_n, int(0.1 * limit / a_prompt)))
-    spent += episodes * episode + eval_n * a_prompt
+    answers = 2 * 2 + BEST_OF + SNAPSHOTS  # two models in two ways
+    a_prompt = answers * (_writing(known) + known.lengths.row_mean / known.speed.trained)
+    eval_n = _held_out(sizes.eval_n, 0.1 * limit / a_prompt)
+    spent = sft_takes + reward_takes + episodes * episode + eval_n * a_prompt
     notes = sizes.notes
     if spent > 1.5 * limit:
-        notes = (
-            *notes,
-            f"even the least that makes sense takes longer than {limit:.0f} minutes here; a smaller base helps",
-        )
+        text = f"even the least that makes sense takes longer than {limit / 60:.0f} minutes here; a smaller base helps"
+        notes = (*notes, text)
     return replace(
-        sizes, sft=cut["sft"], reward=cut["reward"], total_episodes=episodes, eval_n=eval_n,
-        minutes=max(1, math.ceil(spent)), notes=notes,
+        sizes, sft=sft, reward=reward, total_episodes=episodes, eval_n=eval_n,
+        minutes=max(1, math.ceil(spent / 60)), notes=notes,
     )  # fmt: skip
+
+
+def _trained(training: Training, texts: int, known: Facts, limit: float) -> tuple[Training, float]:
+    """A training of rows with so many texts each, cut down to `limit` seconds with its evaluations; and its seconds.
+
+    It is evaluated after each pass.
+    """
+    assert known.speed
+    a_row = texts * known.lengths.row_mean / known.speed.trained
+    a_step, a_pass = training.rows * training.parts * a_row, training.steps / training.epochs
+    evaluations = math.ceil(min(training.steps, max(FEWEST, limit / a_step)) / a_pass)
+    held_out = _held_out(training.held_out, EVALUATION * limit / (evaluations * READ * a_row))
+    evaluating = evaluations * held_out * READ * a_row
+    steps = min(training.steps, max(FEWEST, _round(int((limit - evaluating) / a_step))))
+    cut = steps if steps < training.steps else None
+    return replace(training, max_steps=cut, steps=steps, held_out=held_out), steps * a_step + evaluating
+
+
+def _held_out(there: int, allowed: float) -> int:
+    """How many of the rows there are evaluated: what the time allows, but never so few that they tell nothing."""
+    return min(there, max(FEWEST_HELD_OUT, _round(int(allowed))))
 
 
 def _episode(known: Facts) -> float:
     """Seconds of one PPO episode: written, read by four models, then learnt from by two in each epoch."""
-    assert known.trained and known.written
-    read = 4 / 3 + 2 * EPOCHS  # a pass without gradients is a third of one with
-    return known.answer_mean / known.written + read * known.row_mean / known.trained
+    assert known.speed
+    return _writing(known) + (4 * READ + 2 * EPOCHS) * known.lengths.row_mean / known.speed.trained
 
 
-def _row_bytes(known: Facts, length: int) -> float:
-    return length * (ACTIVATIONS * known.hidden * known.layers + 8 * known.vocabulary)
+def _writing(known: Facts) -> float:
+    """Seconds of one response: those of a batch are written together, until the last of them ends."""
+    assert known.speed
+    return known.lengths.response_length / known.speed.written
+
+
+def _row_bytes(known: Facts) -> float:
+    return known.lengths.max_length * (ACTIVATIONS * known.hidden * known.layers + 8 * known.vocabulary)
 
 
 def _rows(free: float, row: float) -> int:
@@ -170,17 +202,14 @@ def _samples(prompts: int) -> int:
     return next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES // count <= max(prompts, 1))
 
 
-def _notes(known: Facts, longest: int, max_length: int, memory: dict[str, float]) -> tuple[str, ...]:
-    notes = []
-    if memory["ppo"] < 0:
-        needed = PER_WEIGHT["ppo"] * known.parameters / 1e9
-        notes.append(
-            f"PPO of {known.parameters / 1e9:.1f} G parameters needs about {needed:.0f} GB for its four models, this "
-            f"machine has {known.memory / 1e9:.0f} GB: take a smaller base model, or run the folder on a larger machine"
-        )
-    if longest > max_length:
-        notes.append(f"some rows are longer than the model's context of {known.context} tokens and will be left out")
-    return tuple(notes)
+def _notes(known: Facts, memory: dict[str, float]) -> tuple[str, ...]:
+    if memory["ppo"] >= 0:
+        return ()
+    needed = PER_WEIGHT["ppo"] * known.parameters / 1e9
+    return (
+        f"PPO of {known.parameters / 1e9:.1f} G parameters needs about {needed:.0f} GB for its four models, this "
+        f"machine has {known.memory / 1e9:.0f} GB: take a smaller base model, or run the folder on a larger machine",
+    )
 
 
 def _whole_updates(episodes: int) -> int:
@@ -193,5 +222,5 @@ def _round(count: int) -> int:
     return count // 10**digits * 10**digits
 
 
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step
+def _of(count: int, there: int, unit: str) -> str:
+    return f"{count} of {there} {unit}, as the time allows" if count < there else f"all {count} {unit}"

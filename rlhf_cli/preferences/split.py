@@ -1,7 +1,8 @@
 """Preference pairs read from any form, and cut into parts that share no prompt."""
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ USES = {
 }
 MOST_HELD_OUT = 1000  # prompts: a win rate's interval is then 0.06 wide
 LEAST = 20  # different prompts, so that two are held out
+ANSWERS = 4  # of a prompt, at most, that SFT learns: no prompt weighs many times what another one does
 Parts = dict[str, list[Pair]]
 
 
@@ -66,12 +68,12 @@ def _runs_together(pairs: list[Pair]) -> bool:
     return len(glued) > len(pairs) / 2
 
 
-def cut(pairs: list[Pair], seed: int) -> Parts:
+def cut(pairs: Sequence[Pair], seed: int) -> Parts:
     """The pairs by part; all pairs of a prompt, and of conversations that open alike, fall into the same one.
 
     Raises RLHFError D11 for fewer than 20 different prompts.
     """
-    keys = list(dict.fromkeys(data.split_key(pair.prompt) for pair in pairs))
+    keys = openings(pairs)
     if len(keys) < LEAST:
         text = f"{len(keys)} different prompts; at least {LEAST} are needed to hold some of them out"
         raise RLHFError("D11", text, where="--data", hint="bring pairs for more prompts")
@@ -87,6 +89,23 @@ def cut(pairs: list[Pair], seed: int) -> Parts:
     for name, part in parts.items():
         random.Random(f"{seed} {name}").shuffle(part)  # eval takes the first ones: they are a fair sample then
     return parts
+
+
+def openings(pairs: Sequence[Pair]) -> list[str]:
+    """The different prompts by what decides their part, in order."""
+    return list(dict.fromkeys(data.split_key(pair.prompt) for pair in pairs))
+
+
+def chosen_most(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs whose chosen answers SFT learns: of a prompt the ANSWERS that were chosen most often, each once."""
+    answers: dict[str, Counter[str]] = {}
+    first: dict[tuple[str, str], Pair] = {}
+    for pair in pairs:
+        prompt = repr(pair.prompt)
+        answers.setdefault(prompt, Counter())[pair.chosen] += 1
+        first.setdefault((prompt, pair.chosen), pair)
+    taken = {(prompt, answer) for prompt, counts in answers.items() for answer, _ in counts.most_common(ANSWERS)}
+    return [pair for key, pair in first.items() if key in taken]
 
 
 def example(pair: Pair) -> dict[str, Any]:

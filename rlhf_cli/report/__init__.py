@@ -9,7 +9,7 @@ from rlhf_cli import room, terminal
 from rlhf_cli.checkpoints.files import write_text
 from rlhf_cli.checkpoints.outputs import REPORT
 from rlhf_cli.checkpoints.runs import LAST
-from rlhf_cli.errors import RLHFError, all_of, shown
+from rlhf_cli.errors import RLHFError, all_of, quoted, shown
 from rlhf_cli.report.runs import Run, read_run
 from rlhf_cli.report.steps import at_step
 from rlhf_cli.report.texts import GENERATOR
@@ -50,7 +50,7 @@ def write_beside(eval_folder: Path) -> Path | None:
     except Exception as error:  # of matplotlib, of the disk, of a file that somebody changed by hand
         said = error.problems[0].text if isinstance(error, RLHFError) else f"{type(error).__name__}: {error}"
         text = f"the page of the evaluation could not be made: {' '.join(said.split())}"
-        terminal.warn("R15", text, hint=f"rlhf report {shown(eval_folder.parent)} makes it")
+        terminal.warn("R15", text, hint=f"rlhf report {quoted(eval_folder.parent)} makes it")
         return None
     return target
 

@@ -10,9 +10,11 @@ from rlhf_cli.reward_card.faults import ECE, LEAST, OVER_LONG, SWAPPED, claimed,
 def notes(card: Mapping[str, Any]) -> Iterator[str]:
     """What each line of the card's table is, what its limit is, and why that is another one in other runs."""
     yield (
-        "A line is flagged where its whole 95 % interval, in brackets, lies beyond its limit: of "
-        f"{card['n']:,} pairs and {card['adversarial']['n']:,} probed prompts a value may be off by chance. Where "
-        "there are no brackets, the value counts."
+        "A line is flagged where it is beyond its limit by more than chance: of "
+        f"{card['n']:,} pairs and {card['adversarial']['n']:,} probed prompts a value may be off. In brackets, 95 % "
+        "intervals. A probe is held to more than its own interval, since there are "
+        f"{len(card['adversarial']['probes'])} of them, and a limit that was estimated is off as well. Where there are "
+        "no brackets, the value counts."
     )
     yield _calibration(card)
     yield (

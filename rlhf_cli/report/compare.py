@@ -1,5 +1,6 @@
 """Several runs on one page: their numbers with mean and spread, their curves, and what is set differently."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,12 @@ from rlhf_cli.report import charts, glance
 from rlhf_cli.report.differences import between
 from rlhf_cli.report.drawn import Figure, figure_name
 from rlhf_cli.report.facts import stage_row, total_seconds
-from rlhf_cli.report.health import last_quarter
+from rlhf_cli.report.noise import last_quarter
 from rlhf_cli.report.page import WORDS, render
 from rlhf_cli.report.ranges import RULES
 from rlhf_cli.report.runs import STAGES, Run, at, is_number
 from rlhf_cli.report.texts import bounds, number, percent, rated
+from rlhf_cli.statistics import together, wilson_difference
 from rlhf_cli.verdict import versus
 
 SECTIONS = (
@@ -141,13 +143,16 @@ def _rated(reports: list[Any]) -> dict[tuple[str, str], None]:
 
 
 def apart(names: list[str], runs: list[Run]) -> Iterator[str]:
-    """For each judge whether PPO's highest and lowest win rate over SFT differ beyond their intervals."""
+    """For each judge whether PPO's highest and lowest win rate over SFT differ by more than chance in the prompts.
+
+    They are the outermost of several: the interval of their difference is one of as many as there are pairs of runs.
+    """
     rates = [run.rates for run in runs]
     for judge in dict.fromkeys(name for each in rates for name in each):
         told = [
             (each[judge], name, run)
             for each, name, run in zip(rates, names, runs, strict=True)
-            if (each.get(judge) or {}).get("ci95")
+            if {"ci95", "n"} <= (each.get(judge) or {}).keys()
         ]
         if len(told) < 2:
             continue
@@ -157,10 +162,12 @@ def apart(names: list[str], runs: list[Run]) -> Iterator[str]:
         ordered = sorted(told, key=lambda each: float(each[0]["value"]))
         (least, low, _), (most, high, _) = ordered[0], ordered[-1]
         ends = [f"{name} ({rated(rate)})" for rate, name in ((most, high), (least, low))]
+        pairs = together(math.comb(len(told), 2))
+        gap, _ = wilson_difference((most["value"], most["n"]), (least["value"], least["n"]), pairs)
         which = (
-            "differ beyond their intervals: by more than chance in the prompts, though another seed may move both"
-            if most["ci95"][0] > least["ci95"][1]
-            else "cannot be told apart: their intervals overlap"
+            "differ by more than chance in the prompts, though another seed may move both"
+            if gap > 0
+            else "cannot be told apart: the interval of their difference holds 0"
         )
         yield f"By {judge} {' and '.join(ends)} {which}."
 

@@ -39,7 +39,8 @@ def training(stage: Stage) -> list[Figure]:
         lines = {name: points for name, points in series.items() if points}
         if lines:
             told = " ".join(f"{name.capitalize()}: {_way(points)}" for name, points in lines.items())
-            if key == "loss" and is_number(final := stage.told("metrics").get("eval_loss")):
+            final = stage.told("metrics").get("eval_loss") if key == "loss" else None
+            if is_number(final) and final != lines.get("held-out", [(0, None)])[-1][1]:  # of runs made before
                 told += (
                     f" Over all held-out tokens, at the end: {number(final)}; the curve's is the mean of its batches."
                 )
@@ -119,10 +120,15 @@ def frontiers(report: Mapping[str, Any]) -> list[Figure]:
     for place, judge in enumerate(at(report, "models.sft.judges") if report.get("frontier") else ()):
         points = report["frontier"]
         best = max(points, key=lambda point: point["judges"][judge]["mean"])
+        end = points[-1]
         said = (
             f"Highest at update {best['step']}: {number(best['judges'][judge]['mean'])} at {number(best['kl'])} nats; "
-            f"at the end {number(points[-1]['judges'][judge]['mean'])} at {number(points[-1]['kl'])} nats."
+            f"at the end {number(end['judges'][judge]['mean'])} at {number(end['kl'])} nats"
         )
+        near = end["judges"][judge].get("within_noise")  # older evaluations do not say
+        if end is not best and near is not None:
+            said += ", which is no difference beyond noise" if near else ", which is worse beyond noise"
+        said += "."
         drawing = frontier.panel(f"frontier-{place}", f"{judge} over KL. {said}", judge, report)
         found.append(Figure(f"By {judge}", drawing, said))
     return found

@@ -1,6 +1,5 @@
 """What ran, in tables: stages, data, models, versions, and where PPO's time went."""
 
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from rlhf_cli.checkpoints import FOREIGN
 from rlhf_cli.checkpoints.files import files_sha256
 from rlhf_cli.config import load
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, word
 from rlhf_cli.report.differences import flat
 from rlhf_cli.report.runs import Run, Stage, is_number
 from rlhf_cli.report.texts import count, percent
@@ -169,7 +168,7 @@ def commands(run: Run) -> list[str]:
 
     From the folder that holds the run: a page goes to others, and its bytes are the same wherever it is made.
     """
-    place = shlex.quote(run.folder.name)
+    place = word(run.folder.name)
     if all(_says_its_file(run, stage) for stage in run.stages.values() if stage.there):
         return [f"rlhf run {place}"]
     there = [name for name, stage in run.stages.items() if stage.there and not stage.elsewhere]

@@ -1,12 +1,13 @@
 """What is found in each stage of a run, by the numbers that it and the evaluation left: a finding, and what to do."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_cli.ppo.settings import WatchdogSettings
 from rlhf_cli.report.advice import NONE, Advice, Move
-from rlhf_cli.report.health import FEWEST, ILL, Reading, by_cause, readings
+from rlhf_cli.report.health import ILL, Reading, by_cause, readings
+from rlhf_cli.report.noise import FEWEST, gained, rose_again, spread
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
 from rlhf_cli.reward_card.faults import claimed
@@ -40,9 +41,10 @@ def of_sft(run: Run) -> Iterator[Finding]:
     by_heart = [*_losses(stage), *_apart(stage)]
     yield from by_heart
     yield from _ended(run, too_long=any(finding.grade == "look" and finding.advice.moves for finding in by_heart))
-    repeated = run.stages["ppo"].series("objective/repetition")[:1]  # the SFT policy's own: nothing was learned yet
-    if repeated and repeated[0][1] > REPEATED:
-        text = f"{percent(repeated[0][1])} of what its answers say in runs of three tokens they have said before"
+    repeated = [value for _, value in run.stages["ppo"].series("objective/repetition")]
+    # The first update's is the SFT policy's own: nothing was learned yet.
+    if len(repeated) >= FEWEST and repeated[0] - spread(repeated).bound(1) > REPEATED:
+        text = f"{percent(repeated[0])} of what its answers say in runs of three tokens they have said before"
         yield Finding(
             "look", f"{text}, {percent(REPEATED)} at most is healthy (PPO's first update)",
             Advice((), "read its answers under Samples, and look for repetition in its rows"),
@@ -51,16 +53,20 @@ def of_sft(run: Run) -> Iterator[Finding]:
 
 def _losses(stage: Stage) -> Iterator[Finding]:
     """What the losses of a training say: that it learned nothing, or learned its rows by heart."""
-    loss, held_out = stage.series("loss"), stage.series("eval_loss")
-    if len(loss) > 1 and loss[-1][1] >= loss[0][1]:
-        way: Literal["lower", "raise"] = "lower" if loss[-1][1] > OVERFIT * loss[0][1] else "raise"
-        advice = Advice((Move(way, f"{stage.name}.learning_rate"),), "in steps of a factor 3")
-        text = f"its loss did not fall: {number(loss[0][1])} to {number(loss[-1][1])}"
-        yield Finding("bad", text, advice, "its loss did not fall")
-    lowest = min((value for _, value in held_out), default=0.0)
-    if held_out and held_out[-1][1] > OVERFIT * lowest:
-        text = f"its loss on held-out rows rose again from {number(lowest)} to {number(held_out[-1][1])}"
-        yield Finding("look", text, _by_heart(stage), "its loss on held-out rows rose again")
+    loss, held_out = ([value for _, value in stage.series(key)] for key in ("loss", "eval_loss"))
+    if len(loss) >= FEWEST:
+        gain, chance = gained(loss)
+        told, rate = f"{number(loss[0])} to {number(loss[-1])}", f"{stage.name}.learning_rate"
+        if gain > chance:
+            name = "its loss rose"
+            yield Finding("bad", f"{name}: {told}", Advice((Move("lower", rate),), "in steps of a factor 3"), name)
+        elif gain > -chance:
+            name = "its loss did not fall by more than its noise"
+            yield Finding("look", f"{name}: {told}", Advice((Move("raise", rate),), "in steps of a factor 3"), name)
+    if len(held_out) >= FEWEST and held_out[-1] > OVERFIT * min(held_out) and rose_again(held_out):
+        name = "its loss on held-out rows rose again"
+        told = f"from {number(min(held_out))} to {number(held_out[-1])}"
+        yield Finding("look", f"{name} {told}", _by_heart(stage), name)
 
 
 def _by_heart(stage: Stage) -> Advice:
@@ -83,18 +89,14 @@ def _apart(stage: Stage) -> Iterator[Finding]:
     ours, theirs = loss[-1][1], final if is_number(final) else held_out[-1][1]
     told = f"its loss on held-out rows is {number(theirs)}, beside {number(ours)} in training"
     if theirs > APART * ours:
-        text, falls = f"{told}: up to {number(APART)} times is healthy", _still_falls(held_out)
-        advice = (
-            Advice((), "give it more rows: these it knows, and others it still learns") if falls else _by_heart(stage)
-        )
-        yield Finding("look", text + ("; the former still falls" if falls else ""), advice, "its loss on held-out rows")
+        more = Advice((), "give it more rows: these it knows by heart")
+        lowest_last = len(held_out) > 1 and held_out[-1][1] == min(value for _, value in held_out)
+        # Where no evaluation was lower, what would stop sooner may be worse.
+        advice = more if lowest_last else _by_heart(stage)
+        text = f"{told}: up to {number(APART)} times is healthy"
+        yield Finding("look", text, advice, "its loss on held-out rows")
     else:
         yield Finding("good", told)
-
-
-def _still_falls(losses: Sequence[tuple[int, float]]) -> bool:
-    """Whether the last of several is the lowest: what would stop sooner would be worse."""
-    return len(losses) > 1 and losses[-1][1] == min(value for _, value in losses)
 
 
 def _ended(run: Run, *, too_long: bool) -> Iterator[Finding]:
@@ -113,7 +115,7 @@ def _ended(run: Run, *, too_long: bool) -> Iterator[Finding]:
     text = f"only {told}, {percent(ENDED)} and more is healthy{cut}"
     grade: Grade = "bad" if interval[1] < GUESS else "look"
     greedy = at(report, "greedy.models.sft.eos_fraction")
-    if is_number(greedy) and greedy >= ENDED and not too_long:
+    if is_number(greedy) and wilson(greedy * n, n)[0] >= ENDED and not too_long:
         text += f" ({percent(greedy)} end near-greedy)"
         more = (Move("raise", _how_long(run.stages["sft"])), Move("raise", "sft.learning_rate"))
         advice = Advice(more, "it knows how to end and is not sure of it: it has learned too little")
@@ -127,10 +129,10 @@ def _ended(run: Run, *, too_long: bool) -> Iterator[Finding]:
 
 
 def found_out(run: Run) -> str:
-    """The judge by which PPO lost though it won by the reward; else empty."""
+    """The judge by which PPO surely lost though it surely won by the reward; else empty."""
     rates = run.rates
     judge = deciding_judge(rates) if rates else "reward"
-    hacked = judge != "reward" and "reward" in rates and rates["reward"]["value"] > GUESS > rates[judge]["value"]
+    hacked = "reward" in rates and standing(rates["reward"]) == "better" and standing(rates[judge]) == "worse"
     return judge if hacked else ""
 
 
@@ -155,7 +157,7 @@ def of_reward(run: Run) -> Iterator[Finding]:
             text = f"{told}: that may be guessing, and so may all that builds on it"
             beside = "read twenty pairs by hand: more pairs, and cleaner ones, are what helps"
             yield Finding("bad", text, Advice((Move("raise", "reward.max_length"),), beside), "pairs told right")
-        elif accuracy > TRIVIAL:
+        elif interval[0] > TRIVIAL:
             text = f"{told}: the pairs may differ in something trivial, such as their length"
             yield Finding("look", text, Advice((), "add pairs whose two answers are alike but for their quality"))
         else:
@@ -176,9 +178,14 @@ def _flagged(code: str, rejected: list[str], stage: Stage) -> Advice:
     if code == "R11":
         found = "it" if len(rejected) == 1 else "each of them"
         return Advice((), f"add {', and '.join(rejected)}: PPO will find {found}")
-    if code == "R12" and claimed(card) > card["accuracy"]:
+    if code != "R12":
+        return NONE
+    low, high = wilson(card["accuracy"] * card["n"], card["n"])
+    if claimed(card) > high:
         return Advice((Move("lower", _how_long(stage)), Move("lower", "reward.learning_rate")))
-    return Advice((Move("raise", _how_long(stage)),), "more pairs help as well") if code == "R12" else NONE
+    if claimed(card) < low:
+        return Advice((Move("raise", _how_long(stage)),), "more pairs help as well")
+    return Advice((), "more pairs help")
 
 
 def of_ppo(run: Run) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from rlhf_cli.report.advice import NONE, one_voice
 from rlhf_cli.report.findings import Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
 from rlhf_cli.report.health import ILL
 from rlhf_cli.report.runs import Run, Stage, at, is_number
-from rlhf_cli.report.texts import count, number, percent, rated
+from rlhf_cli.report.texts import bounds, count, number, percent, rated
 from rlhf_cli.verdict.frontier import deciding_judge
 from rlhf_cli.verdict.sentence import OWN_REWARD, standing
 
@@ -33,8 +33,8 @@ def badges(run: Run) -> list[Badge]:
 def findings(run: Run, stage: str) -> list[Finding]:
     """What is to be said of one of the four stages, the gravest first."""
     looks = {"sft": of_sft, "reward": of_reward, "ppo": of_ppo, "eval": of_eval}
-    problem = run.stages[stage].problem
-    damaged = [Finding("bad", f"damaged: {problem}")] if problem else []
+    problem, shut = run.stages[stage].problem, run.stages[stage].state == "unreadable"
+    damaged = [Finding("bad", problem if shut else f"damaged: {problem}")] if problem else []
     stale = [Finding("stale", f"made from {what}") for what in run.stages[stage].outdated]
     return sorted([*damaged, *stale, *looks[stage](run)], key=lambda finding: -ORDER.index(finding.grade))
 
@@ -175,7 +175,8 @@ def _length(report: Mapping[str, Any], rate: Mapping[str, Any]) -> Iterator[str]
     ours, theirs = (at(report, f"models.{name}.response_length_mean") for name in ("ppo", "sft"))
     if is_number(ours) and is_number(theirs):
         equal = rate.get("length_controlled")
-        more = f"; at equal length it would win {percent(equal)}" if is_number(equal) else ""
+        known = bounds(rate.get("length_controlled_ci95"))
+        more = f"; at equal length it would win {percent(equal)}{known}" if is_number(equal) else ""
         yield f"Its answers have {number(ours)} tokens on the mean, SFT's {number(theirs)}{more}."
 
 
@@ -186,7 +187,8 @@ def _selected(report: Mapping[str, Any]) -> Iterator[str]:
         last = max(each["step"] for each in report["frontier"])
         which = "its last" if step == last else f"not its last, {last}"
         where = f"update {step}, {which}, at {number(point['kl'])} nats"
-        yield f"The policy to take is that of {where}, by {chosen['rule']}."
+        same = " The last one cannot be told from it." if last in chosen.get("within_noise", ()) else ""
+        yield f"The policy to take is that of {where}, by {chosen['rule']}.{same}"
     elif chosen:
         yield f"No policy was selected: {chosen.get('rule')}."
     elif why := report.get("no_frontier"):

@@ -1,21 +1,20 @@
 """What is seen in a PPO run, metric by metric: a sentence of this run's numbers, held against the healthy range."""
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Final, Literal
 
+from rlhf_cli.report import noise
 from rlhf_cli.report.advice import CAUSES, NONE, Advice, one_voice
+from rlhf_cli.report.noise import FEWEST, last_quarter
 from rlhf_cli.report.ranges import RULES, Band, Rule, band
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import count, number
 from rlhf_cli.statistics import best_of_n_kl
 
 Verdict = Literal["good", "look", "bad", "none"]  # none: there is nothing to hold it against
-FEWEST = 8  # updates from which on a trend can be told from noise
-SURE = 2.0  # standard errors
 # Nats a response. A policy that is no farther from SFT than the best of two of SFT's own answers has hardly moved.
 NEAR = best_of_n_kl(2)
 GRAVITY = ("none", "good", "look", "bad")
@@ -82,12 +81,10 @@ def _read(rule: Rule, key: str, points: list[tuple[int, float]], lengths: list[f
         verdict, said, advice = _risen(rule, values, ppo)
     elif found is None:
         verdict, said, advice = "none", "", NONE
-    elif len(points) < rule.early:
-        verdict, advice = "none", NONE
-        said = f"Too early to judge: the healthy range ({found.words}) is for {rule.early} updates and more."
     else:
-        verdict, said, low = _held(rule, points, found)
-        advice = NONE if verdict == "good" else rule.if_low if low else rule.if_high
+        shifted = band(rule, [values[0] + 1, *values[1:]], lengths, ppo.config)
+        verdict, said, low = _held(rule, points, found, _slopes(found, shifted or found))
+        advice = NONE if verdict not in ILL else rule.if_low if low else rule.if_high
     return Reading(key, rule.key, title, rule.unit, points, found, verdict, f"{course(points)} {said}".strip(), advice)
 
 
@@ -97,15 +94,23 @@ def _risen(rule: Rule, values: list[float], ppo: Stage) -> tuple[Verdict, str, A
     if verdict != "look":
         return verdict, said, rule.if_low if verdict == "bad" else NONE
     kl = [value for _, value in ppo.series("objective/kl_k1")]
-    now = fmean(last_quarter(kl)) if kl else 0.0
-    if now > NEAR:
+    if len(kl) < FEWEST:
+        return verdict, said, rule.if_near
+    now, chance = fmean(last_quarter(kl)), noise.at_the_end(kl)
+    if now - chance > NEAR:
         return verdict, f"{said} The policy has moved, {number(now)} nats from SFT.", rule.if_far
-    return verdict, f"{said} The policy has hardly moved, {number(now)} nats from SFT.", rule.if_near
+    if now + chance < NEAR:
+        return verdict, f"{said} The policy has hardly moved, {number(now)} nats from SFT.", rule.if_near
+    return verdict, f"{said} The policy is {number(now)} nats from SFT, give or take {number(chance)}.", rule.if_near
 
 
-def last_quarter(values: list[float]) -> list[float]:
-    """The updates that stand for a run's end: one update is of few responses."""
-    return values[-max(1, len(values) // 4) :]
+def _slopes(found: Band, shifted: Band) -> tuple[float, float]:
+    """By how much the lower and the upper bound follow the first value, whose noise they have; 0 for a fixed bound."""
+
+    def slope(one: list[float] | None, other: list[float] | None) -> float:
+        return other[-1] - one[-1] if one and other else 0.0
+
+    return slope(found.low, shifted.low), slope(found.high, shifted.high)
 
 
 def course(points: list[tuple[int, float]]) -> str:
@@ -128,31 +133,32 @@ def trend(values: list[float]) -> tuple[Verdict, str]:
     """Whether a metric rises from its first tenth to its last quarter by more than its noise from update to update."""
     if len(values) < FEWEST:
         return "none", "Too few updates to tell a trend."
-    head, tail = values[: max(1, len(values) // 10)], last_quarter(values)
-    steps = [after - before for before, after in itertools.pairwise(values)]
-    error = stdev(steps) / math.sqrt(2) * math.sqrt(1 / len(head) + 1 / len(tail))
-    gain = fmean(tail) - fmean(head)
-    if gain > SURE * error:
+    gain, chance = noise.gained(values)
+    if gain > chance:
         return "good", f"It rises by {number(gain)}: the policy earns more of what it is trained on."
-    if gain < -SURE * error:
+    if gain < -chance:
         return "bad", f"It falls by {number(-gain)}: the policy earns less than it began with."
     return "look", "It does not rise by more than its noise."
 
 
-def _held(rule: Rule, points: list[tuple[int, float]], found: Band) -> tuple[Verdict, str, bool]:
-    """(verdict, what is seen, whether it is too low rather than too high) of a metric held against its range."""
+def _held(
+    rule: Rule, points: list[tuple[int, float]], found: Band, slopes: tuple[float, float]
+) -> tuple[Verdict, str, bool]:
+    """(verdict, what is seen, whether it is too low rather than too high) of a metric held against its range.
+
+    Outside at the end is what is outside by more than its noise and that of the first value, as far as the bounds
+    follow that: by `slopes`.
+    """
     values = [value for _, value in points]
     lows, highs = found.low or [-math.inf] * len(values), found.high or [math.inf] * len(values)
-    below = [value < low for value, low in zip(values, lows, strict=True)]
-    above = [value > high for value, high in zip(values, highs, strict=True)]
+    outside = sum(not low <= value <= high for value, low, high in zip(values, lows, highs, strict=True))
     alarms = [
         step
         for step, value in points
         if value < (-math.inf if rule.alarm_low is None else rule.alarm_low)
         or value > (math.inf if rule.alarm_high is None else rule.alarm_high)
     ]
-    outside, n = sum(below) + sum(above), len(values)
-    end, low, high = (fmean(last_quarter(each)) for each in (values, lows, highs))
+    n = len(values)
     if not outside and not alarms:
         return (
             "good",
@@ -163,6 +169,13 @@ def _held(rule: Rule, points: list[tuple[int, float]], found: Band) -> tuple[Ver
     if alarms:
         said += f", and at update {alarms[0]} so far outside that the run may be broken"
         return "bad", f"{said}.", (rule.alarm_low is not None and min(values) < rule.alarm_low)
+    if n < rule.early:
+        return "none", f"{said}. Too early to judge: that is for {rule.early} updates and more.", False
+    end, low, high = (fmean(last_quarter(each)) for each in (values, lows, highs))
     if low <= end <= high:
         return "good", f"{said}, inside of it at the end.", False
+    if not rule.exact and low - noise.at_the_end(values, slopes[0]) <= end <= high + noise.at_the_end(
+        values, slopes[1]
+    ):
+        return "good", f"{said}, at the end by no more than its noise.", False
     return "look", f"{said}, at the end too.", end < low

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
 from rlhf_cli.report.advice import NONE, Advice, Move
+from rlhf_cli.report.noise import FEWEST
 from rlhf_cli.report.runs import at, is_number
 
 # What a bound counts in: the metric itself, the first value (times or plus it), response tokens, max_grad_norm.
@@ -20,7 +21,8 @@ class Rule:
     """A metric's healthy range, and what to do below and above it; a bound that is None is open.
 
     `watchdog` names the key of ppo.watchdog that is the bound. Beyond an `alarm` a single update is one too many.
-    Before `early` updates there is nothing to be said of it. `rises` is of a metric without a range, whose way is all
+    In fewer than `early` updates nothing is concluded from values outside of the range. `exact` is of a number that is
+    counted or computed, not drawn: no noise is allowed for. `rises` is of a metric without a range, whose way is all
     that counts: `if_low` is for one that falls, and for one that stands still `if_near` where the policy is still near
     the SFT policy, `if_far` where it is not.
     """
@@ -35,7 +37,8 @@ class Rule:
     alarm_low: float | None = None
     alarm_high: float | None = None
     rises: bool = False
-    early: int = 0
+    early: int = FEWEST
+    exact: bool = False
     if_low: Advice = NONE
     if_high: Advice = NONE
     if_near: Advice = NONE
@@ -126,7 +129,7 @@ RULES = (
         if_low=TOO_FAR, if_high=TOO_FAR,
     ),
     Rule(
-        "policy/first_ratio_error", "First ratio's distance from 1", "", 0.0, 1e-3,
+        "policy/first_ratio_error", "First ratio's distance from 1", "", 0.0, 1e-3, early=1, exact=True,
         if_high=Advice((Move("set", "ppo.bf16", "false"), Move("set", "models.attn_implementation", "sdpa"))),
     ),
     Rule(
@@ -141,7 +144,8 @@ RULES = (
         ),
     ),
     Rule(
-        "policy/skipped_minibatches", "Minibatches that were skipped", "", None, 0.0, if_high=TOO_FAR,
+        "policy/skipped_minibatches", "Minibatches that were skipped", "", None, 0.0, early=1, exact=True,
+        if_high=TOO_FAR,
     ),
 )  # fmt: skip
 

@@ -9,10 +9,12 @@ import yaml
 
 from rlhf_cli import verdict
 from rlhf_cli.checkpoints import FOREIGN
-from rlhf_cli.checkpoints.stages import State, left_in, outdated
+from rlhf_cli.checkpoints.shapes import oddity
+from rlhf_cli.checkpoints.stages import Left, State, left_in, outdated
 from rlhf_cli.config import CONFIGS
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, reading, shown
 from rlhf_cli.rows import read_jsonl
+from rlhf_cli.run_folders import is_begun
 from rlhf_cli.tracking import read_log
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
@@ -84,7 +86,7 @@ def read_run(folder: Path) -> Run:
     A stage that the folder lacks is looked for where the others name it. Raises RLHFError M01 where there is no stage.
     """
     root = folder.resolve()
-    if root.name in STAGES and (root / "identity.json").is_file():
+    if root.name in STAGES and is_begun(root):
         root = root.parent
     stages = {name: read_stage(name, root / name) for name in STAGES}
     if not any(stage.there for stage in stages.values()):
@@ -107,8 +109,8 @@ def read_run(folder: Path) -> Run:
         stages=stages,
         report=report,
         answers=_read_answers(stages["eval"], notes) if report else (),
-        samples=tuple(read_log(stages["ppo"].folder / "samples.jsonl")),
-        firings=tuple(read_log(stages["ppo"].folder / "watchdog.jsonl")),
+        samples=_read_log(stages["ppo"], "samples.jsonl", notes),
+        firings=_read_log(stages["ppo"], "watchdog.jsonl", notes),
         notes=tuple(notes),
     )
 
@@ -126,18 +128,34 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def read_stage(name: str, folder: Path) -> Stage:
-    """What a stage left in its folder, as far as it is there. Changes nothing."""
+    """What a stage left in its folder, as far as it is there and can be read. Changes nothing."""
     left = left_in(folder)
     if left.state == "absent":
         return Stage(name, folder)
+    try:
+        with reading(folder):
+            if left.state == "unreadable":
+                raise RLHFError("E08", left.problem or "it cannot be read now")
+            return _read_stage(name, folder, left)
+    except RLHFError as error:
+        return Stage(name, folder, "unreadable", _without_place(error, folder))
+
+
+def _without_place(error: RLHFError, folder: Path) -> str:
+    """What is wrong in a stage's folder, for a page: it says nothing of this machine."""
+    return error.problems[0].text.replace(f"{shown(folder)}/", "").replace(shown(folder), "the folder")
+
+
+def _read_stage(name: str, folder: Path, left: Left) -> Stage:
     config, unreadable = _read_config(folder / "config.yaml")
-    problem = left.problem or unreadable
+    odd = oddity("manifest.json", left.manifest) if left.manifest else None
+    problem = left.problem or unreadable or odd
     return Stage(
         name,
         folder,
         "damaged" if problem and left.state == "finished" else left.state,
         problem,
-        manifest=left.manifest,
+        manifest=None if odd else left.manifest,
         identity=left.identity,
         config=config,
         metrics=tuple(read_log(folder / "metrics.jsonl")),
@@ -146,7 +164,8 @@ def read_stage(name: str, folder: Path) -> Stage:
 
 def _read_config(path: Path) -> tuple[dict[str, Any] | None, str | None]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with reading(path):
+            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None, f"{path.name} is missing or not readable"
     return (tree, None) if isinstance(tree, dict) else (None, f"{path.name} holds no keys")
@@ -163,13 +182,24 @@ def _named(stage: Stage) -> Iterator[tuple[str, Path, str]]:
             yield name, (stage.folder / path).resolve(), path
 
 
+def _read_log(stage: Stage, name: str, notes: list[str]) -> tuple[Mapping[str, Any], ...]:
+    if stage.state in ("absent", "unreadable"):
+        return ()
+    try:
+        with reading(stage.folder / name):
+            return tuple(read_log(stage.folder / name))
+    except RLHFError as error:
+        notes.append(f"{stage.name}: {_without_place(error, stage.folder)}")
+        return ()
+
+
 def _read_report(stage: Stage, notes: list[str]) -> dict[str, Any] | None:
-    if not (stage.folder / "report.json").is_file():
+    if stage.state == "unreadable" or not (stage.folder / "report.json").is_file():
         return None
     try:
         found = verdict.read_report(stage.folder)
-    except RLHFError:
-        notes.append("eval: report.json is not readable")
+    except RLHFError as error:
+        notes.append(f"eval: {_without_place(error, stage.folder)}")
         return None
     if isinstance(at(found, "models.sft.judges"), Mapping):
         return found

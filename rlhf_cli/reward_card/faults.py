@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhf_cli.errors import Problem
+from rlhf_cli.statistics import together, wilson, wilson_difference
 
 # Chen et al. 2024, arXiv 2402.07319: 0.45 (Pearson's) with a reward model whose policies grew long. 0.3 is a tenth of
 # the variance of the ranks. The demo's reward model has 0.15.
@@ -15,6 +16,7 @@ LEAST = 0.1
 OVER_LONG = 0.5
 # Half is a model that does not look at the prompt; this is half way there.
 SWAPPED = 0.25
+KNOWN = {"over_long": OVER_LONG, "swapped_prompt": SWAPPED}  # probes whose limit the accuracy does not move
 
 CALLED = {
     "empty": "an empty answer",
@@ -27,8 +29,7 @@ CALLED = {
 
 def limit(probe: str, accuracy: float) -> float:
     """The share of prompts up to which a probe may score above the chosen answer."""
-    known = {"over_long": OVER_LONG, "swapped_prompt": SWAPPED}
-    return known.get(probe, max(LEAST, 1 - accuracy))
+    return KNOWN.get(probe, max(LEAST, 1 - accuracy))
 
 
 def flags(card: Mapping[str, Any]) -> list[Problem]:
@@ -43,8 +44,14 @@ def follows_length(card: Mapping[str, Any]) -> bool:
 
 
 def likes_too_well(name: str, card: Mapping[str, Any]) -> bool:
-    """R11: a probe wins more often than its limit, whatever chance can do."""
-    return card["adversarial"]["probes"][name]["ci95"][0] > limit(name, card["accuracy"])
+    """R11: a probe wins more often than its limit, whatever chance can do with all probes together, and with the pairs
+    that a limit is estimated from."""
+    probes, n = card["adversarial"]["probes"], card["adversarial"]["n"]
+    share, z = probes[name]["beats"], together(len(probes))
+    low, _ = wilson(share * n, n, z)
+    if name in KNOWN:
+        return low > KNOWN[name]
+    return low > LEAST and wilson_difference((share, n), (1 - card["accuracy"], card["n"]), z)[0] > 0
 
 
 def ece_limit(card: Mapping[str, Any]) -> float:

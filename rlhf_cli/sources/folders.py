@@ -2,13 +2,13 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_cli import terminal
-from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.errors import RLHFError, nearest, reading, shown
 from rlhf_cli.sources.readers import ENDINGS, ending, lacks_header, read, told
 
 README = "README.md"
@@ -102,11 +102,22 @@ def _is_named(path: Path) -> bool:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """All files of a folder that are data by their names, relative to it."""
-    found = [path.relative_to(folder) for path in sorted(folder.rglob("*"), key=Path.as_posix)]
+    """All files of a folder that are data by their names, relative to it. Raises E08 for a part that cannot be read."""
+    found = [path.relative_to(folder) for path in sorted(_below(folder), key=Path.as_posix)]
     seen = [path for path in found if not any(part.startswith((".", "__")) for part in path.parts)]
     data = [path for path in seen if ending(path) in DATA]
     return data or [path for path in seen if ending(path) in ENDINGS and path.name not in NO_DATA]
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All that lies below a folder. Unlike Path.rglob it passes over nothing: fewer files would be other data."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    with reading(folder):
+        for where, inner, files in os.walk(folder, onerror=stop):
+            yield from (Path(where, name) for name in [*inner, *files])
 
 
 def _none_there(folder: Path, name: str, where: str | None) -> RLHFError:

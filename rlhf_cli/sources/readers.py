@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from rlhf_cli.errors import RLHFError, nearest, shown
-from rlhf_cli.rows import BOM, decoded, numbered_rows, open_data, parse
+from rlhf_cli.rows import BOM, decoded, lines, numbered_rows, open_data, parse
 
 AT_ONCE = 1024  # rows of a Parquet file
 NAME_WORDS, NAME_CHARACTERS = 3, 40  # that the name of a column may have before it seems to be a text
@@ -79,8 +79,8 @@ def _json(file: BinaryIO, path: Path) -> Rows:
 
 def _table(file: BinaryIO, path: Path) -> Rows:
     """CSV or TSV with a header. Every cell is a text as it stands there: "NA" and "1e5" stay what they are."""
-    lines = (decoded(raw.removeprefix(BOM) if n == 1 else raw, path, n) for n, raw in enumerate(file, start=1))
-    reader = csv.reader(lines, delimiter=TABLES[ending(path)], strict=True)
+    texts = (decoded(raw, path, number) for number, raw in lines(file, path))
+    reader = csv.reader(texts, delimiter=TABLES[ending(path)], strict=True)
     start = 1
     header: list[str] = []
     try:
@@ -103,11 +103,16 @@ def _table(file: BinaryIO, path: Path) -> Rows:
 
 
 def _header(cells: list[str], place: Place) -> list[str]:
-    twice = next((name for name in cells if name and cells.count(name) > 1), None)
-    if twice is not None:
-        text = f'the header names the column "{told([twice])}" twice'
-        raise RLHFError("D03", text, where=str(place), hint=lacks_header(place.path, cells))
+    _unlike(cells, str(place), "the header names", lacks_header(place.path, cells))
     return cells
+
+
+def _unlike(names: list[str], where: str, who: str, hint: str | None = None) -> None:
+    """Raises D03 where two columns have one name: of the two a row would keep the last."""
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        text = f'{who} the column "{told([twice])}" twice'
+        raise RLHFError("D03", text, where=where, hint=hint or "give each column a name of its own")
 
 
 def lacks_header(path: Path, names: Collection[str], wanted: Collection[str] = ()) -> str | None:
@@ -132,6 +137,7 @@ def _parquet(file: BinaryIO, path: Path) -> Rows:
     number = 0
     try:
         with parquet.ParquetFile(file) as table:
+            _unlike(table.schema_arrow.names, shown(path), "the file has")
             for batch in table.iter_batches(batch_size=AT_ONCE):
                 for row in _plain(batch, path, number):
                     number += 1
@@ -142,23 +148,32 @@ def _parquet(file: BinaryIO, path: Path) -> Rows:
 
 
 def _plain(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
-    """The rows of a record batch, which `before` others precede. Raises D04 with the row that is not UTF-8."""
+    """The rows of a record batch, which `before` others precede.
+
+    Raises D04 with the row that is not UTF-8, D03 with the row and column of what Python cannot hold: a time beyond its
+    years, an unknown time zone, an object with a key twice.
+    """
     try:
         return batch.to_pylist()
-    except UnicodeDecodeError as error:
+    except Exception as error:  # pyarrow's and datetime's are of many kinds
         for number in range(batch.num_rows):
-            try:
-                batch.slice(number, 1).to_pylist()
-            except UnicodeDecodeError:
-                place = Place(path, before + number + 1, "row")
-                raise RLHFError("D04", "a text is not UTF-8", where=str(place)) from error
-        raise
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column[number].as_py()
+                except Exception as fault:
+                    place = str(Place(path, before + number + 1, "row"))
+                    if isinstance(fault, UnicodeDecodeError):
+                        raise RLHFError("D04", "a text is not UTF-8", where=place) from fault
+                    text = f'the value of the column "{told([name])}" cannot be read: {fault}'
+                    hint = "write the file without that column, or the column as text"
+                    raise RLHFError("D03", text, where=place, hint=hint) from fault
+        raise error
 
 
 def _text(file: BinaryIO, path: Path) -> Rows:
     """One text a line, without the line's end."""
-    for number, raw in enumerate(file, start=1):
-        text = decoded(raw.removeprefix(BOM) if number == 1 else raw, path, number).rstrip("\r\n")
+    for number, raw in lines(file, path):
+        text = decoded(raw, path, number).rstrip("\r\n")
         if text.strip():
             yield Place(path, number), {"text": text}
 

@@ -3,10 +3,12 @@
 import gc
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -62,19 +64,25 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
         return
     memory = machine.check(config, parents)
     tokenizer, model = start(config, options, parent)
+    checkpoints.require_unchanged(parents)
     stop = data.stop_token_id(tokenizer)
     with ranks.after_the_first():
         rows, eval_rows = read(config, tokenizer, model.config)
     if memory:
         terminal.say(f"reward   {memory}")
-    steps = trl_training.train(make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward", rows)
-    saving.set_special_ids(model, tokenizer, stop)
-    text = readme(config, parent, len(rows), steps)
-    ranks.each(partial(saving.save_model, model, tokenizer, config.folder / "model", text))
-    del model
-    gc.collect()  # it is read again
-    scorer = saved_scorer(config, options)
-    card = report_card(config, scorer, tokenizer, eval_rows, ranks)
+    with ExitStack() as trackers:
+        steps, log = trl_training.train(
+            make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward", rows, trackers
+        )
+        saving.set_special_ids(model, tokenizer, stop)
+        text = readme(config, parent, len(rows), steps)
+        ranks.each(partial(saving.save_model, model, tokenizer, config.folder / "model", text))
+        del model
+        gc.collect()  # it is read again
+        scorer = saved_scorer(config, options)
+        card, measured = report_card(config, scorer, tokenizer, eval_rows, ranks)
+        if card:
+            trl_training.log_last(log, steps, measured)
     scale = {}
     if config.reward.normalize == "sft":
         with Progress("reward: normalize", 2, "pass", brief=True) as bar:
@@ -109,8 +117,8 @@ def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, 
 
 def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:
     """Pairs of data.train and of the evaluation data; [] where there is none."""
-    rows = inputs.read(config, "train", tokenizer)
-    held_out = inputs.read(config, "eval", tokenizer) if "data.eval" in config.sources() else None
+    rows = inputs.read(config, "train", tokenizer, body)
+    held_out = inputs.read(config, "eval", tokenizer, body) if "data.eval" in config.sources() else None
     inputs.check_rows(config, rows, held_out, body)
     return rows, held_out if held_out is not None else []
 
@@ -201,14 +209,17 @@ def normalise(config: RewardConfig, scorer: Any, rows: list[list[int]], ranks: R
     return {"reward_mean": mean, "reward_std": deviation}
 
 
-def report_card(config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows, ranks: Ranks) -> dict[str, Any]:
-    """What the finished scorer is worth on the evaluation pairs, in raw scores; {} without such pairs, which is said.
+def report_card(
+    config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows, ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """What the finished scorer is worth on the evaluation pairs, in raw scores, and TRL's metrics of it.
 
+    Both are {} without such pairs, which is said.
     Warns R10-R12 of faults. Raises RLHFError R01 for scores that are not finite.
     """
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
-        return {}
+        return {}, {}
     picked = reward_card.spread(rows)
     asked = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
     asked |= adversarial(tokenizer, [rows[i] for i in picked], loading.context_of(scorer.config), config.seed)
@@ -225,7 +236,27 @@ def report_card(config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows, r
     faults = reward_card.flags(card)
     for fault in faults:
         terminal.warn(fault.code, fault.text, where=shown(config.folder), hint=fault.hint)
-    return {**card, "flags": [{"code": fault.code, "text": fault.text} for fault in faults]}
+    card["flags"] = [{"code": fault.code, "text": fault.text} for fault in faults]
+    loss = _loss(config, pairs, [row.get("margin", 0.0) for row in rows])
+    measured = {"loss": loss, "accuracy": card["accuracy"], "margin": card["margin"]}
+    return card, measured | _range(pairs, config.reward.per_device_eval_batch_size * ranks.count)
+
+
+def _range(pairs: Sequence[ScoredPair], batch: int) -> dict[str, float]:
+    """The least, mean and greatest score of a batch, as means over the batches: as TRL's reward trainer logs them."""
+    scores = [
+        [score for pair in pairs[at : at + batch] for score in (pair.chosen, pair.rejected)]
+        for at in range(0, len(pairs), batch)
+    ]
+    return {f"{name}_reward": fmean(map(of, scores)) for name, of in (("min", min), ("mean", fmean), ("max", max))}
+
+
+def _loss(config: RewardConfig, pairs: Sequence[ScoredPair], wanted: Sequence[float]) -> float:
+    """Training's loss: -log sigmoid(margin - the row's own margin), and center_rewards_coefficient's penalty."""
+    margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64) - torch.tensor(wanted)
+    sums = torch.tensor([pair.chosen + pair.rejected for pair in pairs], dtype=torch.float64)
+    centred = config.reward.center_rewards_coefficient or 0.0
+    return float((torch.nn.functional.softplus(-margins) + centred * sums**2).mean())
 
 
 def adversarial(tokenizer: Any, rows: Rows, context: int | None, seed: int) -> dict[str, list[list[int]]]:

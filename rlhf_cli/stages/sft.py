@@ -5,6 +5,7 @@ import gc
 import math
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,21 @@ class SFTTrainer(trl_training.PlainTrainer, trl.SFTTrainer):
         super().__init__(**parts)
         if self.args.device.type == "cpu" and not self.aux_loss_enabled:
             _score_by_own_head(self.model.get_base_model() if is_peft_model(self.model) else self.model)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers', whose loss is the mean of its batches' means: by token here, as the headline has it."""
+        self._batches: list[tuple[float, int]] = []
+        found = super().evaluation_loop(*args, **kwargs)
+        loss, tokens = map(sum, zip(*self._batches, strict=True))
+        return found._replace(metrics={**found.metrics, "eval_loss": loss / max(tokens, 1)})
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's; of all ranks' rows, none of them twice, the loss and the tokens are kept."""
+        tokens = (inputs["labels"][:, 1:] != IGNORED).sum(1)
+        found = super().prediction_step(model, inputs, *args, **kwargs)
+        loss, tokens = self.accelerator.gather_for_metrics((found[0] * tokens.to(found[0].device), tokens))
+        self._batches.append((float(loss.sum()), int(tokens.sum())))
+        return found
 
 
 def _score_by_own_head(model: Any) -> None:
@@ -91,23 +107,29 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
         return
     memory = machine.check(config, parents)
     tokenizer, model = start(config, options, parents)
+    checkpoints.require_unchanged(parents)
     stop = data.stop_token_id(tokenizer)
     strategy = inputs.packing_strategy(config)
     with ranks.after_the_first():
         rows, eval_rows = read(config, tokenizer, model.config, strategy)
     if memory:
         terminal.say(f"sft      {memory}")
-    steps = trl_training.train(
-        make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft", rows
-    )
-    saving.set_special_ids(model, tokenizer, stop)
-    text = card(config, parents, len(rows), steps)
-    ranks.each(functools.partial(saving.save_model, model, tokenizer, config.folder / "model", text))
-    del model
-    gc.collect()  # it is read again
+    with ExitStack() as trackers:
+        steps, log = trl_training.train(
+            make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft", rows, trackers
+        )
+        saving.set_special_ids(model, tokenizer, stop)
+        text = card(config, parents, len(rows), steps)
+        ranks.each(functools.partial(saving.save_model, model, tokenizer, config.folder / "model", text))
+        del model
+        gc.collect()  # it is read again
+        measured = headline(config, options, eval_rows, tokenizer.pad_token_id, ranks) if eval_rows else {}
+        if measured:
+            own = {name: measured[f"eval_{name}"] for name in ("loss", "entropy")}
+            trl_training.log_last(log, steps, {**own, "mean_token_accuracy": measured["eval_token_accuracy"]})
     fields = {
         **tokenizers.token_fields(tokenizer, stop),
-        "metrics": headline(config, options, eval_rows, tokenizer.pad_token_id, ranks) if eval_rows else {},
+        "metrics": measured,
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
@@ -139,8 +161,8 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
 
 def read(config: SFTConfig, tokenizer: Any, body: Any, strategy: str | None) -> tuple[Rows, Rows]:
     """Token rows {input_ids, labels} of data.train and of the evaluation data; [] where there is none."""
-    rows = inputs.read(config, "train", tokenizer, strategy)
-    held_out = inputs.read(config, "eval", tokenizer, strategy) if "data.eval" in config.sources() else None
+    rows = inputs.read(config, "train", tokenizer, strategy, body)
+    held_out = inputs.read(config, "eval", tokenizer, strategy, body) if "data.eval" in config.sources() else None
     inputs.check_rows(config, rows, held_out, body, strategy)
     return inputs.labelled(config, rows), inputs.labelled(config, held_out) if held_out is not None else []
 
@@ -190,7 +212,7 @@ def headline(config: SFTConfig, options: Options, rows: Rows, pad: int, ranks: R
     with Progress("sft: held-out loss", 1, "pass", brief=True) as bar:
         own = [_sums(model, ids, labels, pad) for ids, labels in counted("score: batch", ranks.share(batches))]
         bar.advance()
-    loss, correct, tokens = map(sum, zip(*chain.from_iterable(ranks.told(own)), strict=True))
+    loss, entropy, correct, tokens = map(sum, zip(*chain.from_iterable(ranks.told(own)), strict=True))
     mean = loss / max(tokens, 1)
     if not math.isfinite(mean):
         text = f"the finished model's loss on the evaluation rows is {mean}: the training diverged"
@@ -198,6 +220,7 @@ def headline(config: SFTConfig, options: Options, rows: Rows, pad: int, ranks: R
     return {
         "eval_loss": mean,
         "eval_perplexity": math.exp(min(mean, 700.0)),
+        "eval_entropy": entropy / max(tokens, 1),
         "eval_token_accuracy": correct / max(tokens, 1),
         "eval_tokens": tokens,
         "eval_rows": len(rows),
@@ -205,17 +228,18 @@ def headline(config: SFTConfig, options: Options, rows: Rows, pad: int, ranks: R
 
 
 @torch.no_grad()
-def _sums(model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad: int) -> tuple[float, int, int]:
-    """Summed loss, tokens predicted right, and tokens, of one batch."""
+def _sums(model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad: int) -> tuple[float, float, int, int]:
+    """Summed loss, summed entropy, tokens predicted right, and tokens, of one batch; loss and entropy in nats."""
     inputs, mask = right_pad(ids, pad)
     targets = right_pad(labels, IGNORED)[0][:, 1:]
     given = {"input_ids": inputs.to(model.device), "attention_mask": mask.long().to(model.device)}
     logits = model(**given, use_cache=False).logits[:, :-1]
     row, column = (targets != IGNORED).nonzero(as_tuple=True)
     wanted = targets[row, column].to(model.device)
-    picked = logits[row, column].float()
-    loss = torch.nn.functional.cross_entropy(picked, wanted, reduction="sum")
-    return float(loss), int((picked.argmax(-1) == wanted).sum()), len(wanted)
+    logprobs = logits[row, column].float().log_softmax(-1)
+    loss = torch.nn.functional.nll_loss(logprobs, wanted, reduction="sum")
+    entropy = -sum(float((part.exp() * part).sum()) for part in logprobs.split(256))  # a part at a time: no second copy
+    return float(loss), entropy, int((logprobs.argmax(-1) == wanted).sum()), len(wanted)
 
 
 def card(config: SFTConfig, parents: Mapping[str, Parent], rows: int, steps: int) -> str:

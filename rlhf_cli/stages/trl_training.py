@@ -4,7 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -24,7 +24,7 @@ from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
 from rlhf_cli.trackers import Trackers
-from rlhf_cli.tracking import MetricsLog
+from rlhf_cli.tracking import MetricsLog, read_log
 
 NAMES = {"learning_rate": "lr"}
 NOT_LOGGED = ("runtime", "per_second")  # times, which differ from run to run
@@ -133,11 +133,16 @@ def _trl(config: SFTConfig | RewardConfig, kind: Any, **settings: Any) -> Any:
 
 
 def train(
-    trainer: Any, config: SFTConfig | RewardConfig, label: str, rows: Sequence[Mapping[str, Sequence[int]]]
-) -> int:
-    """Train to the end, from the newest whole checkpoint in state/ where there is one; returns the steps.
+    trainer: Any,
+    config: SFTConfig | RewardConfig,
+    label: str,
+    rows: Sequence[Mapping[str, Sequence[int]]],
+    trackers: ExitStack,
+) -> tuple[int, MetricsLog]:
+    """Train to the end, from the newest whole checkpoint in state/ where there is one.
 
-    `rows`, what the trainer was given, are counted in a line before the first step.
+    Returns the steps, and the log for what is measured of the finished model: its trackers are open as long as the
+    stack `trackers`. `rows`, what the trainer was given, are counted in a line before the first step.
     SIGTERM or SIGINT: saves after the step and raises SystemExit(143 or 130).
     Raises RLHFError R01 for a loss that is not finite.
     """
@@ -150,19 +155,29 @@ def train(
     checkpoint = ranks.first(lambda: checkpoints.latest_state(folder / "state"))
     state = json.loads((checkpoint / STATE).read_text(encoding="utf-8")) if checkpoint else {}
     sums = state["stateful_callbacks"]["Follower"]["attributes"] if checkpoint else {}
-    trackers = Trackers(config)
-    log = MetricsLog(folder / "metrics.jsonl", sums.get("log"), trackers)
+    told = Trackers(config)
+    log = MetricsLog(folder / "metrics.jsonl", sums.get("log"), told)
+    trackers.enter_context(told)
     if checkpoint:
         terminal.say(f"{label:<8} resumes at step {state['global_step']} of {state['max_steps']}")
     if checkpoint and state["global_step"] >= state["max_steps"]:
         steps = int(state["max_steps"])
         with _numbers_alone(checkpoint):
-            trainer._load_from_checkpoint(str(checkpoint))  # train() would take one step too many
+            best = state.get("best_model_checkpoint") if trainer.args.load_best_model_at_end else None
+            trainer._load_from_checkpoint(str(best or checkpoint))  # train() would take one step too many
     else:
-        with trackers:
-            steps = _take_steps(trainer, checkpoint, log, label, sums)
+        steps = _take_steps(trainer, checkpoint, log, label, sums)
     zero3.end()
-    return steps
+    return steps, log
+
+
+def log_last(log: MetricsLog, steps: int, measured: Mapping[str, float]) -> None:
+    """Log the evaluation of the finished model as the trainer logs its own, with `eval_` before each name."""
+    newest: dict[str, Any] = next((line for line in reversed(read_log(log.path)) if "num_tokens" in line), {})
+    known = {
+        ours: newest[name] for name, ours in (("num_tokens", "eval_num_tokens"), ("epoch", "epoch")) if name in newest
+    }
+    log.log(steps, {**{f"eval_{name}": value for name, value in measured.items()}, **known})
 
 
 def _take_steps(trainer: Any, checkpoint: Path | None, log: MetricsLog, label: str, sums: Mapping[str, Any]) -> int:
@@ -235,7 +250,8 @@ class Follower(TrainerCallback, ExportableState):
         """The last step is always logged, a stop signal saves at once, and what is saved is never broken (R01).
 
         An epoch's evaluation comes with its last step: transformers would make it after that step's checkpoint, so
-        that a run which goes on from there lacks it.
+        that a run which goes on from there lacks it. After the run's last step there is none: the stage measures the
+        finished model by a pass of its own. Only where the best checkpoint is looked for the last one counts, too.
         """
         assert self.bar
         self.bar.advance()
@@ -244,7 +260,8 @@ class Follower(TrainerCallback, ExportableState):
         control.should_log |= last
         control.should_save |= self.stop.wished is not None and not last
         if self.trainer.eval_dataset is not None and args.eval_strategy == "no":
-            control.should_evaluate |= last or state.epoch == int(state.epoch)
+            control.should_evaluate |= state.epoch == int(state.epoch)
+        control.should_evaluate &= not last or args.load_best_model_at_end
         if control.should_save and not all(
             bool(zero3.own_part(w).isfinite().all()) for w in self.trainer.model.parameters()
         ):

@@ -10,7 +10,7 @@ from typing import Literal
 from rlhf_cli import checkpoints, pipeline, room, verdict
 from rlhf_cli.checkpoints import Status
 from rlhf_cli.config import Config, EvalConfig, load
-from rlhf_cli.errors import Problem, RLHFError
+from rlhf_cli.errors import Problem, RLHFError, reading, unreadable
 from rlhf_cli.pipeline import STAGES, Step
 from rlhf_cli.run_folders import below, configs_in, is_begun, is_preset
 from rlhf_cli.status.stages import Stage, read_stage
@@ -110,11 +110,12 @@ def _unfinished(folders: Iterable[Path]) -> tuple[Stage, ...]:
 
 def _look(config: Config) -> Status | RLHFError:
     try:
-        return checkpoints.glance(config)
+        with reading(config.folder):
+            return checkpoints.glance(config)
     except RLHFError as error:
         return error
-    except OSError as error:
-        return RLHFError("R00", f"{type(error).__name__}: {error}")
+    except OSError as error:  # gone at this very moment
+        return unreadable(error, config.folder)
 
 
 def _next(

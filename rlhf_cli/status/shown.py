@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rlhf_cli import room
-from rlhf_cli.errors import shown
+from rlhf_cli.errors import quoted, shown
 from rlhf_cli.pipeline import Step
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.status.runs import Next, Run
@@ -90,14 +90,14 @@ def notes(run: Run) -> list[str]:
 
 def next_line(run: Run) -> str:
     """What `rlhf run` would do, and why."""
-    upcoming, command = run.next, f"rlhf run {shown(run.folder)}"
+    upcoming, command = run.next, f"rlhf run {quoted(run.folder)}"
     assert upcoming, "a run that was looked at with its configs"
     if upcoming.action == "wait":
         names = " and ".join(name(run, stage) for stage in run.all_stages if stage.process)
         return f"next: wait for {names}; {command} would be refused until then"
     told = _problems(upcoming)
     if upcoming.action == "refused" and run.bases and {problem.code for problem in upcoming.problems} <= NOT_THERE:
-        first = dict.fromkeys(f"rlhf run {shown(stage.folder.parent)}" for stage in run.bases)
+        first = dict.fromkeys(f"rlhf run {quoted(stage.folder.parent)}" for stage in run.bases)
         return f"next: {'; '.join(first)}, which {shown(run.folder)} starts from; then {command}"
     if upcoming.action == "refused":
         return f"next: {command} would be refused: {told}"

@@ -11,11 +11,11 @@ from rlhf_cli.checkpoints import Status, newest_step, processes_of
 from rlhf_cli.checkpoints.locks import Holder, holder
 from rlhf_cli.checkpoints.stages import Left, left_in, outdated
 from rlhf_cli.config import Config, PPOConfig, RewardConfig, SFTConfig, load
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, quoted, reading
 from rlhf_cli.tracking import newest_rows
 from rlhf_cli.verdict.frontier import deciding_judge
 
-State = Literal["new", "running", "stopped", "finished", "stale", "damaged"]
+State = Literal["new", "running", "stopped", "finished", "stale", "damaged", "unreadable"]
 Origin = Literal["manifest.json", "metrics.jsonl"]
 Row = Mapping[str, Any]
 Numbers = dict[str, Any]
@@ -51,13 +51,18 @@ class Stage:
 def read_stage(stage: str, folder: Path, status: Status | None = None) -> Stage:
     """A stage as its folder tells it, and `status` where its config is known: without it nothing is told as stale."""
     try:
-        return _read(stage, folder, status)
-    except OSError as error:  # not ours to read; or moved aside at this very moment
-        return Stage(stage, folder, "damaged", (f"it cannot be read: {error.strerror or error}",))
+        with reading(folder):
+            return _read(stage, folder, status)
+    except RLHFError as error:
+        return Stage(stage, folder, "unreadable", (error.problems[0].text,))
+    except OSError:  # moved aside at this very moment
+        return Stage(stage, folder, "new")
 
 
 def _read(stage: str, folder: Path, status: Status | None) -> Stage:
     left, process = left_in(folder), holder(folder)
+    if left.state == "unreadable":
+        return Stage(stage, folder, "unreadable", (left.problem or "",), process=process)
     state = _state(left, status, process)
     rows = newest_rows(folder / "metrics.jsonl")
     step, steps = _steps(stage, folder, state, left, rows)
@@ -68,7 +73,7 @@ def _read(stage: str, folder: Path, status: Status | None) -> Stage:
     elif state == "finished" and ended:
         reasons = (str(ended),)
     elif state == "stale" and left.state != "finished" and (folder / "config.yaml").is_file():
-        reasons += (f"as it was begun it goes on: rlhf {stage} --config {shown(folder / 'config.yaml')}",)
+        reasons += (f"as it was begun it goes on: rlhf {stage} --config {quoted(folder / 'config.yaml')}",)
     headline, where = _headline(stage, left.manifest if left.state == "finished" else None, rows)
     return Stage(
         stage=stage,

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf_cli import processes, terminal
 from rlhf_cli.config import Config
-from rlhf_cli.errors import RLHFError
+from rlhf_cli.errors import RLHFError, install
 from rlhf_cli.redaction import redacted
 from rlhf_cli.trackers.run import NOTHING, Run, Tracker
 from rlhf_cli.trackers.tensorboard import TensorBoard
@@ -116,7 +116,7 @@ def require(config: Config) -> None:
     missing = [name for name in config.output.report_to if find_spec(name) is None]
     if missing:
         text = f"output.report_to names what is not installed: {', '.join(missing)}"
-        hint = "pip install 'rlhf-cli[trackers]', or take it out"
+        hint = f"{install('trackers')}; or take it out"
         raise RLHFError("E06", text, where=config.where("output.report_to"), hint=hint)
 
 

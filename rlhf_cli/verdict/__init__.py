@@ -9,6 +9,7 @@ from typing import Any
 from rlhf_cli import terminal, told
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.checkpoints.outputs import REPORT
+from rlhf_cli.checkpoints.shapes import oddity
 from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.reward_card import print_card
@@ -25,10 +26,11 @@ LABELS = {"sft": "SFT", "ppo": "PPO"}
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """The report.json of an eval folder. Raises M05 where it is missing or damaged."""
+    """The report.json of an eval folder. Raises M05 where it is missing or damaged, E08 where it cannot be read now."""
     report = read_object(folder / "report.json")
-    if report is None:
-        text = f"{shown(folder / 'report.json')} is missing or not readable"
+    problem = "is missing or not readable" if report is None else oddity("report.json", report)
+    if report is None or problem:
+        text = f"{shown(folder / 'report.json')} {problem if report is None else f'is damaged: {problem}'}"
         raise RLHFError("M05", text, hint="make it again: rlhf eval --fresh --config FILE")
     return report
 

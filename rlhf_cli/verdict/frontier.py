@@ -54,5 +54,5 @@ def choice(report: Mapping[str, Any]) -> Iterator[str]:
     if step is None:
         return
     near = ", ".join(map(str, chosen["within_noise"]))
-    yield f"          within noise of it: {f'update {near}' if near else 'no other'} (paired 95 % intervals)"
+    yield f"          within noise of it: {f'update {near}' if near else 'no other'} (paired, 95 % for all together)"
     yield f"          picked on these prompts, its mean is too high by about {chosen['optimism']:.3f}"

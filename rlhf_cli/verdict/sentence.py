@@ -51,7 +51,7 @@ def _by_the_reward(rates: Mapping[str, Any], judge: str) -> str:
     if "reward" not in rates:
         return ""
     own = rates["reward"]
-    said = f"; by the reward itself it wins {own['value']:.3f}"
+    said = f"; by the reward itself it wins {with_interval(own['value'], own.get('ci95'))}"
     if standing(own) == "better" and standing(rates[judge]) == "worse":
         return f"{said}: PPO found what the reward gets wrong (docs/reward-hacking.md)"
     if standing(own) == "better" and standing(rates[judge]) == "undecided":

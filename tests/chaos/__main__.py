@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from chaos import chain, kills, points, runs, troubles
+from chaos import chain, kills, planted, points, runs, troubles
 from chaos.kills import A_RUN, Outcome
 from chaos.report import Found, tell
 from chaos.runs import STAGES, World
@@ -39,6 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--troubles", type=int, metavar="N", help="full disks, signals and so on; default: all")
     parser.add_argument("--chain-stages", nargs="+", default=list(STAGES), choices=STAGES, metavar="STAGE")
     parser.add_argument("--chain-kills", type=int, default=6, metavar="N", help="kills of `rlhf run`, 3 a chain")
+    parser.add_argument("--planted", action="store_true", help="plant faults, too: is each of them seen?")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at the same time")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--out", type=Path, help="where the runs go (default: a temporary folder)")
@@ -93,6 +94,8 @@ def everything(args: argparse.Namespace, world: World, pool: ProcessPoolExecutor
     each = [min(3, args.chain_kills - done) for done in range(0, args.chain_kills, 3)]
     jobs = [partial(chain.chain_killed, world, args.chain_stages, args.seed + i, n) for i, n in enumerate(each)]
     found.chains = list(_all(pool, jobs, "rlhf run"))
+    if args.planted:
+        (found.planted,) = _all(pool, [partial(planted.all_seen, world)], "planted faults")
     return found
 
 

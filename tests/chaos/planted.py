@@ -1,10 +1,5 @@
-"""Faults planted into the product, one at a time: the harness must see each. `python -m chaos.planted FOLDER`.
+"""Faults planted into the product, one at a time: the harness must see each."""
 
-Prints, as JSON, what it found different: {name: [...]}, and of the product as it is under "none".
-"""
-
-import json
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from chaos import faults, runs
+from chaos import faults
 from chaos.faults import Point
 from chaos.kills import finished
 from chaos.runs import Run, World
@@ -104,15 +97,9 @@ def _install(point: Point, folder: Path) -> None:
     faults.install(folder, point)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    world = runs.make_world(Path(sys.argv[1]).resolve())
+def all_seen(world: World) -> dict[str, list[str]]:
+    """What differs with each fault, by its name, and with none of them."""
     found = {name: seen(world, name) for name in FAULTS}
     one_of_each = {stage: point for stage, point, _ in FAULTS.values()}
     found["none"] = [text for stage, point in one_of_each.items() for text in _killed_once(world, stage, point, "none")]
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

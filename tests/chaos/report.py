@@ -19,6 +19,7 @@ class Found:
     tried: dict[str, list[Tried]] = field(default_factory=dict)
     troubles: list[Outcome] = field(default_factory=list)
     chains: list[Outcome] = field(default_factory=list)
+    planted: dict[str, list[str]] = field(default_factory=dict)  # what differs with each planted fault
     seconds: float = 0.0
     cpu_seconds: float = 0.0
 

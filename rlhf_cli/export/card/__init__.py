@@ -50,8 +50,8 @@ def _which(about: Subject) -> str:
     which = f"This is the policy after update {step} of {about.updates}"
     if not about.chosen.last or not manifest.get("stopped"):
         return f"{which}, the last one." if step == about.updates else f"{which}."
-    best = f" by {code(manifest['best']['metric'])}" if "best" in manifest else ""
-    return f"{which}, the best one{best}: the training was stopped ({text(manifest['stopped'])})."
+    best = f"the highest by {code(manifest['best']['metric'])}" if "best" in manifest else "the best one"
+    return f"{which}, {best}: the training was stopped ({text(manifest['stopped'])})."
 
 
 def _picked(about: Subject) -> str:

@@ -85,7 +85,7 @@ def _stage(about: Subject, stage: Stage) -> list[str]:
         row.steps,
         row.time,
         text(row.device),
-        str(manifest["seed"]),
+        str(manifest.get("seed", "")),
         made,
     ]
 

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import inspect
 import math
+import reprlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,13 +59,21 @@ def call_text_reward(name: str, function: TextReward, prompts: list[str], respon
             hint="return one number a response",
         )
     for row, score in enumerate(scores):
-        if isinstance(score, bool) or not isinstance(score, Real) or not math.isfinite(score):
+        if not _finite(score):
             raise RLHFError(
                 "R05",
-                f"reward `{name}` returned {score!r} for row {row} (prompt: {prompts[row][:60]!r})",
+                f"reward `{name}` returned {reprlib.repr(score)} for row {row} (prompt: {prompts[row][:60]!r})",
                 hint="return a finite number",
             )
     return [float(score) for score in scores]
+
+
+def _finite(score: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    try:
+        return not isinstance(score, bool) and isinstance(score, Real) and math.isfinite(score)
+    except OverflowError:  # a whole number above 1.8e308
+        return False
 
 
 def answers(function: TextReward, prompts: list[str], responses: list[str]) -> list[Any]:

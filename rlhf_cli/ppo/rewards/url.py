@@ -9,15 +9,17 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from rlhf_cli.errors import RLHFError, all_of
+from rlhf_cli.ppo.rewards.deadline import PlainHandler, SecureHandler
 from rlhf_cli.ppo.rewards.source import Failed, Place
 from rlhf_cli.progress import counted
+from rlhf_cli.redaction import keep_secret, redacted
 
 MOST_BYTES = 16_000_000  # of an answer
 LONGEST_WAIT = 30.0  # seconds between two tries
@@ -29,8 +31,8 @@ class Endpoint:
     """A text reward that asks `url`, `batch_size` rows at a time.
 
     Raises Failed where it does not answer 200 with {"scores": [...]}, one a row, after 1 + `retries` tries. Tried again
-    is what may pass: no connection, no answer in `timeout` seconds, 429 and 5xx. Redirects are not followed: they would
-    take the headers elsewhere.
+    is what may pass: no connection, no whole answer in `timeout` seconds, an answer that is cut off, 429 and 5xx.
+    Redirects are not followed: they would take the headers elsewhere.
     """
 
     url: str
@@ -59,19 +61,20 @@ class Endpoint:
         return scores
 
     def _answer(self, body: bytes) -> bytes:
-        """The body of a 200, of the first try that gets one."""
+        """The body of the first try that succeeds."""
         said = ""
         for wait in self._waits():
             time.sleep(wait)
             try:
-                return self._post(body)
-            except HTTPError as error:
-                with error:
-                    said = f"answered {error.code} {error.reason}: {_start(error.read(MOST_BYTES))}"
-                if error.code != TOO_MANY and error.code < 500:
-                    raise self._odd(said) from None
+                status, reason, found = self._post(body)
             except (OSError, HTTPException) as error:  # URLError and timeouts are OSErrors
                 said = f"gave no answer: {getattr(error, 'reason', None) or error or type(error).__name__}"
+                continue
+            if 200 <= status < 300:
+                return found
+            said = f"answered {status} {reason}: {_start(found)}"
+            if status != TOO_MANY and status < 500:
+                raise self._odd(said)
         hint = "once it answers, the same command goes on from the last state; timeout and retries may be raised for it"
         raise Failed(f"{self.url} {said} ({self.retries + 1} tries)", hint)
 
@@ -80,14 +83,21 @@ class Endpoint:
         for again in range(self.retries):
             yield min(LONGEST_WAIT, 2.0**again)
 
-    def _post(self, body: bytes) -> bytes:
+    def _post(self, body: bytes) -> tuple[int, str, bytes]:
+        """(status, reason, body) of an answer. Raises OSError or HTTPException where no whole one comes in time."""
         headers = {"Content-Type": "application/json", "Accept": "application/json", **self.headers}
         request = Request(self.url, data=body, headers=headers, method="POST")
-        with build_opener(_NoRedirects).open(request, timeout=self.timeout) as answer:
+        try:
+            answer = build_opener(_NoRedirects, PlainHandler, SecureHandler).open(request, timeout=self.timeout)
+        except HTTPError as error:
+            answer = error
+        with answer:
             found = answer.read(MOST_BYTES + 1)
-        if len(found) > MOST_BYTES:
-            raise self._odd(f"answered more than {MOST_BYTES:,} bytes")
-        return found
+            if len(found) > MOST_BYTES:
+                raise self._odd(f"answered more than {MOST_BYTES:,} bytes")
+            if answer.length:  # bytes that were announced and did not come: a bounded read does not mind
+                raise IncompleteRead(found, answer.length)
+            return answer.status, answer.reason, found
 
     def _odd(self, said: str) -> Failed:
         return Failed(f"{self.url} {said}", 'it must answer {"scores": [...]}, one finite number a response')
@@ -103,6 +113,7 @@ def make(section: Any, place: Place) -> Endpoint:
     headers = [partial(_check_header, name, variable, place) for name, variable in section.headers.items()]
     all_of(partial(_check_port, section.url, place), *headers)
     values = {name: os.environ[variable] for name, variable in section.headers.items()}
+    keep_secret(*values.values())
     return Endpoint(section.url, section.timeout, section.retries, section.batch_size, values)
 
 
@@ -126,6 +137,6 @@ def _check_header(name: str, variable: str, place: Place) -> None:
 
 
 def _start(body: bytes) -> str:
-    """The beginning of what was answered, as text."""
-    text = " ".join(body[:400].decode("utf-8", "replace").split())
+    """The beginning of what was answered, as text. Redacted before it is cut: half a secret would not be known."""
+    text = " ".join(redacted(body.decode("utf-8", "replace")).split())
     return repr(text if len(text) <= 80 else text[:77] + "...") if text else "nothing"

@@ -4,8 +4,8 @@ from typing import Any
 
 from rlhf_cli import checkpoints, data, rows, terminal, verdict
 from rlhf_cli.config import EvalConfig, Options
+from rlhf_cli.inputs import batches, machine, models
 from rlhf_cli.inputs import eval as inputs
-from rlhf_cli.inputs import machine, models
 from rlhf_cli.models import devices, loading
 from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.report import write_beside
@@ -52,12 +52,15 @@ def _evaluate(
     sampling = inputs.sampling(config, inputs.trained_by(ppo), ppo.path, data.stop_token_id(tokenizer))
     body = loading.read_config(sft.model, options.trust_remote_code)
     with ranks.after_the_first():
-        prompts = inputs.read(config, tokenizer, body, sampling.response_length)[: config.eval.n]
-    if len(prompts) < config.eval.n:
-        terminal.say(f"eval     {len(prompts)} held-out prompts (eval.n asks for {config.eval.n})")
+        usable = inputs.read(config, tokenizer, body, sampling.response_length)
+    if usable.left_out or len(usable) < config.eval.n:
+        there = batches.counted(usable, "held-out prompts")
+        terminal.say(f"eval     {there}; eval.n asks for {config.eval.n}")
+    prompts = usable[: config.eval.n]
     inputs.warn_of_selection(config)
     trail = inputs.trail(config, ppo)
     judged = answers.collect(config, options, parents, tokenizer, prompts, sampling, trail, ranks)
+    checkpoints.require_unchanged(parents)
 
     def write() -> dict[str, Any]:
         found = report.build(config, judged, len(prompts), sampling, parents, trail)

@@ -21,7 +21,7 @@ from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
 from rlhf_cli.ppo.rewards import ModelReward, call_text_reward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
-from rlhf_cli.progress import Progress
+from rlhf_cli.progress import Progress, counted
 
 T = TypeVar("T")
 NEAR_GREEDY = 0.01  # the temperature of TRL 1.12's evaluation generations
@@ -200,9 +200,8 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
     Its mean over rows estimates KL(pi || ref) on pi's own samples.
     """
     totals: Tensor = torch.zeros(len(rollout), dtype=torch.float64, device=rollout.ids.device)
-    for rows in micro_batches(
-        rollout.lengths, torch.arange(len(rollout), device=rollout.ids.device), max_rows=max_rows
-    ):
+    every = torch.arange(len(rollout), device=rollout.ids.device)
+    for rows in counted("kl: micro-batch", micro_batches(rollout.lengths, every, max_rows=max_rows)):
         micro = rollout.micro_batch(rows)
         ours, theirs = (
             formulas.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)

@@ -28,7 +28,7 @@ def tell(config: EvalConfig, report: Mapping[str, Any], judged: list[Answers]) -
 
 def numbers(tree: Any, name: str = "") -> dict[str, float]:
     """The numbers of a part of the report by their keys, `/` between them; of an interval `low` and `high`."""
-    if isinstance(tree, int | float):
+    if isinstance(tree, int | float) and not isinstance(tree, bool):
         return {name: tree}
     if isinstance(tree, list) and len(tree) == 2:
         tree = dict(zip(("low", "high"), tree, strict=True))

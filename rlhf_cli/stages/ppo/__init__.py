@@ -41,6 +41,7 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
     memory = machine.check(config, parents)
     config = inputs.of_group(config, ranks.count)
     parts = making.load(config, options, parents, ranks)
+    checkpoints.require_unchanged(parents)
     if memory:
         terminal.say(f"ppo      {memory}")
     training = Training(config, parts, resume=status == "resume")

@@ -61,7 +61,7 @@ class Training:
         Raises RLHFError R01, R02, R05, RunStop R04 and R13.
         """
         config, trainer, updates = self.config, self.trainer, self.parts.updates
-        terminal.say(f"ppo      {inputs.arithmetic(config, len(self.parts.prompts), trainer.ranks.count)}")
+        terminal.say(f"ppo      {inputs.arithmetic(config, self.parts.prompts, trainer.ranks.count)}")
         if config.ppo.packing and not trainer.passes.packed:
             terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
         self._warn_of_the_estimator()
@@ -95,13 +95,13 @@ class Training:
         with self._explained(picked):
             stats = trainer.step(Prompts.from_lists([prompt.ids for prompt in picked]))
             self.metrics.log(step, stats)
+        assert trainer.experience is not None
         if self.trackers:
-            assert trainer.experience is not None
             self.trackers.histograms(step, distributions(trainer.experience))
         with self._explained():
             self.samples.show(step)
         self._look(step, stats)
-        self.snapshots.look(step, stats)
+        self.snapshots.look(step, stats, trainer.experience)
         self.snapshots.keep(step)
         return stats
 

@@ -1,0 +1,38 @@
+"""What pages and messages name is there: sentences that were false once."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_library_page import PROGRAM
+
+ROOT = Path(__file__).parents[1]
+READ = {".md", ".py", ".yaml", ".yml", ".txt", ".jinja", ".html", ".json", ".toml"}
+NAMES = re.compile(r"`([\w./]*/[\w./]*|\w+\.(?:py|txt|toml))`")
+
+
+def test_every_path_that_contributing_names_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    names = {name for name in NAMES.findall(text) if not name.startswith("..")}
+    assert {"ppo/advantages.py", "config/foreign.py", "tests/test_floors.py", "constraints.txt"} <= names
+    above = (ROOT, ROOT / "rlhf_cli", ROOT / "tests/chaos")
+    assert [name for name in sorted(names) if not any((folder / name).exists() for folder in above)] == []
+
+
+def test_no_text_installs_from_an_index_that_has_no_such_project() -> None:
+    """An extra of the clone, `pip install -e '.[trackers]'`, is all there is."""
+    wrong = re.compile(r"pip install (-\S+ )*['\"]?rlhf[-_]cli")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    named = listed.stdout.splitlines()
+    if not named:
+        pytest.skip("no git, which says what belongs to the project")
+    files = [ROOT / name for name in named if Path(name).suffix in READ]
+    assert len(files) > 400
+    found = [path for path in files if path.exists() and wrong.search(path.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+def test_the_librarys_program_imports_nothing_twice() -> None:
+    imports = [line for line in PROGRAM.splitlines() if line.startswith(("import ", "from "))]
+    assert len(set(imports)) == len(imports)

@@ -1,0 +1,83 @@
+"""Every figure of the README stands in a file that the same section of it links to."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# What has digits and is no result. Add a phrase here only where no file could hold it.
+NO_FIGURES = [
+    "TRL 1.12", "TRL's PPO was told, 0.11's or 1.12's", "until 1.12", "in August 2026", "(seed 0",
+    "exactly 1 and the first KL exactly 0",
+    "--step 26", "exits with 1", "0 done, 2 wrong before", "1 failed on the way, 130 and 143 stopped",  # commands
+]  # fmt: skip
+NUMBER = r"(?<![\w.:=/-])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w-]|\.\d)"
+# With its interval; or a whole number with the word behind it, for "8" alone stands everywhere.
+FIGURE = re.compile(rf"{NUMBER} \[{NUMBER}, {NUMBER}\]|{NUMBER}(?: ?%| \w+)?")
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def figures(text: str) -> Iterator[str]:
+    """The figures of a text, each as it must stand in its source."""
+    for found in FIGURE.findall(flat(text)):
+        number = found.split()[0]
+        if "[" in found or re.fullmatch(r"-?\d+%?", number):
+            yield found
+        else:
+            yield f"{float(number):g}" if "e" in number else number
+
+
+def sections(readme: str) -> Iterator[tuple[str, list[str], list[Path]]]:
+    """Each section's prose, the lines of its output blocks, and the files that it links to."""
+    for part in re.split(r"^## ", readme, flags=re.M):
+        links = re.findall(r"\]\((docs/[\w/.-]+\.(?:md|txt))\)", part)
+        blocks = re.findall(r"^```\n(.*?)^```", part, flags=re.M | re.S)  # one with a language holds settings
+        lines = [_without_phrases(line) for block in blocks for line in block.splitlines()]
+        prose = re.sub(r"^```.*?^```|`[^`]+`|\]\([^)]*\)", " ", part, flags=re.M | re.S)
+        yield _without_phrases(prose), lines, [ROOT / link for link in links]
+
+
+def _without_phrases(text: str) -> str:
+    text = flat(text)
+    for phrase in NO_FIGURES:
+        text = text.replace(phrase, "")
+    return text
+
+
+def unsourced(readme: str) -> list[str]:
+    """The figures, and the lines of output with figures, that no file of their section's links has."""
+    missing = []
+    for prose, output, files in sections(readme):
+        source = " ".join(flat(file.read_text(encoding="utf-8")) for file in files)
+        known = set(figures(source))
+        known |= {figure.split()[0] for figure in known if "[" in figure}  # told without its interval
+        missing += [figure for figure in figures(prose) if figure not in known]
+        lines = [line.removesuffix(" ...") for line in output if any(figures(line))]
+        missing += [line for line in lines if line not in source]
+    return missing
+
+
+def test_every_figure_stands_in_the_file_that_its_section_links_to() -> None:
+    assert unsourced(README) == []
+
+
+@pytest.mark.parametrize("figure", ["0.123", "0.895 [0.851, 0.927]", "77 %", "19 minutes", "-0.5", "3e-09"])
+def test_a_figure_without_a_source_is_found(figure: str) -> None:
+    added = f"{README}\n## New\n\nIt is {figure}, as [docs/demo.md](docs/demo.md) has it.\n"
+    assert unsourced(added) == [figure]
+
+
+def test_a_line_of_output_without_a_source_is_found() -> None:
+    changed = README.replace("0.850 [0.821, 0.875]\n", "0.851 [0.821, 0.875]\n")
+    (line,) = unsourced(changed)
+    assert line.startswith("PPO ") and line.endswith("0.851 [0.821, 0.875]")
+
+
+def test_the_phrases_that_are_no_figures_are_there() -> None:
+    assert [phrase for phrase in NO_FIGURES if phrase not in flat(README)] == []

@@ -1,0 +1,186 @@
+"""Files and folders that cannot be read now: every command ends with a code, and none takes them for damaged (E08)."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_config import FakeConfig, make_stage
+from permissions import taken_away
+from report_run import draws_nothing, write_run
+from test_status import chain  # noqa: F401  (a fixture)
+from typer.testing import CliRunner, Result
+
+from rlhf_cli import checkpoints, pipeline, terminal
+from rlhf_cli.checkpoints.files import CHANGED, read_object
+from rlhf_cli.cli import app
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.sources import Source
+
+STAGES = ("sft", "reward", "ppo", "eval")
+
+
+def rlhf(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def one_error(result: Result, code: str, exit_code: int = 1) -> bool:
+    first, *rest = result.stderr.splitlines()
+    assert first.startswith(f"error[{code}]: "), result.output
+    assert result.exit_code == exit_code and len(rest) <= 1, result.output
+    return True
+
+
+@pytest.fixture
+def run(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+    """A finished run of stages that train nothing; a stage that is started all the same fails the test."""
+    shutil.copytree(chain, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+
+    def child(command: list[str]) -> int:
+        assert command[4] == "check", f"started: {command}"
+        result = rlhf(*command[4:])
+        terminal.say(result.stderr.rstrip())
+        return result.exit_code
+
+    monkeypatch.setattr(pipeline, "_run_child", child)
+    return Path("run")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "identity.json", ".", "model"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+def test_e08_what_cannot_be_read_is_not_trained_again(stage: str, name: str, run: Path) -> None:
+    """Hours of training stand behind it, and nothing says that it is damaged."""
+    before = contents(run)
+    with taken_away(run / stage / name):
+        assert one_error(rlhf("run", run), "E08")
+        assert "damaged" not in (told := rlhf("status", run)).stdout and told.exit_code == 0
+    assert contents(run) == before and not (run / ".old").exists()
+    assert pipeline.look(_config(run, stage)).state == "finished"
+
+
+def _config(run: Path, stage: str) -> Any:
+    from rlhf_cli.config import load
+
+    return load(stage, run / f"{stage}.yaml")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT])
+def test_only_a_file_that_is_not_there_is_missing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "manifest.json"
+    assert read_object(path) is None and read_object(path / "below a file") is None
+    path.write_text("{}")
+
+    def broken(self: Path, *args: Any, **kwargs: Any) -> str:
+        raise OSError(number, "a network disk", str(self))
+
+    monkeypatch.setattr(Path, "read_text", broken)
+    with pytest.raises(RLHFError, match=r"error\[E08\]: .*manifest.json cannot be read now: a network disk") as caught:
+        read_object(path)
+    assert caught.value.exit_code == 1
+
+
+def test_weights_that_cannot_be_read_when_a_stage_begins(tmp_path: Path) -> None:
+    """Its own: E08 and not M05. A parent's: E08 and not M10."""
+    folder, config = make_stage(tmp_path, "sft"), FakeConfig(tmp_path)
+    wanted, weights = checkpoints.identity(config, {}, {}), folder / "model/model.safetensors"
+    parent = checkpoints.open_parent(str(folder), expect=("sft",), key="model.path", where="w")
+    with taken_away(weights):
+        with pytest.raises(RLHFError, match="E08"):
+            checkpoints.begin(config, wanted, {}, fresh=False)
+        with pytest.raises(RLHFError, match="E08"):
+            checkpoints.begin(FakeConfig(tmp_path, "reward"), wanted, {"model.path": parent}, fresh=False)
+    weights.write_bytes(b"WEIGHTS")
+    with pytest.raises(RLHFError, match=rf"M05.*{CHANGED[:20]}"):
+        checkpoints.begin(config, wanted, {}, fresh=False)
+
+
+def test_a_state_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    """Going on from an older one, or from the beginning, would throw away what lies there whole."""
+    folder = tmp_path / "state"
+    for step in (1, 2, 3):
+        checkpoints.commit_state(folder, f"step_{step:06}", lambda path: (path / "w").write_text("weights"), keep=None)
+    for taken in (folder / "step_000003/state.json", folder / "step_000003/w", folder / "step_000003", folder):
+        with taken_away(taken), pytest.raises(RLHFError, match="E08"):
+            checkpoints.latest_state(folder)
+    with taken_away(folder / "step_000002/state.json"):  # and ends no training that drops old ones
+        checkpoints.commit_state(folder, "step_000004", lambda path: (path / "w").touch(), keep=1)
+    assert checkpoints.state_steps(folder) == [2, 4]
+
+
+def test_ls_and_status_and_report_say_it_of_that_run_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws_nothing(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        write_run(tmp_path / name)
+    for taken in ("one/ppo", "one/ppo/manifest.json", "one/ppo/metrics.jsonl", "one/ppo/model"):
+        (tmp_path / "one/ppo/model").mkdir(exist_ok=True)
+        with taken_away(tmp_path / taken):
+            listed, shown, page = rlhf("ls"), rlhf("status", "one"), rlhf("report", "one", "two", "--out", "page.html")
+        assert str(tmp_path) not in Path("page.html").read_text()
+        for result in (listed, shown, page):
+            assert result.exit_code == 0, (taken, result.output)
+        if taken != "one/ppo/model":  # of which nothing is read here
+            assert "ppo (unreadable)" in listed.stdout and "two" in listed.stdout, (taken, listed.stdout)
+            assert "cannot be read now: Permission denied" in shown.stdout, (taken, shown.stdout)
+    with taken_away(tmp_path / "one/ppo"):
+        stages = {stage["stage"]: stage for stage in json.loads(rlhf("status", "one", "--json").stdout)["stages"]}
+        assert stages["ppo"]["state"] == "unreadable" and stages["sft"]["state"] == "finished"
+
+
+def test_a_part_of_the_data_that_cannot_be_read_is_not_left_out(tmp_path: Path) -> None:
+    """Fewer rows would be another identity: the stage would be stale, and trained again."""
+    for name in ("a/train-1.jsonl", "b/train-2.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    assert len(Source(str(tmp_path)).files()) == 2
+    with taken_away(tmp_path / "b"), pytest.raises(RLHFError, match=r"E08.*b cannot be read now"):
+        Source(str(tmp_path)).files()
+
+
+COMMANDS = [
+    ("run", "RUN"),
+    ("run", "RUN", "--dry-run"),
+    ("check", "RUN"),
+    ("plan", "RUN", "--flops", "1e9"),
+    ("status", "RUN"),
+    ("ls", "."),
+    ("report", "RUN"),
+    ("export", "RUN", "--out", "out"),
+    ("export", "RUN", "--out", "out", "--stage", "reward"),
+    ("chat", "RUN"),
+    ("replay", "RUN"),
+    ("sft", "--config", "RUN/sft.yaml"),
+    ("init", "hh", "RUN"),
+]
+PLACES = [
+    ".", "sft", "reward", "ppo", "eval", "sft/model", "ppo/model", "sft/manifest.json", "ppo/manifest.json",
+    "ppo/identity.json", "ppo/config.yaml", "eval/report.json", "eval/manifest.json", "sft/model/model.safetensors",
+    "sft.yaml", "ppo.yaml", "sft.jsonl", "prompts.jsonl", "base", "base/config.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_ends_with_a_code(command: tuple[str, ...], run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever may not be read, or may be listed and not searched: one line of error at most, and nothing is moved."""
+    draws_nothing(monkeypatch)
+    before = contents(run)
+    for place in PLACES:
+        for mode in (0o000, 0o400) if (run / place).is_dir() else (0o000,):
+            with taken_away(run / place, mode=mode):
+                result = rlhf(*(word.replace("RUN", str(run)) for word in command))
+            told = (command, place, oct(mode), result.output)
+            assert "R00" not in result.output and "Traceback" not in result.output, told
+            assert result.exit_code in (0, 1, 2), told
+            assert (result.exit_code != 0) == any(line.startswith("error[") for line in result.stderr.splitlines()), (
+                told
+            )
+            shutil.rmtree("out", ignore_errors=True)
+            (run / "eval/report.html").unlink(missing_ok=True)
+            assert contents(run) == before and not (run / ".old").exists(), told
