@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cost import cost
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
@@ -70,14 +70,9 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> list[tuple[config.Config, Options]
 
 
 def test_help_is_light() -> None:
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        result = child("--help")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    result = child("--help")
     assert result.returncode == 0
-    assert min(seconds) <= 0.2
+    assert cost(lambda: child("--help")) <= 1.6  # 1.1 on a quiet machine
     for command in [
         "sft",
         "reward",

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from cost import cost
 from test_cli import ROOT, child, is_one_error, rlhf
 
 from rlhf_cli import cli, config
@@ -446,12 +447,4 @@ def child_of(script: str) -> str:
 
 
 def test_it_is_quick() -> None:
-    import resource
-
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert child("explain", "kl_coef").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) <= 0.5
+    assert cost(lambda: child("explain", "kl_coef")) <= 6  # 3.7 to 4.6 on a quiet machine
