@@ -16,7 +16,7 @@ from rlhf_cli.models import reading
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOTrainer
 from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.ppo.records import Opinions
-from rlhf_cli.ppo.rewards import EnsembleReward
+from rlhf_cli.rewards import EnsembleReward
 
 PTX = [([5, 6], [7, 8, 2]), ([4], [9, 9, 9, 2]), ([3, 3, 3], [2])]
 # Name -> settings beside the usual ones. Of a batch of 8 rows micro-batches hold 4 in one process, 2 in each of two.
@@ -156,7 +156,7 @@ def spoil_model(made: PPOTrainer) -> PPOTrainer:
     model = made.rewards["model"]
 
     class Fails:
-        by_row = True
+        shardable = True
 
         def __call__(self, rollout: Any) -> Any:
             if rollout.first <= 5 < rollout.first + len(rollout):

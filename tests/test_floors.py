@@ -34,7 +34,7 @@ FLOORS = [
     },
     {"ppo.ranks", "report.*"},
     {"ppo.placement", "explain", "ending", "init_folder"},
-    {"ppo.rollout", "ppo.rewards.*", "ppo.passes", "ppo.optimizer", "ppo.alarms", "ppo.watchdog"},
+    {"ppo.rollout", "rewards.*", "ppo.passes", "ppo.optimizer", "ppo.alarms", "ppo.watchdog"},
     {"ppo.trainer"},
     {"ppo"},
     {"inputs.*"},

@@ -8,7 +8,7 @@ import torch
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo import HFEngine, PPOTrainer, Rollout, formulas
-from rlhf_cli.ppo.rewards import FunctionReward
+from rlhf_cli.rewards import FunctionReward
 
 
 def run(trainer, steps: int = 2):

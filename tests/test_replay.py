@@ -19,11 +19,11 @@ from rlhf_cli.models import reading
 from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas, scoring
 from rlhf_cli.ppo import trainer as trainer_module
 from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.rewards import COMBINE, EnsembleReward
 from rlhf_cli.ppo.settings.training import SCHEDULERS
 from rlhf_cli.replay import naive
 from rlhf_cli.replay.compare import Quantity, difference, only_rounding, side_by_side, worst
 from rlhf_cli.replay.observe import in_float64, start_of
+from rlhf_cli.rewards import COMBINE, EnsembleReward
 
 EXACT = 1e-9  # both sides are in float64; 1e-12 is usual, AdamW makes more of it where a gradient is near nothing
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "total_episodes": 20}

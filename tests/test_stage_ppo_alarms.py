@@ -51,7 +51,7 @@ def manifest(folder: Path) -> dict:
 
 def test_r01_names_step_row_prompt_and_the_last_good_checkpoint(run_folder, monkeypatch):
     """The third update's reward model answers nan for its second row."""
-    from rlhf_cli.ppo.rewards import ModelReward
+    from rlhf_cli.rewards import ModelReward
 
     plain, calls = ModelReward.__call__, []
 

@@ -23,8 +23,8 @@ from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.models import devices, embeddings, loading, tokenizers
-from rlhf_cli.ppo.rewards import leaving_no_bytecode
 from rlhf_cli.progress import Progress
+from rlhf_cli.rewards import no_bytecode_files
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def run(folder: Path, wishes: Wishes, options: Options) -> None:
     error ends it. Raises RLHFError as `cast` does for the models, M01, M06-M08 for one that cannot be loaded, and off a
     terminal what `Talk.say` and the commands raise, and D04.
     """
-    with leaving_no_bytecode():
+    with no_bytecode_files():
         found = cast(folder, wishes.stage, wishes.step, wishes.compare)
         talk = _load(found, _sampling(found.config, wishes), options)
         for line in _opening(found, talk):

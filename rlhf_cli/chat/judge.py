@@ -15,7 +15,7 @@ from rlhf_cli.inputs import models
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.ppo import scoring
 from rlhf_cli.ppo.records import Opinions, Rollout
-from rlhf_cli.ppo.rewards import EnsembleReward, RetoldReward, RewardSource, TextReward
+from rlhf_cli.rewards import EnsembleReward, RetokenizingReward, RewardFn, RewardSource
 from rlhf_cli.stages.eval.answers import sequence_kl
 from rlhf_cli.stages.ppo import parts
 
@@ -34,9 +34,9 @@ class Judge:
         scorers = parts.Scorers(config, options, cast.parents, writing)
         self.sources: dict[str, RewardSource] = parts.sources(config, texts, scorers)
 
-    def _texts(self, cast: Cast, options: Options) -> tuple[dict[str, TextReward], dict[str, Any]]:
+    def _texts(self, cast: Cast, options: Options) -> tuple[dict[str, RewardFn], dict[str, Any]]:
         """The sources that read text, and the config's sections of all that can be asked."""
-        texts: dict[str, TextReward] = {}
+        texts: dict[str, RewardFn] = {}
         rewards: dict[str, Any] = {}
         for name in cast.rewards:
             alone = {name: cast.config.rewards[name]}
@@ -55,8 +55,8 @@ class Judge:
         """
         for source in self.sources.values():
             for model in source.members.values() if isinstance(source, EnsembleReward) else [source]:
-                if isinstance(model, RetoldReward):
-                    model.meet(ids, prompt)
+                if isinstance(model, RetokenizingReward):
+                    model.add_prompt(ids, prompt)
         rollout = Rollout.from_lists([ids], [response], stop_token_id=self.stop_token_id).to(policy.device)
         scores = {name: self._score(name, source, rollout) for name, source in self.sources.items()}
         kl = None

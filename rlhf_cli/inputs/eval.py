@@ -14,8 +14,8 @@ from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import limits
 from rlhf_cli.models import loading
-from rlhf_cli.ppo.rewards import TextReward, load_function
 from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.rewards import RewardFn, load_function
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def read(
     return limits.read_usable(config, "data.prompts", limits.longer_prompts("eval", room, response_length), read)
 
 
-def functions(config: EvalConfig) -> dict[str, TextReward]:
+def functions(config: EvalConfig) -> dict[str, RewardFn]:
     """The Python functions among the judges, by name. Raises RLHFError C17."""
     return {
         name: load_function(spec, folder=config.file.parent, where=config.where(f"judges.{name}"))

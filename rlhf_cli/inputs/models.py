@@ -14,7 +14,7 @@ from rlhf_cli.errors import RLHFError, placed
 from rlhf_cli.inputs.machine import POLICIES
 from rlhf_cli.models import embeddings, loading, reading, tokenizers
 from rlhf_cli.ppo.records import Rollout
-from rlhf_cli.ppo.rewards import ModelReward, RetoldReward
+from rlhf_cli.rewards import ModelReward, RetokenizingReward
 
 # Another padding moves a score by about 1e-6 in float32; in bfloat16, with deviation 1, by some hundredths.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -109,7 +109,7 @@ def reward(config: Any, key: str, writing: Writing, model: Any, theirs: Any, *, 
         return ModelReward(model, rows, **how)
     terminal.say(f"{config.stage:<8} {key}: {RETOLD}")
     prompts = retold_prompts(config, key, theirs, writing.prompts, model.config)
-    return RetoldReward(
+    return RetokenizingReward(
         model, rows, **how, name=key, tokenizer=writing.tokenizer, encode=partial(data.encode_many, theirs),
         stop_token_id=writing.stop_token_id, context=loading.context_of(model.config), prompts=prompts,
     )  # fmt: skip

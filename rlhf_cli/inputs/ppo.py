@@ -9,13 +9,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_cli import config as configs
-from rlhf_cli import data, terminal
+from rlhf_cli import data, rewards, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.inputs import batches, limits
 from rlhf_cli.models import loading, publishing
-from rlhf_cli.ppo import rewards
 
 
 def made_with(folder: Path) -> PPOConfig:
@@ -104,26 +103,26 @@ def _check_turn(config: PPOConfig, updates: int) -> None:
 
 def text_rewards(
     config: PPOConfig, options: Options, parents: Mapping[str, Parent], *, load: bool = True
-) -> dict[str, rewards.TextReward]:
+) -> dict[str, rewards.RewardFn]:
     """The sources of reward that read text, by name; without `load` no weights are read, only looked at.
 
     One whose model is not among the parents is left out. Raises RLHFError with what is wrong with any of them: C01,
     C05-C07, C17, and M01, M03, M07, M08 of a model.
     """
-    found: dict[str, rewards.TextReward] = {}
+    found: dict[str, rewards.RewardFn] = {}
 
     def make(name: str) -> None:
         source, key = config.rewards[name], f"rewards.{name}"
         model = parents.get(f"{key}.pipeline")
         if not source.pipeline or model:
-            place = rewards.Place(
+            place = rewards.RewardContext(
                 config.file.parent,
                 lambda inner: config.where(f"{key}.{inner}"),
                 model.model if model else None,
                 options.trust_remote_code,
                 load,
             )
-            found[name] = rewards.make(source.kind, source, place)
+            found[name] = rewards.make_reward_fn(source.kind, source, place)
 
     models = ("model", "models")
     all_of(*(partial(make, name) for name, source in config.rewards.items() if source.kind not in models))

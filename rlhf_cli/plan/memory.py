@@ -44,9 +44,9 @@ from rlhf_cli.plan.clock import Clock
 from rlhf_cli.plan.ghosts import Lengths, prime, rollout
 from rlhf_cli.plan.tally import Tally
 from rlhf_cli.ppo import formulas, noise, passes
-from rlhf_cli.ppo.rewards import ModelReward
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards import ModelReward
 
 Count = type[Tally] | type[Clock]  # a stage's bytes and operations without its models, or its seconds with small ones
 

@@ -22,11 +22,11 @@ from rlhf_cli.ppo.passes import Learned, Made, Passes, most_tokens
 from rlhf_cli.ppo.placement import Cut, Whole
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.records import Experience, Opinions, Prompts, Rollout, Scored, micro_batches
-from rlhf_cli.ppo.rewards import RewardSource
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 from rlhf_cli.progress import counted
+from rlhf_cli.rewards import RewardSource
 
 Minibatch = tuple[Tensor, ...]  # micro-batches, each the rows of the rollout that are in it
 
@@ -193,10 +193,10 @@ class PPOTrainer:
         return Scored(raw, opinions, summed, moments, placed)
 
     def _ask(self, source: RewardSource, rollout: Rollout) -> Any:
-        """What a source says of all rows: each rank asks for its part where rows are told `by_row`, else the first."""
+        """Score all rows: ranks share the rows of a `shardable` source, else the first rank scores all."""
         if self.ranks.count == 1:
             return source(rollout)
-        if not getattr(source, "by_row", False):
+        if not getattr(source, "shardable", False):
             return self.ranks.first(lambda: _on_cpu(source(rollout)))
         parts: list[Any] = self.ranks.parted(len(rollout), lambda part: _on_cpu(source(rollout.rows(part))))
         return Opinions.joined(parts) if isinstance(parts[0], Opinions) else torch.cat(parts)

@@ -18,12 +18,12 @@ from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo.records import Prompts
-from rlhf_cli.ppo.rewards import leaving_no_bytecode
 from rlhf_cli.progress import Progress
 from rlhf_cli.replay import observe
 from rlhf_cli.replay.compare import TOLERANCE, Quantity, only_rounding, side_by_side, worst
 from rlhf_cli.replay.observe import Numbers
 from rlhf_cli.replay.recorded import Run, open_run
+from rlhf_cli.rewards import no_bytecode_files
 from rlhf_cli.stages.ppo import parts as making
 from rlhf_cli.stages.ppo import samples
 
@@ -63,7 +63,7 @@ def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> i
     Raises RLHFError C06 for a step that cannot be made again, M01 where there is no run, C15 where its inputs changed,
     M05 for a damaged state, C06 for ppo.optim adamw_8bit, and what `rlhf ppo` raises for its parents and data.
     """
-    with leaving_no_bytecode():
+    with no_bytecode_files():
         report = replay(open_run(folder), step, options)
     if as_json:
         terminal.out(json.dumps(_as_json(report), indent=2))

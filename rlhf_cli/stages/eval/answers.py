@@ -18,10 +18,10 @@ from rlhf_cli.models import devices, reading
 from rlhf_cli.ppo import formulas
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
-from rlhf_cli.ppo.rewards import ModelReward, call_text_reward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.progress import Progress, counted
+from rlhf_cli.rewards import ModelReward, score_texts
 
 T = TypeVar("T")
 NEAR_GREEDY = 0.01  # the temperature of TRL 1.12's evaluation generations
@@ -114,7 +114,7 @@ def _judges(
         return models.reward(config, parent.key, writing, model, theirs, rows=config.eval.per_device_batch_size)
 
     def by_function(name: str) -> Judge:
-        return partial(call_text_reward, name, functions[name])
+        return partial(score_texts, name, functions[name])
 
     functions = inputs.functions(config)
     judges: dict[str, Judge | ModelReward]

@@ -15,9 +15,9 @@ from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.inputs.one_base import OneBase
 from rlhf_cli.models import adapters, devices, loading, offload, reading
 from rlhf_cli.ppo.ranks import ALONE, Ranks
-from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource, TextReward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards import EnsembleReward, FunctionReward, ModelReward, RewardFn, RewardSource
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _ptx(config: PPOConfig, tokenizer: Any, body: Any) -> list[tuple[list[int], 
     return [pair for pair in pairs if pair[1]]
 
 
-def sources(config: PPOConfig, texts: Mapping[str, TextReward], scorers: Scorers) -> dict[str, RewardSource]:
+def sources(config: PPOConfig, texts: Mapping[str, RewardFn], scorers: Scorers) -> dict[str, RewardSource]:
     """Every source of reward by name: `texts` are those that read text."""
     found: dict[str, RewardSource] = {}
     for name, source in config.rewards.items():
