@@ -22,7 +22,7 @@ from rlhf_cli.inputs import machine
 from rlhf_cli.models import loading, trees
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.trainer import PPOTrainer
-from rlhf_cli.stages.ppo import parts as making
+from rlhf_cli.stages.ppo_setup import PPOComponents, load_components
 
 pytestmark = pytest.mark.training
 LORA = ("-s", "models.adapters={kind: lora, r: 3}", "-s", "ppo.learning_rate=1e-2")
@@ -45,10 +45,10 @@ def copied(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path / "moved"
 
 
-def loaded(folder: Path, *changes: str) -> making.Parts:
+def loaded(folder: Path, *changes: str) -> PPOComponents:
     """The run's models as `rlhf ppo` has them before the first update."""
     config = load("ppo", folder / "ppo.yaml", ["models.adapters={kind: lora, r: 3}", *changes])
-    return making.load(config, Options(), checkpoints.open_parents(config))
+    return load_components(config, Options(), checkpoints.open_parents(config))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -62,7 +62,7 @@ def some_ids() -> torch.Tensor:
 # What learns
 
 
-def four(parts: making.Parts) -> dict[str, Any]:
+def four(parts: PPOComponents) -> dict[str, Any]:
     trainer = parts.trainer
     (reward,) = trainer.rewards.values()
     return {"policy": trainer.policy, "ref": trainer.ref, "value": trainer.value, "reward": reward.model}
@@ -108,7 +108,7 @@ def test_the_first_kl_is_exactly_0_and_the_policy_moves(trained: Path) -> None:
 def test_whole_models_unless_adapters_are_asked_for(adapters_copy: Path) -> None:
     config = load("ppo", adapters_copy / "ppo.yaml")
     assert config.models.adapters is None
-    parts = making.load(config, Options(), checkpoints.open_parents(config))
+    parts = load_components(config, Options(), checkpoints.open_parents(config))
     trainer = parts.trainer
     assert all(weight.requires_grad for model in (trainer.policy, trainer.value) for weight in model.parameters())
     kept = {name for name, _ in trainer.policy.named_parameters()}

@@ -148,9 +148,7 @@ def retold(**changes) -> RetokenizingReward:
 
 def test_what_is_retold_by_hand():
     prompts, responses = [[1, 2, 3], [4, 5]], [[6, 8, 9, 99], [6, 8]]
-    assert retold().retokenize(prompts, responses) == ([[1, 3], [4]], [[6, 9, 7], [6]]), (
-        "no stop token was written"
-    )
+    assert retold().retokenize(prompts, responses) == ([[1, 3], [4]], [[6, 9, 7], [6]]), "no stop token was written"
     assert retold(prompts={(4, 5): [11, 12]}).retokenize(prompts, responses)[0] == [[1, 3], [11, 12]]
     assert retold(stop_token_id=None).retokenize(prompts, responses)[1] == [[6, 9], [6]]
     assert retold().retokenize([[1]], [[99]]) == ([[1]], [[7]])

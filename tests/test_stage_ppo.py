@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from rlhf_cli.ppo import HFEngine, Rollout
-from rlhf_cli.stages.eval import answers
-from rlhf_cli.stages.ppo.samples import token_texts
+from rlhf_cli.stages.eval import sequence_kl
+from rlhf_cli.stages.ppo_samples import token_texts
 
 pytestmark = pytest.mark.training
 
@@ -341,7 +341,7 @@ def test_an_estimator_without_the_kls_gradient_is_warned_about(run_folder):
 
 
 def test_a_first_ratio_that_is_off_is_warned_about(run_folder, monkeypatch):
-    monkeypatch.setattr("rlhf_cli.stages.ppo.training.RATIO_TOLERANCE", -1.0)
+    monkeypatch.setattr("rlhf_cli.stages.ppo.RATIO_TOLERANCE", -1.0)
     assert "warning[R07]: step 1: the first ratio of an update is off 1 by 0" in ppo(run_folder).stderr
 
 
@@ -410,7 +410,7 @@ def test_eval_report_by_its_own_samples(run_folder):
 def test_sequence_kl_is_the_sum_of_log_ratios_at_the_temperature():
     policy, sft, temperature = tiny.causal(seed=3), tiny.causal(seed=0), 0.7
     queries, responses = [[5, 6], [7], [8, 9, 4]], [[3, 2], [4, 8, 9, 5, 2], [6]]
-    found = answers.sequence_kl(policy, sft, Rollout.from_lists(queries, responses), temperature, max_rows=2)
+    found = sequence_kl(policy, sft, Rollout.from_lists(queries, responses), temperature, max_rows=2)
     for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
         ids = torch.tensor([query + response])
         ours, theirs = (

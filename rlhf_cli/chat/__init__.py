@@ -21,10 +21,10 @@ from rlhf_cli.chat.turns import Form, Sampling
 from rlhf_cli.checkpoints import LAST, shown
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.models import devices, embeddings, loading, tokenizers
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards import no_bytecode_files
+from rlhf_cli.stages import ppo_setup
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ def _load(found: Cast, how: Sampling, options: Options) -> Talk:
             embeddings.check_vocabulary(model, tokenizer, shown(parent.path))
             loaded[folder] = model.to(devices.device()).eval()
             bar.advance(note=shown(parent.path))
-        stop = inputs.stop_token(found.config, tokenizer, loaded[first.model].get_input_embeddings().weight.shape[0])
+        stop = ppo_setup.stop_token_id(
+            found.config, tokenizer, loaded[first.model].get_input_embeddings().weight.shape[0]
+        )
         judge = Judge(found, options, tokenizer, stop, loaded[found.sft.model] if found.sft else None)
         bar.advance(len(found.rewards), note="rewards")
     voices = [Voice(role, loaded[role.model.model]) for role in found.roles]

@@ -13,14 +13,14 @@ from rlhf_cli.check.static import Stage
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import placed, shown
-from rlhf_cli.inputs import adapters, batches, limits, machine, models, reward_cards
-from rlhf_cli.inputs import eval as of_eval
-from rlhf_cli.inputs import ppo as of_ppo
+from rlhf_cli.evaluation import reward_cards
+from rlhf_cli.inputs import adapters, batches, limits, machine, models
 from rlhf_cli.inputs import reward as of_reward
 from rlhf_cli.inputs import sft as of_sft
 from rlhf_cli.inputs.machine import POLICIES
 from rlhf_cli.models import embeddings, fresh, loading, tokenizers
 from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.stages import eval_setup, ppo_setup
 
 
 @dataclass(frozen=True)
@@ -115,34 +115,34 @@ class Trial:
         start = self._chain(stage)
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
-            of_ppo.text_rewards(config, self.options, stage.parents, load=False)
+            ppo_setup.build_reward_fns(config, self.options, stage.parents, load=False)
         with self.report.collecting():
-            of_ppo.require_hub(config, stage.parents.get("models.sft"))
+            ppo_setup.check_hub_push(config, stage.parents.get("models.sft"))
         with self.report.collecting():
             if not stage.finished:
-                reward_cards.require(config, stage.parents)
+                reward_cards.check_required(config, stage.parents)
         with self.report.collecting():
             if body is not None:
-                of_ppo.check_layers(config, body)
+                ppo_setup.check_num_shared_layers(config, body)
                 adapters.check_targets(config, body)
         scorers, own = self._scorers(stage, tokenizer)
         with self.report.collecting():
             if tokenizer is not None and body is not None:
                 vocabulary = max(len(tokenizer), body.get_text_config().vocab_size)
-                stop = of_ppo.stop_token(config, tokenizer, vocabulary)
+                stop = ppo_setup.stop_token_id(config, tokenizer, vocabulary)
                 for key, scorer in scorers.items():
                     stops = data.stop_token_id(own[key]) if key in own else stop
-                    of_ppo.warn_pad(scorer, stops, config.where(key))
+                    ppo_setup.warn_pad_is_stop_token(scorer, stops, config.where(key))
         prompts, held_out = (
-            self._rows(stage, f"data.{key}", partial(of_ppo.read, config, key, tokenizer, body))
+            self._rows(stage, f"data.{key}", partial(ppo_setup.read_prompts, config, key, tokenizer, body))
             for key in ("prompts", "eval_prompts")
         )
-        self._rows(stage, "data.ptx_data", partial(of_ppo.read_ptx, config, tokenizer, body))
+        self._rows(stage, "data.ptx_data", partial(ppo_setup.read_ptx, config, tokenizer, body))
         if prompts is not None:
             self._retold(stage, scorers, own, [*prompts, *(held_out or [])])
             with self.report.collecting():
-                of_ppo.check_rows(config, prompts, held_out)
-            self.report.add("ppo", "batches", of_ppo.arithmetic(config, prompts))
+                ppo_setup.check_prompt_counts(config, prompts, held_out)
+            self.report.add("ppo", "batches", ppo_setup.describe_batches(config, prompts))
         self._promise(stage, tokenizer, body)
         self.policy_settings[config.folder] = config.ppo
 
@@ -151,17 +151,17 @@ class Trial:
         start = self._chain(stage)
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
-            of_eval.functions(config)
-        of_eval.warn_of_selection(config)
+            eval_setup.judge_functions(config)
+        eval_setup.warn_of_selection_by_reward(config)
         scorers, own = self._scorers(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
             settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
             if policy is not None:
-                settings = of_eval.trained_by(policy)
+                settings = eval_setup.ppo_settings(policy)
             if settings is not None or policy is not None:
-                length = of_eval.sampling(config, settings, Path(config.models.ppo), None).response_length
-        rows = self._rows(stage, "data.prompts", partial(of_eval.read, config, tokenizer, body, length))
+                length = eval_setup.sampling_params(config, settings, Path(config.models.ppo), None).response_length
+        rows = self._rows(stage, "data.prompts", partial(eval_setup.read_prompts, config, tokenizer, body, length))
         if rows is not None:
             self._retold(stage, scorers, own, list(rows))
             for other in self.trained_on:

@@ -24,8 +24,7 @@ from rlhf_cli.replay.compare import TOLERANCE, Quantity, only_rounding, side_by_
 from rlhf_cli.replay.observe import Numbers
 from rlhf_cli.replay.recorded import Run, open_run
 from rlhf_cli.rewards import no_bytecode_files
-from rlhf_cli.stages.ppo import parts as making
-from rlhf_cli.stages.ppo import samples
+from rlhf_cli.stages import ppo_samples, ppo_setup
 
 # What rounding may do to a draw, in nats, and to a quantity as a share of it before it is pointed out.
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -80,25 +79,25 @@ def replay(run: Run, step: int | None, options: Options) -> Report:
         text = "an update with averages in 8 bits cannot be made again in float64: they are rounded on the way"
         raise RLHFError("C06", text, where=config.where("ppo.optim"), hint="replay a run with another ppo.optim")
     with terminal.muted_warnings():  # `rlhf ppo` has said them
-        parts = making.load(config, options, run.parents())
-    trainer = parts.trainer
+        components = ppo_setup.load_components(config, options, run.parents())
+    trainer = components.trainer
     observe.remember(trainer)
     if step > 1:
         trainer.load_state_dict(run.state(step - 1))
     start = copy.deepcopy(trainer.state_dict())
     before = observe.weights(trainer.policy, trainer.value)
-    picked = data.prompt_batch(len(parts.prompts), step, settings.prompts_per_update, config.seed)
+    picked = data.prompt_batch(len(components.prompts), step, settings.prompts_per_update, config.seed)
     rounded = torch.bfloat16 if settings.bf16 else trainer.policy.dtype
     with Progress("replay", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
-        rollout = trainer.generate(Prompts.from_lists([parts.prompts[i].ids for i in picked]))
+        rollout = trainer.generate(Prompts.from_lists([components.prompts[i].ids for i in picked]))
         now, _ = observe.observe(trainer, rollout)
         now |= observe.changes(before, observe.weights(trainer.policy, trainer.value))
         left = _recorded(run, step, before)
-        for name, (then, today) in _samples(parts, run.samples.get(step, [])).items():
+        for name, (then, today) in _samples(components, run.samples.get(step, [])).items():
             left[name], now[name] = observe.numbers(then), observe.numbers(today)
         trainer.load_state_dict(start)
         wide, naive = observe.in_float64(
-            trainer, rollout, updates=parts.updates, stop_token_id=parts.stop_token_id,
+            trainer, rollout, updates=components.num_updates, stop_token_id=components.stop_token_id,
             near_tie=NEAR_TIE[rounded], tick=bar.advance,
         )  # fmt: skip
     quantities = side_by_side(naive, wide, now, left)
@@ -118,12 +117,14 @@ def _recorded(run: Run, step: int, before: observe.Weights) -> Numbers:
     return found
 
 
-def _samples(parts: making.Parts, rows: list[dict[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
+def _samples(
+    components: ppo_setup.PPOComponents, rows: list[dict[str, Any]]
+) -> dict[str, tuple[list[float], list[float]]]:
     """The run's sample table of the update, and what the trainer, just after it, makes of the same rows."""
     if not rows:
         return {}
-    experience = samples.judged(parts)
-    today = [samples.told(parts.tokenizer, experience, row["index"]) for row in rows]
+    experience = ppo_samples.experience_to_show(components)
+    today = [ppo_samples.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
     pairs = list(zip(rows, today, strict=True))
     other = [float(any(then[key] != now[key] for key in ("prompt", "response"))) for then, now in pairs]
     found = {"samples: other texts": ([0.0] * len(rows), other)}

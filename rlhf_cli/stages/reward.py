@@ -15,10 +15,13 @@ import torch
 import trl
 from transformers import set_seed
 
-from rlhf_cli import checkpoints, data, reward_card, terminal
+from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, RewardConfig
 from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.evaluation import reward_model
+from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
+from rlhf_cli.evaluation.reward_model_table import print_card
 from rlhf_cli.inputs import adapters, machine, models
 from rlhf_cli.inputs import reward as inputs
 from rlhf_cli.models import devices, embeddings, loading, saving, tokenizers
@@ -27,8 +30,6 @@ from rlhf_cli.ppo.records import Prompts, right_pad
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.progress import Progress, counted
-from rlhf_cli.reward_card import ScoredPair
-from rlhf_cli.reward_card.probes import POLITE
 from rlhf_cli.stages import trl_training
 
 PROBES = 8
@@ -102,7 +103,7 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     }
     ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
     if card:
-        reward_card.print_card({**card, "ci95": card["accuracy_ci95"]})
+        print_card({**card, "ci95": card["accuracy_ci95"]})
 
 
 def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
@@ -220,7 +221,7 @@ def report_card(
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
         return {}, {}
-    picked = reward_card.spread(rows)
+    picked = reward_model.probe_rows(rows)
     asked = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
     asked |= adversarial(tokenizer, [rows[i] for i in picked], loading.context_of(scorer.config), config.seed)
     scores = {}
@@ -231,9 +232,9 @@ def report_card(
     chosen, rejected = scores.pop("chosen_ids"), scores.pop("rejected_ids")
     lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]
     pairs = [ScoredPair(good, bad, *length) for good, bad, length in zip(chosen, rejected, lengths, strict=True)]
-    card = reward_card.measure(pairs, seed=config.seed)
-    card["adversarial"] = reward_card.judge(scores, [chosen[i] for i in picked])
-    faults = reward_card.flags(card)
+    card = reward_model.evaluate_pairs(pairs, seed=config.seed)
+    card["adversarial"] = reward_model.score_probes(scores, [chosen[i] for i in picked])
+    faults = reward_model.flags(card)
     for fault in faults:
         terminal.warn(fault.code, fault.text, where=shown(config.folder), hint=fault.hint)
     card["flags"] = [{"code": fault.code, "text": fault.text} for fault in faults]
@@ -262,9 +263,9 @@ def _loss(config: RewardConfig, pairs: Sequence[ScoredPair], wanted: Sequence[fl
 def adversarial(tokenizer: Any, rows: Rows, context: int | None, seed: int) -> dict[str, list[list[int]]]:
     """Probe -> tokens of each row. Politeness begins as the chosen answer does: after a space, or not."""
     answers = tokenizer.batch_decode([row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows])
-    texts = [answer[: len(answer) - len(answer.lstrip())] + POLITE for answer in answers]
+    texts = [answer[: len(answer) - len(answer.lstrip())] + POLITE_ANSWER for answer in answers]
     polite = [ids[:-1] for _, ids in data.encode_many(tokenizer, [None] * len(texts), texts)]
-    return reward_card.build(rows, polite, context=context, seed=seed)
+    return reward_model.build_probes(rows, polite, context=context, seed=seed)
 
 
 def finite_scores(config: RewardConfig, scorer: Any, rows: Sequence[list[int]], ranks: Ranks) -> list[float]:

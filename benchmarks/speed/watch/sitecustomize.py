@@ -31,7 +31,7 @@ WATCHED = {
     "rlhf_cli.data.tokens": [("encode_many", "tokenising", "tokenised")],
     "rlhf_cli.models.saving": [("save_model", "saving", None)],
     "rlhf_cli.models.reading": [("rollout_scores", "judge", None)],
-    "rlhf_cli.stages.eval.answers": [("sequence_kl", "KL", None)],
+    "rlhf_cli.stages.eval": [("sequence_kl", "KL", None)],
     "rlhf_cli.ppo.rollout": [("HFEngine.generate", "rollout", None)],
     "rlhf_cli.ppo.trainer": [("PPOTrainer.judge", "judge", None), ("PPOTrainer.update", "update", None)],
 }
