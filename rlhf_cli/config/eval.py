@@ -9,8 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section
 from rlhf_cli.config.sections import ATTENTION, DTYPE, OWN_STAGES, STAGE, Dtype, EvalData
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import nearest
-from rlhf_cli.sources import Source
 
 AS_TRAINED = "[`pytest tests/test_stage_ppo.py::test_a_foreign_policy_needs_its_sampling_told`]"
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
@@ -203,7 +203,7 @@ class EvalConfig(Config):
                 raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": place})
         return self
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, DataSource]:
         """Key path -> source, of all data that the stage reads."""
         return self.data.sources(self.where)
 
