@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import World
+from report_run import draws_nothing
 from test_schema import complaints
 from typer.testing import CliRunner, Result
 
@@ -361,12 +362,15 @@ def test_what_is_refused(data: dict[str, Path], world: World, tmp_path: Path) ->
 
 
 @pytest.mark.training
-def test_a_file_of_pairs_leads_to_a_finished_run(data: dict[str, Path], world: World, tmp_path: Path) -> None:
+def test_a_file_of_pairs_leads_to_a_finished_run(
+    data: dict[str, Path], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws_nothing(monkeypatch)
     run = tmp_path / "run"
     assert init(run, data["transcripts"], world.base).exit_code == 0
     written = {stage: (run / f"{stage}.yaml").read_text() for stage in ("sft", "reward", "ppo", "eval")}
     for stage in written:  # here, where all is imported; `rlhf run` has its own tests
-        sets = [f"ppo.total_episodes={4 * EPISODES}"] if stage == "ppo" else []
+        sets = [f"ppo.total_episodes={2 * EPISODES}"] if stage == "ppo" else []
         result = CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *sets])
         assert result.exit_code == 0, result.output
     found = json.loads((run / "eval/report.json").read_text())
