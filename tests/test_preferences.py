@@ -17,7 +17,7 @@ from rlhf_cli.config.written import aligned
 from rlhf_cli.data import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.preferences import split
+from rlhf_cli.preferences import speed, split
 from rlhf_cli.preferences.facts import Facts, count_parameters
 from rlhf_cli.preferences.lengths import Lengths
 from rlhf_cli.preferences.sizes import EPISODES, choose, rate
@@ -204,6 +204,13 @@ def test_comments_stand_in_one_column() -> None:
 
 
 # --- the command
+
+
+@pytest.fixture(autouse=True)
+def known_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured where a run is trained: beside other work that takes seconds."""
+    if not request.node.get_closest_marker("training"):
+        monkeypatch.setattr(speed, "measure", lambda folder: KNOWN.speed)
 
 
 def init(folder: Path, data: Path, base: Path, *more: str) -> Result:
