@@ -5,10 +5,12 @@ import os
 import random
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 import yaml
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are slower than one
@@ -21,6 +23,8 @@ from damages import summary
 from ppo_folder import origin, run_folder  # noqa: F401  (fixtures of the stage tests)
 
 from rlhf_cli import checkpoints, rows, terminal
+
+typer.testing._get_command = cache(typer.testing._get_command)  # the options of all commands are read once, not a call
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 THINGS = ["sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake", "hill", "wood"]

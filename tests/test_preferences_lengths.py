@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import World
-from test_preferences import init
+from test_preferences import init, known_speed  # noqa: F401  (a fixture)
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli import check, config, preferences, rows, terminal

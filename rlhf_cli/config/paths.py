@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlhf_cli.config.keys import PathKey, field_shape, path_entries
+from rlhf_cli.config.keys import PathKey, path_entries, shapes_of
 from rlhf_cli.config.sources import HUB_ID, is_file_name, split_name
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -43,7 +43,7 @@ def is_path(value: str, mark: PathKey) -> bool:
 
 def _fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
     for name, field in model.model_fields.items():
-        below = field_shape(field)
+        below = shapes_of(model)[name]
         always_there = field.annotation is below.model
         if below.path and isinstance(field.default, str) and name not in tree:
             tree[name] = field.default
