@@ -98,7 +98,7 @@ def alone(run: Path, step: int) -> dict[str, Any]:
     return json.loads((run / "alone" / str(step) / "eval/report.json").read_text())
 
 
-def test_the_frontier_is_each_snapshot_alone_and_nothing_is_picked_unasked(run: Path) -> None:
+def test_a_point_is_its_snapshot_alone_and_nothing_is_picked_unasked(run: Path) -> None:
     """To the last bit: the draws are the same for every policy."""
     report, result = evaluate(run)
     steps = [point["step"] for point in report["frontier"]]
@@ -119,7 +119,6 @@ def test_the_frontier_is_each_snapshot_alone_and_nothing_is_picked_unasked(run: 
     rounds = 2 + len(others) + 2
     assert f"eval {rounds}/{rounds} round" in result.stderr
     assert "frontier.svg" in json.loads((run / "eval/manifest.json").read_text())["files"]
-
     assert not {"selected_step", "selected", "no_frontier"} & report.keys() and "selected" not in result.stdout
     assert "The frontier: PPO's policies along the way" in result.stdout
     report, result = evaluate(run, "--fresh", "-s", "eval.frontier=false")
