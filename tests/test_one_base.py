@@ -24,7 +24,7 @@ from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.stages.ppo import parts as making
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 LORA = ("-s", "models.adapters={kind: lora, r: 3}", "-s", "ppo.learning_rate=1e-2")
 LONG = (*LORA, "-s", "ppo.total_episodes=40", "-s", "output.save_steps=2", "-s", "output.snapshots=2")
 FILES = ("model/adapter_model.safetensors", "value/adapter_model.safetensors")
