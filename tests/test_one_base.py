@@ -287,7 +287,7 @@ def test_evaluation_and_replay_read_it(copied: Path) -> None:
     assert abs(report["models"]["sft"]["kl"]) < 1e-3 < report["models"]["ppo"]["kl"]
     assert len(report["frontier"]) >= 2  # each snapshot was read too
     for step in ("1", "5"):
-        result = ppo_folder.rlhf("replay", copied, "--step", step, "--json")
+        result = ppo_folder.rlhf("verify", copied, "--step", step, "--json")
         told = json.loads(result.stdout)
         assert result.exit_code == 0 and told["exact"] and told["agrees"], told["told"]
         counts = {each["name"]: each["count"] for each in told["quantities"]}
