@@ -18,7 +18,7 @@ from adapter_folder import adapters_copy, adapters_run  # noqa: F401  (fixtures 
 from chat_run import chat_origin  # noqa: F401  (a fixture of the tests of chat)
 from damage_chain import chain, make_chain, other_chain  # noqa: F401  (fixtures of the tests of damages)
 from damages import summary
-from ppo_folder import origin, run_folder  # noqa: F401  (fixtures of the stage tests)
+from ppo_folder import origin, ppo_run, run_folder  # noqa: F401  (fixtures of the stage tests)
 
 from rlhf_cli import checkpoints, rows, terminal
 

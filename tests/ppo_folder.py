@@ -63,6 +63,17 @@ def run_folder(origin: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def ppo_run(origin: Path, tmp_path_factory) -> Path:
+    """Such a folder with its PPO run finished. Not to be changed."""
+    folder = shutil.copytree(origin, tmp_path_factory.mktemp("ppo"), dirs_exist_ok=True)
+    write(folder, "ppo", PPO)
+    write(folder, "eval", EVAL)
+    result = ppo(folder)
+    assert result.exit_code == 0, result.output
+    return folder
+
+
 def write(folder: Path, stage: str, config: dict) -> None:
     (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
 

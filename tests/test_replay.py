@@ -4,7 +4,7 @@ import ast
 import json
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,19 +42,21 @@ def length(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def made(
-    *, family: str = "llama", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
+    *, family: str = "", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
 ) -> PPOTrainer:
     """A trainer that has made some updates; `head` on the policy for a value model, `both` a model and a function."""
     chosen = tiny.settings(**{**SIZES, **changes})
     like_ref = bool(chosen.num_shared_layers)  # else another: the KL is not 0
-    policy, ref, scorer = tiny.causal(family, 0 if like_ref else 3), tiny.causal(family), tiny.scorer(family)
-    value = reading.ValueHead(policy) if head else tiny.scorer(family, 5)
+    sizes = {} if family or like_ref else {"num_hidden_layers": 1}  # two layers where it is about them
+    causal, scored = (partial(make, family or "llama", **sizes) for make in (tiny.causal, tiny.scorer))
+    policy, ref, scorer = causal(0 if like_ref else 3), causal(), scored()
+    value = reading.ValueHead(policy) if head else scored(5)
     stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
     sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
     if both:
         sources["words"] = FunctionReward("words", length, Words())
     if combine:
-        members = {f"m{seed}": ModelReward(tiny.scorer(family, seed), 4) for seed in (1, 6, 7)}
+        members = {f"m{seed}": ModelReward(scored(seed), 4) for seed in (1, 6, 7)}
         sources["vote"] = EnsembleReward(members, combine, 0.3)
     trainer = PPOTrainer(
         policy, ref, value, sources, HFEngine(policy, stop, tiny.PAD, chosen.temperature), chosen,
