@@ -16,7 +16,7 @@ from chaos.kills import Kill, Outcome, writing
 from chaos.points import Tried
 
 HERE = Path(__file__).parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", "HF_HUB_OFFLINE": "1", "CHAOS_STEPS": "12"}
 
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:

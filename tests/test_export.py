@@ -11,7 +11,6 @@ from typing import Any
 
 import adapter_folder
 import families
-import ppo_folder
 import pytest
 import torch
 from adapter_folder import widen, write

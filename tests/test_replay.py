@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -476,7 +477,7 @@ def test_replay_of_a_run(run_folder: Path) -> None:
     write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], "num_sample_generations": 4}})
     assert ppo(run_folder).exit_code == 0
     before = tree(run_folder)
-    for step in (1, 3, 4, None):
+    for step in (1, 3, None):
         result = rlhf("replay", run_folder, "--json", *(["--step", step] if step else []))
         assert result.exit_code == 0, result.output
         report = json.loads(result.stdout)
@@ -499,11 +500,10 @@ def test_replay_of_a_run(run_folder: Path) -> None:
 
 
 @pytest.mark.training
-def test_replay_exits_1_and_tells_where(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_exits_1_and_tells_where(ppo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that came into the code after the run: neither the run's numbers nor the naive ones come out."""
-    assert ppo(run_folder).exit_code == 0
     plant(monkeypatch, trainer_module, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
-    result = rlhf("replay", run_folder)
+    result = rlhf("replay", ppo_run)
     assert result.exit_code == 1
     assert "replay    update 3 differs: advantages is the first of" in result.stdout
     assert "are not the run's own, first val/explained_variance" in result.stdout
@@ -554,10 +554,10 @@ def test_replay_of_a_run_that_is_going_on(run_folder: Path) -> None:
 
 
 @pytest.mark.training
-def test_replay_refuses_what_it_cannot_stand_on(run_folder: Path) -> None:
+def test_replay_refuses_what_it_cannot_stand_on(ppo_run: Path, run_folder: Path) -> None:
     nothing = rlhf("replay", run_folder)
     assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "holds no PPO run" in nothing.stderr
-    assert ppo(run_folder).exit_code == 0
+    shutil.copytree(ppo_run, run_folder, dirs_exist_ok=True)
     with (run_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:
         file.seek(2000)
         file.write(b"oops")

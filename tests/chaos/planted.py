@@ -11,7 +11,7 @@ from typing import Any
 from chaos import faults
 from chaos.faults import Point
 from chaos.kills import finished
-from chaos.runs import Run, World
+from chaos.runs import STEPS, Run, World
 from rlhf_cli import tracking
 from rlhf_cli.checkpoints import states
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -65,15 +65,15 @@ def litter_left() -> Undo:
     return _replace(sys.modules["rlhf_cli.checkpoints.outputs"], "clear_leftovers", lambda folder: None)
 
 
-LATE = Point("write metrics.jsonl", "half", 20)  # a run that has few steps left, which more than one fault needs
+LATE = Point("write metrics.jsonl", "half", STEPS - 1)  # a run that has few steps left, which more than one fault needs
 # name -> (stage, where its run is killed, what is planted before it goes on)
 FAULTS: dict[str, tuple[str, Point, Callable[[], Undo]]] = {
     "scheduler forgotten": ("ppo", LATE, scheduler_forgotten),
     "coefficient forgotten": ("ppo", LATE, coefficient_forgotten),
     "log not cut": ("ppo", LATE, log_not_cut),
-    "litter left": ("ppo", Point("remove state/.trash-step_#-#", "before", 6), litter_left),
-    "state believed": ("sft", Point("save state/checkpoint-#/model.safetensors", "half", 7), state_believed),
-    "random numbers forgotten": ("sft", Point("write metrics.jsonl", "after", 22), random_numbers_forgotten),
+    "litter left": ("ppo", Point("remove state/.trash-step_#-#", "before", STEPS // 3 - 2), litter_left),
+    "state believed": ("sft", Point("save state/checkpoint-#/model.safetensors", "half", STEPS // 3), state_believed),
+    "random numbers forgotten": ("sft", Point("write metrics.jsonl", "after", STEPS), random_numbers_forgotten),
 }
 
 

@@ -18,8 +18,8 @@ import yaml
 from chaos import faults
 
 STAGES = ("sft", "reward", "ppo")
-STEPS = 24
-ROWS = 96  # 12 batches of 8: two epochs
+STEPS = int(os.environ.get("CHAOS_STEPS", 24))
+ROWS = 4 * STEPS  # batches of 8: two epochs
 SAVE = {"save_steps": 3}
 TRL_KEYS = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "logging_steps": 1}
 MODEL = {
@@ -43,7 +43,7 @@ PPO = {
     "response_length": 8,
     "learning_rate": 1e-3,
     "temperature": 1.0,
-    "num_sample_generations": 8,
+    "num_sample_generations": STEPS // 3,
     "use_score_scaling": True,
     "use_score_norm": True,
     "adap_kl_ctrl": True,
@@ -55,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sft": {
         "model": {"new": MODEL},
         "data": {"train": "data/sft.jsonl", "eval": "data/sft_eval.jsonl"},
-        "sft": {**TRL_KEYS, "max_length": 128, "eval_steps": 8},
+        "sft": {**TRL_KEYS, "max_length": 128, "eval_steps": STEPS // 3},
         "output": SAVE,
     },
     "reward": {
