@@ -22,7 +22,14 @@ from adapter_folder import adapters_copy, adapters_run  # noqa: F401  (fixtures 
 from chat_run import chat_origin  # noqa: F401  (a fixture of the tests of chat)
 from damage_chain import chain, make_chain, other_chain  # noqa: F401  (fixtures of the tests of damages)
 from damages import summary
-from ppo_folder import no_page, origin, run_folder, trained_folder, trained_once  # noqa: F401  (of the stage tests)
+from ppo_folder import (  # noqa: F401  (fixtures of the stage tests)
+    no_page,
+    origin,
+    ppo_run,
+    run_folder,
+    trained_folder,
+    trained_once,
+)
 
 from rlhf_cli import checkpoints, rows, terminal
 

@@ -86,6 +86,12 @@ def trained_once(origin: Path, tmp_path_factory) -> tuple[Path, Result]:
 
 
 @pytest.fixture
+def ppo_run(trained_once: tuple[Path, Result]) -> Path:
+    """The folder of that run. Not to be changed."""
+    return trained_once[0]
+
+
+@pytest.fixture
 def trained_folder(trained_once: tuple[Path, Result], tmp_path: Path) -> Path:
     """A copy of that folder, for a test to change."""
     return Path(shutil.copytree(trained_once[0], tmp_path, dirs_exist_ok=True))
