@@ -15,7 +15,7 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 from torch import nn
 
 from rlhf_cli import rows
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas, scoring
 from rlhf_cli.ppo import trainer as trainer_module
 from rlhf_cli.ppo.moments import Moments
@@ -48,7 +48,7 @@ def made(
     chosen = tiny.settings(**{**SIZES, **changes})
     like_ref = bool(chosen.num_shared_layers)  # else another: the KL is not 0
     policy, ref, scorer = tiny.causal(family, 0 if like_ref else 3), tiny.causal(family), tiny.scorer(family)
-    value = reading.ValueHead(policy) if head else tiny.scorer(family, 5)
+    value = forward.ValueHead(policy) if head else tiny.scorer(family, 5)
     stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
     sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
     if both:
@@ -325,7 +325,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "value of another token": (
         "values",
         {},
-        at(reading, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
+        at(forward, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
     ),
     "no clipping of the ratio": (
         "loss/policy_avg, each step",

@@ -13,7 +13,7 @@ from rlhf_cli.config import EvalConfig
 from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import limits
-from rlhf_cli.models import loading
+from rlhf_cli.models import load
 from rlhf_cli.ppo.rewards import TextReward, load_function
 from rlhf_cli.ppo.settings import PPOSettings
 
@@ -90,7 +90,7 @@ def read(
     """
     room = None
     if body is not None:
-        room = loading.prompt_room(body, response_length, config.where("eval.response_length"))
+        room = load.max_prompt_tokens(body, response_length, config.where("eval.response_length"))
     read = partial(data.prompt_rows, config.sources()["data.prompts"], tokenizer, max_length=room, sample=sample)
     return limits.read_usable(config, "data.prompts", limits.longer_prompts("eval", room, response_length), read)
 

@@ -14,7 +14,8 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.inputs import batches, limits
-from rlhf_cli.models import loading, publishing
+from rlhf_cli.models import hub
+from rlhf_cli.models.load import context_length, max_prompt_tokens
 from rlhf_cli.ppo import rewards
 
 
@@ -50,7 +51,7 @@ def read(
     """
     room, length = None, config.ppo.max_response_length
     if body is not None:
-        room = loading.prompt_room(body, length, config.where("ppo.response_length"))
+        room = max_prompt_tokens(body, length, config.where("ppo.response_length"))
     source, on_long = config.sources()[f"data.{key}"], config.data.on_long
     read = partial(data.prompt_rows, source, tokenizer, max_length=room, on_long=on_long, sample=sample)
     return limits.read_usable(config, f"data.{key}", limits.longer_prompts("ppo", room, length), read)
@@ -61,7 +62,7 @@ def read_ptx(config: PPOConfig, tokenizer: Any, body: Any) -> data.Rows[dict[str
 
     Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
     """
-    key, room = "data.ptx_data", None if body is None else loading.context_of(body)
+    key, room = "data.ptx_data", None if body is None else context_length(body)
     longer = f"take a model with a longer context than {room} positions, or shorten the rows"
     read = partial(data.sft_rows, config.sources()[key], tokenizer, max_length=room, on_long=config.data.on_long)
     return limits.read_usable(config, key, longer, read)
@@ -84,7 +85,7 @@ def require_hub(config: PPOConfig, sft: Parent | None) -> None:
     if config.models.adapters and sft and not sft.hub:
         text = f"adapters alone would be pushed to {repo}, and their base, models.sft, is a folder here"
         raise RLHFError("C17", text, where=where, hint="take ppo.push_to_hub_if_best out, or models.adapters")
-    publishing.require_token(repo, where)
+    hub.require_token(repo, where)
 
 
 def check_rows(config: PPOConfig, prompts: data.Rows[Any], held_out: data.Rows[Any] | None) -> None:

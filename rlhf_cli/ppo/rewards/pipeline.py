@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TextClassificationPipeline
 
 from rlhf_cli.errors import RLHFError, nearest, placed, shown
-from rlhf_cli.models import devices, embeddings, loading, tokenizers
+from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.ppo.rewards.source import Place, TextReward
 
 # What the pipeline does to the logits; None: what the model's config asks for, softmax or sigmoid.
@@ -32,7 +32,7 @@ class Classifier:
             for prompt, response in zip(prompts, responses, strict=True)
         ]
         how: dict[str, Any] = {"function_to_apply": APPLIED[self.number], "top_k": None, "batch_size": self.batch_size}
-        context = loading.context_of(self.pipeline.model.config)
+        context = load.context_length(self.pipeline.model.config)
         found = self.pipeline(texts, truncation=context is not None, max_length=context, padding=True, **how)
         return [next(one["score"] for one in row if one["label"] == self.label) for row in found]
 
@@ -42,14 +42,14 @@ def make(section: Any, place: Place) -> TextReward:
     assert place.model is not None, "the caller gives the model's folder"
     trust = place.trust_remote_code
     with placed(place.where("pipeline")):
-        config = loading.classifier_config(place.model, trust)
+        config = load.read_classifier_config(place.model, trust)
     label = _label(section.label, [str(name) for name in config.id2label.values()], place)
     if not place.load:
         return _not_loaded
     with placed(place.where("pipeline")):
         tokenizer = tokenizers.load_tokenizer(place.model, trust_remote_code=trust)
-        model = loading.load_classifier(place.model, trust_remote_code=trust)
-        embeddings.check_vocabulary(model, tokenizer)
+        model = load.load_classifier(place.model, trust_remote_code=trust)
+        tokenizers.check_vocabulary(model, tokenizer)
     tokenizer.padding_side = "right"  # where an encoder counts positions from
     pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=devices.device())
     return Classifier(pipeline, label, section.number, section.reads, section.batch_size)

@@ -6,7 +6,7 @@ from rlhf_cli import checkpoints, data, rows, terminal, verdict
 from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import batches, machine, models
 from rlhf_cli.inputs import eval as inputs
-from rlhf_cli.models import devices, loading
+from rlhf_cli.models import devices, load
 from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.report import write_beside
 from rlhf_cli.report.frontier import draw as draw_frontier
@@ -50,7 +50,7 @@ def _evaluate(
     sft, ppo = parents["models.sft"], parents["models.ppo"]
     tokenizer = models.tokenizer(config, options, sft)
     sampling = inputs.sampling(config, inputs.trained_by(ppo), ppo.path, data.stop_token_id(tokenizer))
-    body = loading.read_config(sft.model, options.trust_remote_code)
+    body = load.read_config(sft.model, options.trust_remote_code)
     with ranks.after_the_first():
         usable = inputs.read(config, tokenizer, body, sampling.response_length)
     if usable.left_out or len(usable) < config.eval.n:

@@ -14,7 +14,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import models
-from rlhf_cli.models import devices, reading
+from rlhf_cli.models import devices, forward
 from rlhf_cli.ppo import formulas
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
@@ -204,7 +204,7 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
     for rows in counted("kl: micro-batch", micro_batches(rollout.lengths, every, max_rows=max_rows)):
         micro = rollout.micro_batch(rows)
         ours, theirs = (
-            formulas.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)
+            formulas.token_logprobs(forward.response_logits(model, micro), micro.targets, temperature)
             for model in (policy, ref)
         )
         totals.index_add_(0, micro.cells[0], (ours - theirs).double())

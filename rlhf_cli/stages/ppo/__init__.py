@@ -5,7 +5,7 @@ from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import machine, reward_cards
 from rlhf_cli.inputs import ppo as inputs
-from rlhf_cli.models import devices, loading, reading, saving, tokenizers
+from rlhf_cli.models import devices, forward, load, save, tokenizers
 from rlhf_cli.ppo.alarms import RunStop
 from rlhf_cli.ppo.metrics import Stats, objective
 from rlhf_cli.ppo.ranks import Ranks, group
@@ -58,7 +58,7 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
     save_models(config, parts, step)
     metrics = headline(config, parts)
     fields = {
-        **tokenizers.token_fields(parts.tokenizer, parts.stop_token_id),
+        **tokenizers.manifest_fields(parts.tokenizer, parts.stop_token_id),
         "metrics": metrics,
         **told,
         "step": step,
@@ -90,8 +90,8 @@ def save_models(config: PPOConfig, parts: making.Parts, step: int) -> None:
     """model/ is the policy after `step`, value/ the value model: whole, or adapters of a base that they name."""
     policy, value = parts.policy, parts.value
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
-    saving.save_model(policy, parts.tokenizer, config.folder / "model", f"Policy after {trained}.")
-    if isinstance(value, reading.ValueHead):
+    save.save_model(policy, parts.tokenizer, config.folder / "model", f"Policy after {trained}.")
+    if isinstance(value, forward.ValueHead):
         head = value.score
-        value = parts.base.with_head(policy, head) if parts.base else loading.scorer_around(policy, head)
-    saving.save_model(value, parts.tokenizer, config.folder / "value", f"Value model after {trained}.")
+        value = parts.base.with_head(policy, head) if parts.base else load.reward_model_from_backbone(policy, head)
+    save.save_model(value, parts.tokenizer, config.folder / "value", f"Value model after {trained}.")

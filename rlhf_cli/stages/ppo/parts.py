@@ -13,7 +13,8 @@ from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.inputs import machine, models, one_base
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.inputs.one_base import OneBase
-from rlhf_cli.models import adapters, devices, loading, offload, reading
+from rlhf_cli.models import devices, forward, lora, sharding
+from rlhf_cli.models.load import load_causal_lm, load_kwargs
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource, TextReward
 from rlhf_cli.ppo.rollout import HFEngine
@@ -52,7 +53,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
         start.to(devices.device())
     base = one_base.of(config, options, sft, start)
     saved_policy = base.policy() if base else start
-    policy = adapters.inside(saved_policy)
+    policy = lora.unwrap(saved_policy)
     inputs.check_layers(config, policy.config)
     stop_token_id = inputs.stop_token(config, tokenizer, policy.get_input_embeddings().weight.shape[0])
     prompts = inputs.read(config, "prompts", tokenizer, policy.config)
@@ -64,7 +65,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
     for key, parent in parents.items():
         if parent.manifest.get("probes"):
             model = scorers.frozen(key)
-            with offload.visiting(model, devices.device()) if settings.offload else nullcontext():
+            with sharding.on_device(model, devices.device()) if settings.offload else nullcontext():
                 models.check_probes(model, parent, where=config.where(key))
     batch = settings.local_rollout_forward_batch_size
     pad = tokenizer.pad_token_id or 0
@@ -74,7 +75,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
     trainer = PPOTrainer(
         policy,
         ref if settings.offload or settings.fsdp else ref.to(devices.device()),
-        adapters.inside(saved_value),
+        lora.unwrap(saved_value),
         sources(config, texts, scorers),
         engine,
         settings,
@@ -103,9 +104,9 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
 def restore(config: PPOConfig, options: Options, parts: Parts, folder: Path) -> None:
     """Give the policy the weights that it was saved with in a folder. Raises RLHFError M01, M04."""
     if parts.base:
-        adapters.take_over(parts.policy, folder)
+        lora.load_adapter_weights(parts.policy, folder)
     else:
-        kept = loading.load_causal(folder, **loading.how(config.models, options.trust_remote_code))
+        kept = load_causal_lm(folder, **load_kwargs(config.models, options.trust_remote_code))
         parts.trainer.placement.fill(parts.trainer.policy, kept.state_dict())
 
 
@@ -158,7 +159,7 @@ class Scorers:
         """The value model, made as models.value says; with adapters peft's."""
         wish = self.config.models.value
         if wish == "policy_head":
-            return reading.ValueHead(policy)
+            return forward.ValueHead(policy)
         key = "models.reward" if wish == "reward" else "models.value"
         if self.base:
             parent = self.parents[key]

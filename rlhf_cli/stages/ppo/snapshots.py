@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_cli import checkpoints
 from rlhf_cli.config import PPOConfig
-from rlhf_cli.models import publishing, saving
+from rlhf_cli.models import hub, save
 from rlhf_cli.ppo import scoring
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.records import Experience
@@ -64,7 +64,7 @@ class Snapshots:
         candidate = step - 1
         if candidate in self.candidates and self.best.beaten_by(candidate) and self.push_to:
             text = f"Policy after {candidate} PPO updates, {self.metric} {self.best.value:.4g}"
-            publishing.push_best(self.path(candidate), self.push_to, text)
+            hub.push_best(self.path(candidate), self.push_to, text)
 
     def _maximised(self, stats: Stats, experience: Experience) -> float:
         """The objective in one unit for all updates: ppo.kl_coef as the run began with it, and scores before they are
@@ -114,7 +114,7 @@ class Snapshots:
             checkpoints.commit_state(
                 self.folder,
                 self.path(step).name,
-                lambda path: saving.save_model(policy, tokenizer, path, card),
+                lambda path: save.save_model(policy, tokenizer, path, card),
                 keep=None,  # `tidy` drops them, never as the oldest
             )
 

@@ -10,7 +10,7 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.config import PPOConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import ppo as inputs
-from rlhf_cli.models import trees
+from rlhf_cli.models import save
 from rlhf_cli.ppo.alarms import Alarms, RunStop
 from rlhf_cli.ppo.finite import NotFinite
 from rlhf_cli.ppo.metrics import Stats, distributions
@@ -39,7 +39,7 @@ class Training:
         state = checkpoints.latest_state(self.states) if resume else None
         logs: dict[str, Any] = {}
         if state:
-            tree = trees.load_tree(state)
+            tree = save.load_tree(state)
             self.trainer.load_state_dict(tree["trainer"])
             self.alarms = Alarms(**tree["alarms"])
             self.watchdog.load_state_dict(tree["watchdog"])
@@ -144,7 +144,7 @@ class Training:
         name = f"step_{step:06d}"
 
         def write(path: Path) -> None:
-            trees.save_tree(self.trainer.ranks.told(path)[0], tree)
+            save.save_tree(self.trainer.ranks.told(path)[0], tree)
 
         with self.cost.one():
             checkpoints.commit_state(self.states, name, write, keep=self.config.output.keep)
