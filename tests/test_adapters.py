@@ -23,7 +23,7 @@ from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.stages import reward, sft, trl_training
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 
 
 def some_ids() -> torch.Tensor:

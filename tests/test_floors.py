@@ -16,8 +16,8 @@ FLOORS = [
     {"rows", "terminal", "statistics", "signals", "room"}
     | {"ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.noise", "ppo.seeds"},
     {"ppo.records", "progress", "replay.naive.*"},
-    {"sources.*", "reward_card.*"},
-    {"config.*"},
+    {"config.*", "reward_card.*"},
+    {"sources.*"},
     {"checkpoints.*"},
     {"trackers.*"},
     {

@@ -475,7 +475,7 @@ def test_replay_of_a_run(run_folder: Path) -> None:
     assert ppo(run_folder).exit_code == 0
     before = tree(run_folder)
     for step in (1, 3, 4, None):
-        result = rlhf("replay", run_folder, "--json", *(["--step", step] if step else []))
+        result = rlhf("verify", run_folder, "--json", *(["--step", step] if step else []))
         assert result.exit_code == 0, result.output
         report = json.loads(result.stdout)
         assert (report["step"], report["agrees"], report["exact"]) == (step or 4, True, True)
@@ -486,14 +486,14 @@ def test_replay_of_a_run(run_folder: Path) -> None:
         assert metrics <= recorded and {"samples: score", "samples: other texts", "samples: score short"} <= recorded
         assert ("policy weights, change" in recorded) is (step != 1)  # state 1 was dropped
     assert tree(run_folder) == before
-    shown = rlhf("replay", run_folder / "ppo", "--step", 2 + 1)
+    shown = rlhf("verify", run_folder / "ppo", "--step", 2 + 1)
     assert "update 3 agrees to 1e-06" in shown.stdout and "to the last bit" in shown.stdout
     assert {"advantages", "policy weights, change"} <= {
         line.rpartition("  ")[0][:22].strip() for line in shown.stdout.splitlines()
     }
-    wrong = rlhf("replay", run_folder, "--step", 2)
+    wrong = rlhf("verify", run_folder, "--step", 2)
     assert wrong.exit_code == 2 and "error[C06]" in wrong.stderr and "steps that can: 1, 3, 4" in wrong.stderr
-    assert "steps that can" in rlhf("replay", run_folder, "--step", 99).stderr
+    assert "steps that can" in rlhf("verify", run_folder, "--step", 99).stderr
 
 
 @pytest.mark.training
@@ -501,7 +501,7 @@ def test_replay_exits_1_and_tells_where(run_folder: Path, monkeypatch: pytest.Mo
     """An error that came into the code after the run: neither the run's numbers nor the naive ones come out."""
     assert ppo(run_folder).exit_code == 0
     plant(monkeypatch, trainer_module, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
-    result = rlhf("replay", run_folder)
+    result = rlhf("verify", run_folder)
     assert result.exit_code == 1
     assert "replay    update 3 differs: advantages is the first of" in result.stdout
     assert "are not the run's own, first val/explained_variance" in result.stdout
@@ -529,7 +529,7 @@ def test_replay_of_a_run_with_everything(run_folder: Path) -> None:
     }
     write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], **changes}})
     assert ppo(run_folder).exit_code == 0
-    report = json.loads(rlhf("replay", run_folder, "--step", 3, "--json").stdout)
+    report = json.loads(rlhf("verify", run_folder, "--step", 3, "--json").stdout)
     assert report["agrees"] and report["exact"] and report["number_format"] == "bfloat16"
     found = {quantity["name"]: quantity for quantity in report["quantities"]}
     assert found["logprobs"]["rounding"] > 1e-4 and found["loss/ptx_avg"]["float64"] < EXACT
@@ -546,22 +546,22 @@ def test_replay_of_a_run_that_is_going_on(run_folder: Path) -> None:
     with (run_folder / "ppo/metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "objective/k')
     (run_folder / "ppo/state/step_000004/tensors.safetensors").write_bytes(b"half")
-    result = rlhf("replay", run_folder)
+    result = rlhf("verify", run_folder)
     assert result.exit_code == 0 and "update 4 agrees" in result.stdout and "to the last bit" in result.stdout
     assert "warning[M05]" in result.stderr and "its weights are not compared" in result.stderr
 
 
 @pytest.mark.training
 def test_replay_refuses_what_it_cannot_stand_on(run_folder: Path) -> None:
-    nothing = rlhf("replay", run_folder)
+    nothing = rlhf("verify", run_folder)
     assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "holds no PPO run" in nothing.stderr
     assert ppo(run_folder).exit_code == 0
     with (run_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:
         file.seek(2000)
         file.write(b"oops")
-    damaged = rlhf("replay", run_folder, "--step", 3)
+    damaged = rlhf("verify", run_folder, "--step", 3)
     assert damaged.exit_code == 1 and "error[M05]" in damaged.stderr and "step_000002 is damaged" in damaged.stderr
-    assert rlhf("replay", run_folder, "--step", 1).exit_code == 0
+    assert rlhf("verify", run_folder, "--step", 1).exit_code == 0
     (run_folder / "prompts.jsonl").write_text('{"prompt": "another one"}\n' * 8)
-    other = rlhf("replay", run_folder)
+    other = rlhf("verify", run_folder)
     assert other.exit_code == 2 and "error[C15]" in other.stderr and "data.prompts: other content" in other.stderr

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.checkpoints.files import read_object
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import Problem, RLHFError, panics_as, shown
 from rlhf_cli.models import tokenizer_diff
-from rlhf_cli.sources import Source
+from rlhf_cli.sources import read_rows
 
 PAD = "[PAD]"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -127,7 +128,7 @@ def resize_to_tokenizer(model: Any, tokenizer: Any) -> None:
         model.resize_token_embeddings(len(tokenizer))
 
 
-def train_tokenizer(source: Source | Path | str, vocab_size: int) -> Any:
+def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on all texts of a source.
 
     Ids 0 and 1 are `<pad>` and `<eos>`. Raises RLHFError D01-D05 (D05: no text), C06 for fewer than 258 tokens.
@@ -137,8 +138,8 @@ def train_tokenizer(source: Source | Path | str, vocab_size: int) -> Any:
     if vocab_size < (minimum := len(alphabet) + len(special)):
         text = f"model.new.tokenizer.vocab_size is {vocab_size}; {minimum} is the least (every byte, and two of ours)"
         raise RLHFError("C06", text)
-    source = Source.of(source)
-    texts = [text for _, row in source.rows() for text in _strings(row.values())]
+    source = DataSource.of(source)
+    texts = [text for _, row in read_rows(source) for text in _strings(row.values())]
     if not texts:
         raise RLHFError("D05", f"no text to train a tokenizer on in {source.shown()}", where=source.where)
     backend = Tokenizer(tokenizer_models.BPE())
