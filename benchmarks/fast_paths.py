@@ -39,20 +39,20 @@ def least(*calls: Callable[[], None]) -> list[float]:
 
 
 def attention(lengths: list[int]) -> list[float]:
-    """Of a layer: all rows in one rectangle, and each length by itself."""
+    """Of a layer: all rows in one batch, and each length by itself."""
     tokens, cpu = sum(lengths), torch.device("cpu")
     x, back = torch.randn(1, 4, tokens, 64, requires_grad=True), torch.randn(1, tokens, 4, 64)
 
     def run(rows: packing.PackedRows) -> None:
-        parts = zip(rows.rectangles, rows.split(x), strict=True)
+        parts = zip(rows.batches, rows.split(x), strict=True)
         found = [
-            rectangle.pack(F.scaled_dot_product_attention(part, part, part, is_causal=True).transpose(1, 2))
-            for rectangle, part in parts
+            batch.unpad(F.scaled_dot_product_attention(part, part, part, is_causal=True).transpose(1, 2))
+            for batch, part in parts
         ]
         torch.cat(found, dim=1).backward(back)
 
-    one = packing.PackedRows([packing.PaddedBatch.of(lengths, cpu)])
-    return least(lambda: run(one), lambda: run(packing.PackedRows.of(lengths, cpu)))
+    one = packing.PackedRows([packing.PaddedBatch.from_lengths(lengths, cpu)])
+    return least(lambda: run(one), lambda: run(packing.PackedRows.from_lengths(lengths, cpu)))
 
 
 def model() -> LlamaForCausalLM:
@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     policy, rows = model(), []
-    names = "attention of a layer: one rectangle, by length"
+    names = "attention of a layer: one batch, by length"
     rows += [(f"{names} ({kind})", *attention(of)) for kind, of in (("ragged", RAGGED), ("dense", DENSE))]
     heads = [head(policy, at_once=size, in_place=place) for size, place in ((352, False), (128, False), (128, True))]
     whole, parts, in_place = least(*heads)

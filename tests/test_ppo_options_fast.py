@@ -50,30 +50,30 @@ def test_packed_rows_give_the_gradient_of_padded_ones(family):
     assert apart(gradients(family=family), gradients(family=family, packing=False)) <= 1e-5
 
 
-def in_one_rectangle(lengths: list[int], device: torch.device) -> packing.PackedRows:
-    return packing.PackedRows([packing.PaddedBatch.of(lengths, device)])
+def in_one_batch(lengths: list[int], device: torch.device) -> packing.PackedRows:
+    return packing.PackedRows([packing.PaddedBatch.from_lengths(lengths, device)])
 
 
-def test_rows_in_one_rectangle_give_the_gradient_of_rows_by_length(monkeypatch):
+def test_rows_in_one_batch_give_the_gradient_of_rows_by_length(monkeypatch):
     """How rows are attended to on an accelerator, and on a CPU."""
     for family in ("llama", "mistral"):
         found = gradients(family=family, **EXACT)
         with monkeypatch.context() as patch:
-            patch.setattr(packing.PackedRows, "of", in_one_rectangle)
+            patch.setattr(packing.PackedRows, "from_lengths", in_one_batch)
             assert apart(gradients(family=family, **EXACT), found) <= 1e-12
 
 
 def test_a_cpu_attends_to_no_padding():
     lengths, cpu = [7, 7, 5, 7, 3], torch.device("cpu")
-    rows = packing.PackedRows.of(lengths, cpu)
-    assert [(list(one.lengths), one.width) for one in rows.rectangles] == [([7, 7], 7), ([5], 5), ([7], 7), ([3], 3)]
-    assert rows.width == 7 and all(one.source is None for one in rows.rectangles)
+    rows = packing.PackedRows.from_lengths(lengths, cpu)
+    assert [(list(one.lengths), one.width) for one in rows.batches] == [([7, 7], 7), ([5], 5), ([7], 7), ([3], 3)]
+    assert rows.width == 7 and all(one.source_index is None for one in rows.batches)
     tokens = torch.arange(29.0).reshape(1, 1, 29, 1).expand(1, 2, 29, 3)
-    together = in_one_rectangle(lengths, cpu)
-    (rectangle,), (laid,) = together.rectangles, together.split(tokens)
-    assert laid.shape == (5, 2, 7, 3) and laid[2, 1, :5, 0].tolist() == [14, 15, 16, 17, 18]
-    assert torch.equal(rectangle.pack(laid.transpose(1, 2)), tokens.transpose(1, 2))
-    assert in_one_rectangle([4, 4], cpu).rectangles[0].source is None, "no padding, no copy"
+    together = in_one_batch(lengths, cpu)
+    (batch,), (padded,) = together.batches, together.split(tokens)
+    assert padded.shape == (5, 2, 7, 3) and padded[2, 1, :5, 0].tolist() == [14, 15, 16, 17, 18]
+    assert torch.equal(batch.unpad(padded.transpose(1, 2)), tokens.transpose(1, 2))
+    assert in_one_batch([4, 4], cpu).batches[0].source_index is None, "no padding, no copy"
 
 
 def test_short_packed_rows_share_a_micro_batch_as_large_as_the_longest_would_make():
