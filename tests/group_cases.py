@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOTrainer
 from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.ppo.records import Opinions
@@ -45,7 +45,7 @@ def trainer(ranks: Ranks, dtype: torch.dtype, head: bool = False, **changes: Any
     sizes = {"per_device_train_batch_size": 4 // ranks.count, "gradient_accumulation_steps": 2 * ranks.count}
     settings = tiny.settings(**sizes, **changes)
     policy, ref = tiny.causal("llama", 3).to(dtype), tiny.causal("llama", 0).to(dtype)
-    value = reading.ValueHead(policy) if head else tiny.scorer().to(dtype)
+    value = forward.ValueHead(policy) if head else tiny.scorer().to(dtype)
     # Scores are float32: those of a row by itself do not depend on who reads it.
     wide = dtype == torch.float64
     members = {

@@ -88,13 +88,13 @@ def test_256_answers_tell_mean_and_deviation_to_a_tenth() -> None:
 
 
 def test_fresh_weights_are_a_llama(world: World, tmp_path: Path) -> None:
-    from rlhf_cli.models import fresh
+    from rlhf_cli.models import build
 
     fields = {name: size for name, size in SIZES.items() if name != "model_type"}
     new = {**fields, "tokenizer": {"train": str(world.text), "vocab_size": 320}}
     config = load("sft", world.config(tmp_path, "sft", model={"new": new}, data={"train": str(world.sft)}))
     assert config.model.new
-    model = fresh.new_causal(config.model.new.config_fields(), world.tokenizer())
+    model = build.new_causal_lm(config.model.new.config_fields(), world.tokenizer())
     assert type(model).__name__ == "LlamaForCausalLM"
 
 

@@ -27,7 +27,7 @@ from rlhf_cli import config
 from rlhf_cli.cli import app
 from rlhf_cli.config.keys import field_shape, shape
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import trees
+from rlhf_cli.models import save
 from rlhf_cli.ppo import HFEngine, PPOSettings, PPOTrainer, Prompts, Rollout
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ def test_trl_06_the_value_model_is_saved_and_loads_as_the_one_that_was_trained(t
         run_folder / "ppo/value", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    trained = trees.load_tree(run_folder / "ppo/state/step_000004")["trainer"]
+    trained = save.load_tree(run_folder / "ppo/state/step_000004")["trainer"]
     assert {"policy", "value", "optimizer", "scheduler", "kl_coef", "moments", "updates"} <= set(trained)
     assert all(torch.equal(saved.state_dict()[name], tensor) for name, tensor in trained["value"].items())
     start = AutoModelForSequenceClassification.from_pretrained(run_folder / "reward_model")

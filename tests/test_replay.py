@@ -16,7 +16,7 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 from torch import nn
 
 from rlhf_cli import rows
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas, scoring
 from rlhf_cli.ppo import trainer as trainer_module
 from rlhf_cli.ppo.moments import Moments
@@ -51,7 +51,7 @@ def made(
     sizes = {} if family or like_ref else {"num_hidden_layers": 1}  # two layers where it is about them
     causal, scored = (partial(make, family or "llama", **sizes) for make in (tiny.causal, tiny.scorer))
     policy, ref, scorer = causal(0 if like_ref else 3), causal(), scored()
-    value = reading.ValueHead(policy) if head else scored(5)
+    value = forward.ValueHead(policy) if head else scored(5)
     stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
     sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
     if both:
@@ -328,7 +328,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "value of another token": (
         "values",
         {},
-        at(reading, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
+        at(forward, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
     ),
     "no clipping of the ratio": (
         "loss/policy_avg, each step",

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli import rows
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import saving, tokenizers
+from rlhf_cli.models import save, tokenizers
 from rlhf_cli.ppo import ModelReward, Rollout
 from rlhf_cli.rewards import RetokenizingReward
 
@@ -30,7 +30,7 @@ def foreign(folder: Path, name: str = "foreign", family: str | None = None) -> N
     if family:
         made = families.tokenizer(families.FAMILIES[family], TEXTS)
     size = {"vocab_size": len(made), "max_position_embeddings": 256, "pad_token_id": 0}
-    saving.save_model(tiny.scorer(**size, bos_token_id=None), made, folder / name, "A model of others.")
+    save.save_model(tiny.scorer(**size, bos_token_id=None), made, folder / name, "A model of others.")
 
 
 def with_foreign(folder: Path, **source: object) -> None:

@@ -21,7 +21,7 @@ from rlhf_cli.chat.turns import Form, Sampling
 from rlhf_cli.checkpoints import LAST, shown
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import devices, embeddings, loading, tokenizers
+from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards import no_bytecode_files
 from rlhf_cli.stages import ppo_setup
@@ -74,8 +74,8 @@ def _load(found: Cast, how: Sampling, options: Options) -> Talk:
     loaded: dict[Path, Any] = {}
     with Progress("chat", len(parents) + len(found.rewards), "model", brief=True) as bar:
         for folder, parent in parents.items():
-            model = loading.load_causal(folder, **loading.how(found.config.models, trust))
-            embeddings.check_vocabulary(model, tokenizer, shown(parent.path))
+            model = load.load_causal_lm(folder, **load.load_kwargs(found.config.models, trust))
+            tokenizers.check_vocabulary(model, tokenizer, shown(parent.path))
             loaded[folder] = model.to(devices.device()).eval()
             bar.advance(note=shown(parent.path))
         stop = ppo_setup.stop_token_id(

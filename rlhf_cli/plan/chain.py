@@ -12,7 +12,8 @@ from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, PPOConfig, Rew
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import sft as of_sft
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import tokenizers
+from rlhf_cli.models.load import read_config
 from rlhf_cli.plan import remaining
 from rlhf_cli.plan.remaining import Remaining
 from rlhf_cli.ppo.settings import PPOSettings
@@ -99,7 +100,7 @@ class Chain:
     def _there(self, config: Config, reference: checkpoints.Reference) -> Start:
         parent = checkpoints.open_reference(config, reference, hashed=False)
         with placed(config.where(reference.key)):
-            body = loading.read_config(parent.model, self.options.trust_remote_code)
+            body = read_config(parent.model, self.options.trust_remote_code)
         return Start(body, models.tokenizer(config, self.options, parent))
 
     def _fresh(self, config: SFTConfig) -> Start:

@@ -10,7 +10,7 @@ from rlhf_cli import checkpoints
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import reading, shapes
+from rlhf_cli.models import build, forward
 from rlhf_cli.plan import depth, memory, remaining
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.depth import Found
@@ -126,7 +126,7 @@ def _ppo(
         if use.role in ("value", "reward"):
             name = use.role if use.role not in made else f"{use.role} {use.key}"
             made[name], keys[name] = _scorer(config, use.key, bodies, section, count), use.key
-    value = made.get("value") or reading.ValueHead(policy)
+    value = made.get("value") or forward.ValueHead(policy)
     parameters = {name: model.num_parameters() for name, model in made.items()}
     rewards = {name: model for name, model in made.items() if name.startswith("reward")}
     paths = {reference.key: reference.path for reference in checkpoints.references(config)}
@@ -154,11 +154,11 @@ def _eval(
 
 
 def _causal(config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
-    return _built(shapes.causal, config, key, bodies, section, count)
+    return _built(build.causal_lm_from_config, config, key, bodies, section, count)
 
 
 def _scorer(config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
-    return _built(shapes.scorer, config, key, bodies, section, count)
+    return _built(build.reward_model_from_config, config, key, bodies, section, count)
 
 
 def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:

@@ -6,7 +6,7 @@ Needs torch, transformers and pydantic alone.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_cli.models.reading import ValueHead
+    from rlhf_cli.models.forward import ValueHead
     from rlhf_cli.ppo import formulas
     from rlhf_cli.ppo.records import Experience, Prompts, Rollout
     from rlhf_cli.ppo.rollout import HFEngine

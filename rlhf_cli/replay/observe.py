@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.models.reading import ValueHead
+from rlhf_cli.models.forward import ValueHead
 from rlhf_cli.ppo.records import Rollout
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.replay import float64, naive

@@ -9,7 +9,7 @@ from rlhf_cli.checkpoints import Parent, shown
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import PPOConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import trees
+from rlhf_cli.models import save
 from rlhf_cli.stages.ppo_setup import load_run_config, scale_to_world_size
 from rlhf_cli.tracking import read_log
 
@@ -47,7 +47,7 @@ class Run:
         """The trainer's state after update `step`. Raises RLHFError M05 where it is damaged, or gone."""
         folder = checkpoints.state_at(self.folder / "state", step)
         try:
-            return trees.load_tree(folder)["trainer"]
+            return save.load_tree(folder)["trainer"]
         except OSError as error:  # a run that is going on drops old states
             raise RLHFError("M05", f"{shown(folder)} is gone", hint="take another step") from error
 

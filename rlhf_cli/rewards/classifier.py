@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TextClassificationPipeline
 
 from rlhf_cli.errors import RLHFError, nearest, placed, shown
-from rlhf_cli.models import devices, embeddings, loading, tokenizers
+from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.rewards.source import RewardContext, RewardFn
 
 # Function the pipeline applies to the logits; None: the one in the model's config, softmax or sigmoid.
@@ -36,7 +36,7 @@ class ClassifierReward:
             "top_k": None,
             "batch_size": self.batch_size,
         }
-        context = loading.context_of(self.pipeline.model.config)
+        context = load.context_length(self.pipeline.model.config)
         rows = self.pipeline(texts, truncation=context is not None, max_length=context, padding=True, **options)
         return [next(entry["score"] for entry in row if entry["label"] == self.label) for row in rows]
 
@@ -46,14 +46,14 @@ def make(section: Any, context: RewardContext) -> RewardFn:
     assert context.model is not None, "the caller gives the model's folder"
     trust = context.trust_remote_code
     with placed(context.where("pipeline")):
-        config = loading.classifier_config(context.model, trust)
+        config = load.read_classifier_config(context.model, trust)
     label = _resolve_label(section.label, [str(name) for name in config.id2label.values()], context)
     if not context.load:
         return _not_loaded
     with placed(context.where("pipeline")):
         tokenizer = tokenizers.load_tokenizer(context.model, trust_remote_code=trust)
-        model = loading.load_classifier(context.model, trust_remote_code=trust)
-        embeddings.check_vocabulary(model, tokenizer)
+        model = load.load_classifier(context.model, trust_remote_code=trust)
+        tokenizers.check_vocabulary(model, tokenizer)
     tokenizer.padding_side = "right"  # encoders count positions from the left
     pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=devices.device())
     return ClassifierReward(pipeline, label, section.number, section.reads, section.batch_size)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import offload, packing, reading
+from rlhf_cli.models import forward, packing, sharding
 from rlhf_cli.ppo.records import Opinions, Rollout
 
 # (prompts, responses) -> token ids of both per row, each response with the stop token appended (data.encode_many).
@@ -35,11 +35,11 @@ class ModelReward:
     def __post_init__(self) -> None:
         self.packed = self.packed and packing.enable([self.model])
         if self.offloaded:
-            offload.wait_on_cpu(self.model)
+            sharding.offload_to_cpu(self.model)
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        with offload.visiting(self.model, rollout.ids.device) if self.offloaded else nullcontext():
-            return reading.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
+        with sharding.on_device(self.model, rollout.ids.device) if self.offloaded else nullcontext():
+            return forward.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
 
 
 @dataclass(kw_only=True)

@@ -22,7 +22,7 @@ from rlhf_cli.evaluation.responses import (
 )
 from rlhf_cli.evaluation.summary import build_report
 from rlhf_cli.inputs import batches, machine, models
-from rlhf_cli.models import devices, loading, reading
+from rlhf_cli.models import devices, forward, load
 from rlhf_cli.ppo import formulas
 from rlhf_cli.ppo.ranks import ALONE, Ranks, group
 from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
@@ -76,7 +76,7 @@ def _evaluate(config: EvalConfig, options: Options, parents: dict[str, Parent], 
     tokenizer = models.tokenizer(config, options, sft)
     settings = eval_setup.ppo_settings(ppo)
     sampling = eval_setup.sampling_params(config, settings, ppo.path, data.stop_token_id(tokenizer))
-    model_config = loading.read_config(sft.model, options.trust_remote_code)
+    model_config = load.read_config(sft.model, options.trust_remote_code)
     with ranks.after_the_first():
         usable = eval_setup.read_prompts(config, tokenizer, model_config, sampling.response_length)
     if usable.left_out or len(usable) < config.eval.n:
@@ -254,7 +254,7 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
     for micro_rows in counted("kl: micro-batch", micro_batches(rollout.lengths, row_index, max_rows=max_rows)):
         micro = rollout.micro_batch(micro_rows)
         logprobs, ref_logprobs = (
-            formulas.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)
+            formulas.token_logprobs(forward.response_logits(model, micro), micro.targets, temperature)
             for model in (policy, ref)
         )
         totals.index_add_(0, micro.cells[0], (logprobs - ref_logprobs).double())

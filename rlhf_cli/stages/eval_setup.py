@@ -12,7 +12,7 @@ from rlhf_cli.config.paths import FUNCTION
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation.responses import SamplingParams, SnapshotSeries
 from rlhf_cli.inputs import limits
-from rlhf_cli.models import loading
+from rlhf_cli.models import load
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.rewards import RewardFn, load_function
 
@@ -74,7 +74,7 @@ def read_prompts(
     """
     max_length = None
     if model_config is not None:
-        max_length = loading.prompt_room(model_config, response_length, config.where("eval.response_length"))
+        max_length = load.max_prompt_tokens(model_config, response_length, config.where("eval.response_length"))
     read = partial(data.prompt_rows, config.sources()["data.prompts"], tokenizer, max_length=max_length, sample=sample)
     return limits.read_usable(config, "data.prompts", limits.longer_prompts("eval", max_length, response_length), read)
 

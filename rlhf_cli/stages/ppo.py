@@ -12,7 +12,7 @@ from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_cards
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import devices, loading, reading, saving, tokenizers, trees
+from rlhf_cli.models import devices, forward, load, save, tokenizers
 from rlhf_cli.ppo.alarms import Alarms, RunStop
 from rlhf_cli.ppo.finite import NotFinite
 from rlhf_cli.ppo.metrics import Stats, distributions, objective
@@ -77,7 +77,7 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
     save_models(config, components, step)
     metrics = headline_metrics(config, components)
     fields = {
-        **tokenizers.token_fields(components.tokenizer, components.stop_token_id),
+        **tokenizers.manifest_fields(components.tokenizer, components.stop_token_id),
         "metrics": metrics,
         **outcome,
         "step": step,
@@ -101,7 +101,7 @@ class PPORunner:
         state = checkpoints.latest_state(self.state_folder) if resume else None
         log_positions: dict[str, Any] = {}
         if state:
-            tree = trees.load_tree(state)
+            tree = save.load_tree(state)
             self.trainer.load_state_dict(tree["trainer"])
             self.alarms = Alarms(**tree["alarms"])
             self.watchdog.load_state_dict(tree["watchdog"])
@@ -211,7 +211,7 @@ class PPORunner:
         }
 
         def write(path: Path) -> None:
-            trees.save_tree(self.trainer.ranks.told(path)[0], tree)
+            save.save_tree(self.trainer.ranks.told(path)[0], tree)
 
         with self.cost.one():
             checkpoints.commit_state(self.state_folder, f"step_{step:06d}", write, keep=self.config.output.keep)
@@ -257,11 +257,11 @@ def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None
     """Save the policy after `step` to model/ and the value model to value/: full weights, or adapters of a base."""
     policy, value = components.policy, components.value
     trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
-    saving.save_model(policy, components.tokenizer, config.folder / "model", f"Policy after {trained}.")
-    if isinstance(value, reading.ValueHead):
+    save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy after {trained}.")
+    if isinstance(value, forward.ValueHead):
         head, base = value.score, components.base
-        value = base.with_head(policy, head) if base else loading.scorer_around(policy, head)
-    saving.save_model(value, components.tokenizer, config.folder / "value", f"Value model after {trained}.")
+        value = base.with_head(policy, head) if base else load.reward_model_from_backbone(policy, head)
+    save.save_model(value, components.tokenizer, config.folder / "value", f"Value model after {trained}.")
 
 
 def headline_metrics(config: PPOConfig, components: PPOComponents) -> Stats:

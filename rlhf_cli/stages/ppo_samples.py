@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.config import PPOConfig
-from rlhf_cli.models import publishing, saving
+from rlhf_cli.models import hub, save
 from rlhf_cli.ppo import scoring
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.records import Experience, Prompts, Rollout
@@ -171,7 +171,7 @@ class Snapshots:
         candidate = step - 1
         if candidate in self.candidates and self.best.close_window(candidate) and self.push_to:
             text = f"Policy after {candidate} PPO updates, {self.metric} {self.best.value:.4g}"
-            publishing.push_best(self.path(candidate), self.push_to, text)
+            hub.push_best(self.path(candidate), self.push_to, text)
 
     def _objective(self, stats: Stats, experience: Experience) -> float:
         """Return the objective in units that are the same for all updates: initial kl_coef, scores before scaling.
@@ -222,7 +222,7 @@ class Snapshots:
             checkpoints.commit_state(
                 self.folder,
                 self.path(step).name,
-                lambda path: saving.save_model(policy, tokenizer, path, card),
+                lambda path: save.save_model(policy, tokenizer, path, card),
                 keep=None,  # `prune` deletes them
             )
 

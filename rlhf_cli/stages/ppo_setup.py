@@ -17,7 +17,7 @@ from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.inputs import batches, limits, machine, models, one_base
 from rlhf_cli.inputs.one_base import OneBase
-from rlhf_cli.models import adapters, devices, loading, offload, publishing, reading
+from rlhf_cli.models import devices, forward, hub, load, lora, sharding
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -58,7 +58,7 @@ def load_components(
         start.to(devices.device())
     base = one_base.of(config, options, sft, start)
     saved_policy = base.policy() if base else start
-    policy = adapters.inside(saved_policy)
+    policy = lora.unwrap(saved_policy)
     check_num_shared_layers(config, policy.config)
     stop_id = stop_token_id(config, tokenizer, policy.get_input_embeddings().weight.shape[0])
     prompts = read_prompts(config, "prompts", tokenizer, policy.config)
@@ -75,7 +75,7 @@ def load_components(
     trainer = PPOTrainer(
         policy,
         ref if settings.offload or settings.fsdp else ref.to(devices.device()),
-        adapters.inside(saved_value),
+        lora.unwrap(saved_value),
         build_reward_sources(config, reward_fns, cache),
         engine,
         settings,
@@ -103,9 +103,9 @@ def load_components(
 def restore_policy(config: PPOConfig, options: Options, components: PPOComponents, folder: Path) -> None:
     """Load the weights saved in `folder` into the policy. Raises RLHFError M01, M04."""
     if components.base:
-        adapters.take_over(components.policy, folder)
+        lora.load_adapter_weights(components.policy, folder)
     else:
-        saved = loading.load_causal(folder, **loading.how(config.models, options.trust_remote_code))
+        saved = load.load_causal_lm(folder, **load.load_kwargs(config.models, options.trust_remote_code))
         components.trainer.placement.fill(components.trainer.policy, saved.state_dict())
 
 
@@ -169,7 +169,7 @@ class RewardModelCache:
         """Return the value model of `models.value`; with adapters the peft model."""
         source = self.config.models.value
         if source == "policy_head":
-            return reading.ValueHead(policy)
+            return forward.ValueHead(policy)
         key = "models.reward" if source == "reward" else "models.value"
         if self.base:
             parent = self.parents[key]
@@ -184,7 +184,7 @@ class RewardModelCache:
         for key, parent in self.parents.items():
             if parent.manifest.get("probes"):
                 model = self.frozen_model(key)
-                with offload.visiting(model, devices.device()) if self.offload else nullcontext():
+                with sharding.on_device(model, devices.device()) if self.offload else nullcontext():
                     models.check_probes(model, parent, where=self.config.where(key))
 
 
@@ -285,7 +285,7 @@ def read_prompts(
     """
     max_length, response_length = None, config.ppo.max_response_length
     if model_config is not None:
-        max_length = loading.prompt_room(model_config, response_length, config.where("ppo.response_length"))
+        max_length = load.max_prompt_tokens(model_config, response_length, config.where("ppo.response_length"))
     source, on_long = config.sources()[f"data.{key}"], config.data.on_long
     read = partial(data.prompt_rows, source, tokenizer, max_length=max_length, on_long=on_long, sample=sample)
     return limits.read_usable(config, f"data.{key}", limits.longer_prompts("ppo", max_length, response_length), read)
@@ -296,7 +296,7 @@ def read_ptx(config: PPOConfig, tokenizer: Any, model_config: Any) -> data.Rows[
 
     Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
     """
-    key, max_length = "data.ptx_data", None if model_config is None else loading.context_of(model_config)
+    key, max_length = "data.ptx_data", None if model_config is None else load.context_length(model_config)
     remedy = f"take a model with a longer context than {max_length} positions, or shorten the rows"
     source, on_long = config.sources()[key], config.data.on_long
     return limits.read_usable(
@@ -331,7 +331,7 @@ def check_hub_push(config: PPOConfig, sft: Parent | None) -> None:
     if config.models.adapters and sft and not sft.hub:
         text = f"adapters alone would be pushed to {repo}, and their base, models.sft, is a folder here"
         raise RLHFError("C17", text, where=where, hint="take ppo.push_to_hub_if_best out, or models.adapters")
-    publishing.require_token(repo, where)
+    hub.require_token(repo, where)
 
 
 def check_prompt_counts(config: PPOConfig, prompts: data.Rows[Any], eval_prompts: data.Rows[Any] | None) -> None:
