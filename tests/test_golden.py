@@ -8,8 +8,7 @@ import torch
 from safetensors import safe_open
 
 from rlhf_cli.ppo import PPOSettings, Rollout, formulas
-from rlhf_cli.ppo.advantages import gae
-from rlhf_cli.ppo.losses import policy_losses, value_losses
+from rlhf_cli.ppo.forward_backward import policy_losses, value_losses
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,7 +64,7 @@ def test_a_recording_is_whole(update, steps):
 def test_advantages_and_returns(update):
     tensors, settings = update
     mask = ~tensors["padding_mask_p1"].bool()
-    advantages, returns = gae(
+    advantages, returns = formulas.gae(
         tensors["rewards"], tensors["values"], mask, float(settings["gamma"]), float(settings["lam"])
     )
     torch.testing.assert_close(returns[mask], tensors["returns"][mask], **close)
@@ -76,10 +75,10 @@ def test_advantages_and_returns(update):
 def test_kl_and_penalty(update):
     tensors, settings = update
     mask = ~tensors["padding_mask"].bool()
-    kl = formulas.kl_tokens(tensors["logprobs"], tensors["ref_logprobs"], settings["kl_estimator"])
+    kl = formulas.token_kl(tensors["logprobs"], tensors["ref_logprobs"], settings["kl_estimator"])
     torch.testing.assert_close(kl[mask], tensors["kl"][mask], **close)
     assert torch.where(mask, kl, 0).sum(1).mean().item() == pytest.approx(float(settings["objective/kl"]), abs=1e-5)
-    shaped = formulas.shape_rewards(torch.zeros(len(kl)), float(settings["kl_coef"]) * kl, mask)
+    shaped = formulas.compute_token_rewards(torch.zeros(len(kl)), float(settings["kl_coef"]) * kl, mask)
     assert shaped.sum(1).mean().item() == pytest.approx(float(settings["objective/non_score_reward"]), abs=1e-5)
     assert torch.where(mask, -tensors["logprobs"], 0).sum(1).mean().item() == pytest.approx(
         float(settings["objective/entropy"]), abs=1e-4
@@ -90,7 +89,7 @@ def test_rewards_but_for_the_place_of_the_score(update):
     """TRL puts the score one position after the EOS; ours lies on it. Row sums and all other places agree."""
     tensors, settings = update
     mask = ~tensors["padding_mask"].bool()
-    ours = formulas.shape_rewards(tensors["scores"], float(settings["kl_coef"]) * tensors["kl"], mask)
+    ours = formulas.compute_token_rewards(tensors["scores"], float(settings["kl_coef"]) * tensors["kl"], mask)
     theirs = torch.where(~tensors["padding_mask_p1"].bool(), tensors["rewards"], 0)
     torch.testing.assert_close(ours.sum(1), theirs.sum(1), **close)
     for row in range(len(ours)):

@@ -20,7 +20,7 @@ from rlhf_cli import checkpoints
 from rlhf_cli.config import Options, load
 from rlhf_cli.inputs import machine
 from rlhf_cli.models import loading, trees
-from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.stages.ppo import parts as making
 

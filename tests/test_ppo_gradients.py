@@ -12,7 +12,7 @@ import torch
 from torch.autograd import gradcheck
 
 from rlhf_cli.ppo import PPOSettings, Rollout, formulas
-from rlhf_cli.ppo.losses import policy_losses, value_losses
+from rlhf_cli.ppo.forward_backward import policy_losses, value_losses
 
 ROWS = Rollout.from_lists([[1], [2, 0]], [[0, 2, 1], [1, 1]])  # three tokens, five response tokens
 MICRO = ROWS.micro_batch(torch.arange(2))
@@ -61,13 +61,13 @@ def test_log_probs_entropy_and_exact_kl(temperature):
     logits, ref = draws(5, 3).requires_grad_(True), draws(5, 3, seed=1)
     assert gradcheck(lambda x: formulas.token_logprobs(x, TARGETS, temperature), (logits,))
     assert gradcheck(lambda x: formulas.entropy(formulas.log_probs(x, temperature)), (logits,))
-    assert gradcheck(lambda x: formulas.kl_full(x, ref, temperature), (logits,))
+    assert gradcheck(lambda x: formulas.exact_kl(x, ref, temperature), (logits,))
 
 
 @pytest.mark.parametrize("kind", formulas.KL_ESTIMATORS)
 def test_each_estimator(kind):
     logprobs, ref = draws(5).requires_grad_(True), draws(5, seed=1)
-    assert gradcheck(lambda x: formulas.kl_tokens(x, ref, kind), (logprobs,))
+    assert gradcheck(lambda x: formulas.token_kl(x, ref, kind), (logprobs,))
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
@@ -75,13 +75,13 @@ def test_kl_loss_with_its_fixed_factors(kind):
     """pi / pi_old is fixed; k3 has k2's slope: -(pi / pi_old) r at each token."""
     logprobs, old, ref = (draws(5, seed=seed, scale=0.5) for seed in range(3))
     point = logprobs.clone().requires_grad_(True)
-    (found,) = torch.autograd.grad(formulas.kl_loss_tokens(point, old, ref, kind).sum(), point)
+    (found,) = torch.autograd.grad(formulas.token_kl_loss(point, old, ref, kind).sum(), point)
     fixed, h = (logprobs - old).exp(), 1e-6
     numeric = fixed * (((ref - logprobs - h) ** 2 - (ref - logprobs + h) ** 2) / (4 * h))
     torch.testing.assert_close(found, numeric, rtol=1e-6, atol=1e-8)
     r = ref - logprobs
     value = {"k2": r**2 / 2, "k3": r.exp() - 1 - r}[kind]
-    torch.testing.assert_close(formulas.kl_loss_tokens(logprobs, old, ref, kind), fixed * value)
+    torch.testing.assert_close(formulas.token_kl_loss(logprobs, old, ref, kind), fixed * value)
 
 
 def settings(**changes) -> PPOSettings:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_cli.models import packing
-from rlhf_cli.ppo.records import MicroBatch, Rollout, micro_batches
+from rlhf_cli.models.batch import MicroBatch, Rollout, micro_batches
 from rlhf_cli.progress import counted
 
 
@@ -43,7 +43,7 @@ def response_hidden(model: Any, micro: MicroBatch) -> Tensor:
 
 def _before_tokens(body: Any, micro: MicroBatch) -> Tensor:
     """Hidden states (N, H) before each response token. Behind a row's last token nothing is asked: it is not read."""
-    return packing.hidden_at(body, micro.ids, micro.lengths - 1, micro.row, micro.column)
+    return packing.hidden_at(body, micro.ids, micro.lengths - 1, micro.row_index, micro.logit_position)
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:

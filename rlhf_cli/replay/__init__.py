@@ -17,7 +17,7 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rewards import leaving_no_bytecode
 from rlhf_cli.progress import Progress
 from rlhf_cli.replay import observe
@@ -129,7 +129,7 @@ def _samples(parts: making.Parts, rows: list[dict[str, Any]]) -> dict[str, tuple
     found = {"samples: other texts": ([0.0] * len(rows), other)}
     for name in ("kl", "score"):
         found[f"samples: {name}"] = ([then[name] for then, _ in pairs], [now[name] for _, now in pairs])
-    for name in experience.scored.sources:
+    for name in experience.score_result.raw:
         scores = [(then["scores"][name], now["scores"][name]) for then, now in pairs]
         found[f"samples: score {name}"] = ([then for then, _ in scores], [now for _, now in scores])
     return found

@@ -1,4 +1,4 @@
-"""Sources that score responses. A source is any callable `Rollout -> (B,) float32`, or -> Opinions of an ensemble.
+"""Reward sources. A source is any callable `Rollout -> (B,) float32`, or `Rollout -> EnsembleScores`.
 
 One file a kind, named as its key in ppo.yaml. A kind that reads text has a `make` of the config's section and `Place`;
 the stage and `rlhf check` find it by the key's name.

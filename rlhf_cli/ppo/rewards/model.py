@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import offload, packing, reading
-from rlhf_cli.ppo.records import Opinions, Rollout
+from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 # Prompts and responses -> their token ids, each response with the stop token behind it (data.encode_many).
 Asked = str | list[dict[str, Any]] | None
@@ -63,7 +63,7 @@ class RetoldReward(ModelReward):
         rows = range(len(rollout))
         retold = self.retold(
             *([part(row) for row in rows] for part in (rollout.prompt_tokens, rollout.response_tokens)),
-            first=rollout.first,
+            first=rollout.row_offset,
         )
         return super().__call__(Rollout.from_lists(*retold).to(rollout.ids.device))
 
@@ -116,13 +116,13 @@ class EnsembleReward:
     std_coef: float = 1.0
     by_row: ClassVar[bool] = True
 
-    def __call__(self, rollout: Rollout) -> Opinions:
+    def __call__(self, rollout: Rollout) -> EnsembleScores:
         scores = {name: member(rollout) for name, member in self.members.items()}
-        opinions = Opinions(torch.stack(list(scores.values())).mean(0), scores)
+        opinions = EnsembleScores(torch.stack(list(scores.values())).mean(0), scores)
         return replace(opinions, score=COMBINE[self.combine](opinions, self.std_coef))
 
 
-COMBINE: dict[str, Callable[[Opinions, float], Tensor]] = {
+COMBINE: dict[str, Callable[[EnsembleScores, float], Tensor]] = {
     "mean": lambda opinions, _: opinions.score,
     "min": lambda opinions, _: torch.stack(list(opinions.members.values())).amin(0),
     "mean_minus_std": lambda opinions, std_coef: opinions.score - std_coef * opinions.disagreement,

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rlhf_cli.ppo.records import Opinions, Rollout
+from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 TextReward = Callable[[list[str], list[str]], Sequence[float]]
 
 
 class RewardSource(Protocol):
-    def __call__(self, rollout: Rollout) -> Tensor | Opinions:
+    def __call__(self, rollout: Rollout) -> Tensor | EnsembleScores:
         """Raw score (B,) float32 of each row."""
         ...
 

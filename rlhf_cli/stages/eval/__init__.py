@@ -7,7 +7,7 @@ from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.inputs import batches, machine, models
 from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.models import devices, loading
-from rlhf_cli.ppo.ranks import Ranks, group
+from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.report import write_beside
 from rlhf_cli.report.frontier import draw as draw_frontier
 from rlhf_cli.stages.eval import answers, report, tracked
@@ -16,42 +16,42 @@ from rlhf_cli.stages.eval import answers, report, tracked
 def run(config: EvalConfig, options: Options) -> None:
     """Leave RUN/eval with report, samples and page, print the verdict, hold it against `eval.require`: R06.
 
-    Raises RLHFError E04 and R14 as `Ranks` does.
+    Raises RLHFError E04 and R14 as `ProcessGroup` does.
     """
-    with group() as ranks:
-        _run(config, options, ranks)
+    with open_process_group() as process_group:
+        _run(config, options, process_group)
 
 
-def _run(config: EvalConfig, options: Options, ranks: Ranks) -> None:
+def _run(config: EvalConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
-    status = ranks.first(
+    status = process_group.run_on_main(
         lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"eval     finished already: {checkpoints.shown(config.folder)}")
         found = verdict.read_report(config.folder)
     else:
-        found = _evaluate(config, options, parents, ranks)
+        found = _evaluate(config, options, parents, process_group)
         metrics = {"win_rate": found["win_rate"], "models": found["models"]}
         fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
-        ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
-    ranks.first(lambda: write_beside(config.folder))
+        process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: write_beside(config.folder))
     verdict.print_verdict(config.folder)
     verdict.check_requirements(found, config.eval.require, where=config.where)
 
 
 def _evaluate(
-    config: EvalConfig, options: Options, parents: dict[str, checkpoints.Parent], ranks: Ranks
+    config: EvalConfig, options: Options, parents: dict[str, checkpoints.Parent], process_group: ProcessGroup
 ) -> dict[str, Any]:
-    """Write samples.jsonl and report.json; returns the report. Answers are of all ranks, the report is of the first."""
+    """Write samples.jsonl and report.json; returns the report. All ranks answer, rank 0 reports."""
     machine.check(config, parents)
     models.check_alike(config, options, parents)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
     tokenizer = models.tokenizer(config, options, sft)
     sampling = inputs.sampling(config, inputs.trained_by(ppo), ppo.path, data.stop_token_id(tokenizer))
     body = loading.read_config(sft.model, options.trust_remote_code)
-    with ranks.after_the_first():
+    with process_group.main_process_first():
         usable = inputs.read(config, tokenizer, body, sampling.response_length)
     if usable.left_out or len(usable) < config.eval.n:
         there = batches.counted(usable, "held-out prompts")
@@ -59,7 +59,7 @@ def _evaluate(
     prompts = usable[: config.eval.n]
     inputs.warn_of_selection(config)
     trail = inputs.trail(config, ppo)
-    judged = answers.collect(config, options, parents, tokenizer, prompts, sampling, trail, ranks)
+    judged = answers.collect(config, options, parents, tokenizer, prompts, sampling, trail, process_group)
     checkpoints.require_unchanged(parents)
 
     def write() -> dict[str, Any]:
@@ -71,4 +71,4 @@ def _evaluate(
         tracked.tell(config, found, judged)  # what fails here is no part of the report
         return found
 
-    return ranks.first(write)
+    return process_group.run_on_main(write)

@@ -12,15 +12,15 @@ from torch import Tensor
 from rlhf_cli import data
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.inputs import eval as inputs
 from rlhf_cli.inputs import models
 from rlhf_cli.models import devices, reading
-from rlhf_cli.ppo import formulas
-from rlhf_cli.ppo.ranks import ALONE, Ranks
-from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
+from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
+from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rewards import ModelReward, call_text_reward
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.progress import Progress, counted
 
 T = TypeVar("T")
@@ -51,14 +51,14 @@ def collect(
     prompts: list[data.Prompt],
     how: inputs.Sampling,
     trail: inputs.Trail,
-    ranks: Ranks = ALONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[Answers]:
     """Everything generated and scored: each policy in each mode, PPO's snapshots, then best-of-n of the SFT policy.
 
     Beside the SFT policy one other is in memory at a time. Each rank takes a part of the prompts.
     """
     writing = models.Writing(parents["models.sft"], tokenizer, how.stop_token_id, prompts)
-    desk = _Desk(config, tokenizer, prompts, how, _judges(config, options, parents, writing), ranks)
+    desk = _Desk(config, tokenizer, prompts, how, _judges(config, options, parents, writing), process_group)
     asked, draws = _asked(config, parents, trail), max(config.eval.best_of, default=0)
     found: list[Answers] = []
     best: list[Answers] = []
@@ -133,7 +133,7 @@ class _Desk:
     prompts: list[data.Prompt]
     how: inputs.Sampling
     judges: dict[str, Judge | ModelReward]
-    ranks: Ranks
+    process_group: ProcessGroup
 
     def answer(self, name: str, mode: str, policy: Any, sft: Any, draw: int = 0) -> Answers:
         """The draws are keyed by (seed, mode, draw, row): the same for every policy, so that comparisons are paired.
@@ -141,20 +141,20 @@ class _Desk:
         Models score what this rank wrote; functions are asked once, by the first rank, of all.
         """
         temperature = self.how.temperature if mode == "sampled" else NEAR_GREEDY
-        seeds = tuple(derive(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts)))
+        seeds = tuple(derive_seed(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts)))
         asked = replace(
             Prompts.from_lists([p.ids for p in self.prompts]), seeds=seeds, response_length=self.how.response_length
         )
         whole = joined(
-            self.ranks.parted(
+            self.process_group.map_rows(
                 len(asked),
-                lambda part: self._written(name, mode, policy, sft, asked.rows(part.start, part.stop), temperature),
+                lambda part: self._written(name, mode, policy, sft, asked.rows(part), temperature),
             )
         )
         scores = {
             judge: whole.scores[judge]
             if isinstance(ask, ModelReward)
-            else self.ranks.first(partial(ask, whole.prompts, whole.responses))
+            else self.process_group.run_on_main(partial(ask, whole.prompts, whole.responses))
             for judge, ask in self.judges.items()
         }
         return replace(whole, scores=scores)
@@ -204,10 +204,10 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
     for rows in counted("kl: micro-batch", micro_batches(rollout.lengths, every, max_rows=max_rows)):
         micro = rollout.micro_batch(rows)
         ours, theirs = (
-            formulas.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)
+            losses.token_logprobs(reading.response_logits(model, micro), micro.targets, temperature)
             for model in (policy, ref)
         )
-        totals.index_add_(0, micro.cells[0], (ours - theirs).double())
+        totals.index_add_(0, micro.response_index[0], (ours - theirs).double())
     return totals.tolist()
 
 

@@ -14,7 +14,7 @@ from rlhf_cli.inputs import machine, models, one_base
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.inputs.one_base import OneBase
 from rlhf_cli.models import adapters, devices, loading, offload, reading
-from rlhf_cli.ppo.ranks import ALONE, Ranks
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RewardSource, TextReward
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
@@ -36,8 +36,10 @@ class Parts:
     base: OneBase | None
 
 
-def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ranks: Ranks = ALONE) -> Parts:
-    """Load all that the run needs, checks first. `config` has the batches of all ranks.
+def load(
+    config: PPOConfig, options: Options, parents: Mapping[str, Parent], process_group: ProcessGroup = SINGLE_PROCESS
+) -> Parts:
+    """Load all that the run needs, checks first. `config` has the batch sizes of all processes.
 
     Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09.
     """
@@ -83,7 +85,7 @@ def load(config: PPOConfig, options: Options, parents: Mapping[str, Parent], ran
         ptx=_ptx(config, tokenizer, policy.config),
         num_updates=updates,
         seed=config.seed,
-        ranks=ranks,
+        process_group=process_group,
     )
     ref_engine = replace(engine, model=ref)
     return Parts(
@@ -106,7 +108,7 @@ def restore(config: PPOConfig, options: Options, parts: Parts, folder: Path) -> 
         adapters.take_over(parts.policy, folder)
     else:
         kept = loading.load_causal(folder, **loading.how(config.models, options.trust_remote_code))
-        parts.trainer.placement.fill(parts.trainer.policy, kept.state_dict())
+        parts.trainer.parallel.load_full_state_dict(parts.trainer.policy, kept.state_dict())
 
 
 @dataclass

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import data, terminal
-from rlhf_cli.ppo.records import Experience, Prompts, Rollout
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.stages.ppo.parts import Parts
 from rlhf_cli.trackers import Trackers
@@ -50,9 +51,9 @@ class SampleTables:
         """The reference's own responses to the same prompts, drawn with the same seeds as the table's."""
         trainer, count = self.parts.trainer, min(IN_THE_LOG, len(rollout))
         prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
-        with trainer.reference_at_hand():
+        with trainer.ref_on_device():
             rollout = trainer.generate(prompts, "show", self.parts.ref_engine)
-        experience = trainer.judge(rollout)
+        experience = trainer.make_experience(rollout)
         rows = [told(self.parts.tokenizer, experience, row) for row in range(count)]
         return [{"ref_response": row["response"], "ref_score": row["score"]} for row in rows]
 
@@ -73,7 +74,7 @@ def told(tokenizer: Any, experience: Experience, row: int) -> dict[str, Any]:
         "length": int(rollout.response_lengths[row]),
         "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
         "score": float(experience.scores[row]),
-        "scores": {name: float(raw[row]) for name, raw in experience.scored.sources.items()},
+        "scores": {name: float(raw[row]) for name, raw in experience.score_result.raw.items()},
     }
 
 
@@ -103,7 +104,8 @@ def judged(parts: Parts) -> Experience:
         assert trainer.experience is not None
         return trainer.experience
     picked = prompts[:: max(1, len(prompts) // IN_THE_LOG)][:IN_THE_LOG]  # neighbours in a file may be alike
-    return trainer.judge(trainer.generate(Prompts.from_lists([prompt.ids for prompt in picked]), purpose="show"))
+    rollout = trainer.generate(Prompts.from_lists([prompt.ids for prompt in picked]), purpose="show")
+    return trainer.make_experience(rollout)
 
 
 def _cell(value: str | float) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 from rlhf_cli import checkpoints
 from rlhf_cli.config import PPOConfig
 from rlhf_cli.models import publishing, saving
-from rlhf_cli.ppo import scoring
+from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.ppo.metrics import Stats
-from rlhf_cli.ppo.records import Experience
+from rlhf_cli.ppo.scores import unscaled_scores
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.stages.ppo.parts import Parts
 
@@ -76,7 +76,7 @@ class Snapshots:
             return stats["objective/scores"] - stats["objective/kl_coef"] * stats["objective/kl"]
         score = stats["objective/scores"]
         if self.settings.use_score_scaling:
-            score = float(scoring.unscaled(experience.scored, self.settings).mean())
+            score = float(unscaled_scores(experience.score_result, self.settings).mean())
         return score - self.settings.kl_coef * stats["objective/kl"]
 
     def tidy(self, step: int, *, at_the_end: bool = False) -> None:

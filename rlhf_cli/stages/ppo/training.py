@@ -11,11 +11,9 @@ from rlhf_cli.config import PPOConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import ppo as inputs
 from rlhf_cli.models import trees
-from rlhf_cli.ppo.alarms import Alarms, RunStop
-from rlhf_cli.ppo.finite import NotFinite
-from rlhf_cli.ppo.metrics import Stats, distributions
-from rlhf_cli.ppo.records import Prompts
-from rlhf_cli.ppo.watchdog import Firing, Watchdog
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.metrics import Stats, rollout_histograms
+from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, TrainingMonitor, Watchdog
 from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
 from rlhf_cli.stages.ppo.parts import Parts
@@ -33,7 +31,7 @@ class Training:
 
     def __init__(self, config: PPOConfig, parts: Parts, *, resume: bool):
         self.config, self.parts, self.trainer = config, parts, parts.trainer
-        self.states, self.alarms, self.cost = config.folder / "state", Alarms(), checkpoints.Cost()
+        self.states, self.monitor, self.cost = config.folder / "state", TrainingMonitor(), checkpoints.Cost()
         self.watchdog = Watchdog(config.ppo, config.held_out)
         self.snapshots = Snapshots(config, parts, self.cost)
         state = checkpoints.latest_state(self.states) if resume else None
@@ -41,7 +39,7 @@ class Training:
         if state:
             tree = trees.load_tree(state)
             self.trainer.load_state_dict(tree["trainer"])
-            self.alarms = Alarms(**tree["alarms"])
+            self.monitor.load_state_dict(tree["alarms"])
             self.watchdog.load_state_dict(tree["watchdog"])
             self.snapshots.load_state_dict(tree["best"])
             logs = tree["logs"]
@@ -58,11 +56,11 @@ class Training:
     def run(self) -> None:
         """All updates that are still to make. SIGTERM or SIGINT: saves after the step and exits 143 or 130.
 
-        Raises RLHFError R01, R02, R05, RunStop R04 and R13.
+        Raises RLHFError R01, R02, R05, StopTraining R04 and R13.
         """
         config, trainer, updates = self.config, self.trainer, self.parts.updates
-        terminal.say(f"ppo      {inputs.arithmetic(config, self.parts.prompts, trainer.ranks.count)}")
-        if config.ppo.packing and not trainer.passes.packed:
+        terminal.say(f"ppo      {inputs.arithmetic(config, self.parts.prompts, trainer.process_group.world_size)}")
+        if config.ppo.packing and not trainer.model_runner.packed:
             terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
         self._warn_of_the_estimator()
         save_every = config.output.save_steps or max(1, updates // 10)
@@ -77,13 +75,13 @@ class Training:
                 stats = self._update()
                 step = trainer.updates
                 bar.advance(note=status_line(stats))
-                stop.settle(trainer.ranks.told)
+                stop.settle(trainer.process_group.all_gather_object)
                 if step % save_every == 0 or step == updates or stop.wished:
                     self._save()
                 if stop.wished and step < updates:
                     text = f"ppo      stopped at step {step} of {updates}, saved; the same command goes on from here"
                     terminal.say(text)
-                    trainer.ranks.wait()  # who ends first has the others ended
+                    trainer.process_group.barrier()  # who ends first has the others ended
                     raise SystemExit(stop.exit_code)
         terminal.say(f"ppo      {self.cost}")
 
@@ -97,7 +95,7 @@ class Training:
             self.metrics.log(step, stats)
         assert trainer.experience is not None
         if self.trackers:
-            self.trackers.histograms(step, distributions(trainer.experience))
+            self.trackers.histograms(step, rollout_histograms(trainer.experience))
         with self._explained():
             self.samples.show(step)
         self._look(step, stats)
@@ -110,33 +108,33 @@ class Training:
             text = f"the first ratio of an update is off 1 by {error:.2g}"
             terminal.warn("R07", text, where=f"step {step}", hint="another precision or attention code may help")
         assert self.trainer.experience is not None
-        for problem in self.alarms.look(step, self.trainer.experience, stats, self.config.ppo):
+        for problem in self.monitor.check(step, self.trainer.experience, stats, self.config.ppo):
             terminal.warn(problem.code, problem.text, hint=problem.hint)
 
-        self._obey(self.watchdog.look(step, self.trainer.experience))
+        self._obey(self.watchdog.check(step, self.trainer.experience))
 
-    def _obey(self, firings: Sequence[Firing]) -> None:
-        """Log what the watchdog found, and do what the settings say about it. Raises RunStop R13."""
+    def _obey(self, alerts: Sequence[Alert]) -> None:
+        """Log what the watchdog found, and do what the settings say about it. Raises StopTraining R13."""
         hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/reward-hacking.md)"
-        for firing in firings:
-            self.firings.append(asdict(firing) | {"kl_coef": self.trainer.kl_coef})
-        for firing in firings:
-            if firing.action == "stop":
-                raise RunStop("R13", firing.text, key=f"ppo.watchdog.{firing.signal}", hint=hint)
+        for alert in alerts:
+            self.firings.append(asdict(alert) | {"kl_coef": self.trainer.kl_coef})
+        for alert in alerts:
+            if alert.action == "stop":
+                raise StopTraining("R13", alert.text, key=f"ppo.watchdog.{alert.signal}", hint=hint)
             told = ""
-            if firing.action == "raise_kl_coef":
+            if alert.action == "raise_kl_coef":
                 assert self.watchdog.settings is not None  # or nothing fires
                 self.trainer.kl_coef *= self.watchdog.settings.kl_factor
                 told = f"; kl_coef is {self.trainer.kl_coef:.4g} from here on"
-            if told or firing.times == 1:
-                terminal.warn("R13", firing.text + told, hint=hint)
+            if told or alert.times == 1:
+                terminal.warn("R13", alert.text + told, hint=hint)
 
     def _save(self) -> None:
         """A state to resume from."""
         self.saved_at = step = self.trainer.updates
         tree = {
             "trainer": self.trainer.state_dict(),
-            "alarms": self.alarms.state_dict(),
+            "alarms": self.monitor.state_dict(),
             "watchdog": self.watchdog.state_dict(),
             "best": self.snapshots.state_dict(),
             "logs": {name: log.mark(step) for name, log in self.logs.items()},
@@ -144,7 +142,7 @@ class Training:
         name = f"step_{step:06d}"
 
         def write(path: Path) -> None:
-            trees.save_tree(self.trainer.ranks.told(path)[0], tree)
+            trees.save_tree(self.trainer.process_group.all_gather_object(path)[0], tree)
 
         with self.cost.one():
             checkpoints.commit_state(self.states, name, write, keep=self.config.output.keep)
@@ -158,7 +156,7 @@ class Training:
         """
         try:
             yield
-        except NotFinite as error:
+        except NonFiniteError as error:
             (problem,) = error.problems
             text, last = problem.text, checkpoints.latest_state(self.states)
             if picked and error.row is not None:
