@@ -153,12 +153,12 @@ def test_the_whole_loss_of_each_micro_batch(steps, epoch, micro):
         # At the one token more there is no log-prob, but a sentinel: any number will do, the value's side is read.
         logprobs = torch.where(step["new_logprobs"] < 0, step["new_logprobs"], -1.0)[mask]
         micro_batch, logits = rollout.micro_batch(torch.arange(len(mask))), two_word_logits(logprobs, temperature)
-        told = judged.of(micro_batch)
+        told = judged.gather(micro_batch)
         parts = policy_losses(told, logits, None, judged.kl_coef, settings)
         errors, gauges = value_losses(told, step["vpred"][mask], settings)
-        means = {name: gauge.mean().item() for name, gauge in (parts.gauges | gauges).items()}
+        means = {name: gauge.mean().item() for name, gauge in (parts.metrics | gauges).items()}
         if kind == "policy":
-            torch.testing.assert_close(parts.gauges["val/ratio"], step["ratio"][mask], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(parts.metrics["val/ratio"], step["ratio"][mask], rtol=1e-4, atol=1e-5)
             assert parts.loss.mean().item() == pytest.approx(step["pg_loss"].item(), abs=1e-5)
             assert means["policy/clipfrac_avg"] == pytest.approx(step["pg_clipfrac"].item(), abs=1e-5)
             total += means["loss/policy_avg"]

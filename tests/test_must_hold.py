@@ -267,7 +267,7 @@ def expected_gradient(judged, sampled, ref_logits=None, temperature=1.0, **chang
     """Of the policy loss by the logits of pi, each token as often as `sampled` draws it."""
     settings = PPOSettings(total_episodes=64, temperature=temperature, **changes)
     logits = (temperature * PI.log()).requires_grad_(True)
-    told = judged.of(EACH.micro_batch(torch.arange(3)))
+    told = judged.gather(EACH.micro_batch(torch.arange(3)))
     parts = policy_losses(told, logits.expand(3, 3), ref_logits, judged.kl_coef, settings)
     return torch.autograd.grad((sampled * parts.loss).sum(), logits)[0].tolist()
 

@@ -102,7 +102,7 @@ def a_judgement(shift: float, kl_coef: float = 0.3):
     tensors = {}
     for name, flat in fields.items():
         tensors[name] = torch.full(ROWS.response_mask.shape, math.nan, dtype=torch.float64)
-        tensors[name][MICRO.cells] = flat
+        tensors[name][MICRO.response_index] = flat
     return tiny.experience(ROWS, kl_coef, **tensors), logits, values
 
 
@@ -123,7 +123,7 @@ def test_the_whole_loss(changes, shift):
     ref_logits = ref if changes.get("kl_estimator") == "full" else None
 
     def total(logits, values):
-        told = experience.of(MICRO)
+        told = experience.gather(MICRO)
         policy = policy_losses(told, logits, ref_logits, experience.kl_coef, chosen).loss
         return policy.sum() + chosen.vf_coef * value_losses(told, values, chosen)[0].sum()
 
@@ -135,23 +135,23 @@ def test_the_whole_loss(changes, shift):
 def test_the_kl_term_of_the_whole_loss(kind, shift):
     """What kl_in loss adds is kl_coef x ratio x log(pi / ref) x the slope of the log-prob, at each token."""
     experience, logits, _ = a_judgement(shift)
-    point, told = logits.requires_grad_(True), experience.of(MICRO)
+    point, told = logits.requires_grad_(True), experience.gather(MICRO)
     with_kl, without = (
         torch.autograd.grad(policy_losses(told, point, None, experience.kl_coef, chosen).loss.sum(), point)[0]
         for chosen in (settings(kl_in="loss", kl_estimator=kind), settings())
     )
     now = formulas.token_logprobs(logits, TARGETS, 0.7).detach()
-    log_ratio = now - experience.ref_logprobs[MICRO.cells]
+    log_ratio = now - experience.ref_logprobs[MICRO.response_index]
     chance = torch.softmax(logits.detach() / 0.7, -1)
     slope = (torch.nn.functional.one_hot(TARGETS, 3) - chance) / 0.7  # d logp / d logits
-    importance = (now - experience.logprobs[MICRO.cells]).exp()
+    importance = (now - experience.logprobs[MICRO.response_index]).exp()
     torch.testing.assert_close(with_kl - without, 0.3 * (importance * log_ratio)[:, None] * slope)
 
 
 def test_what_is_only_measured_carries_no_gradient():
     experience, logits, values = a_judgement(0.1)
-    told = experience.of(MICRO)
+    told = experience.gather(MICRO)
     parts = policy_losses(told, logits.requires_grad_(True), None, experience.kl_coef, settings())
     errors, gauges = value_losses(told, values.requires_grad_(True), settings())
     assert parts.loss.requires_grad and errors.requires_grad
-    assert not any(gauge.requires_grad for gauge in (parts.gauges | gauges).values())
+    assert not any(gauge.requires_grad for gauge in (parts.metrics | gauges).values())

@@ -85,7 +85,7 @@ def test_entropy_gradient_on_three_tokens():
     made = tiny.experience(rows, logprobs=old)  # no advantage, so no other gradient
     point = logits.clone().requires_grad_(True)
     settings = PPOSettings(total_episodes=64, temperature=temperature, entropy_coef=0.25)
-    parts = policy_losses(made.of(rows.micro_batch(torch.arange(1))), point, None, made.kl_coef, settings)
+    parts = policy_losses(made.gather(rows.micro_batch(torch.arange(1))), point, None, made.kl_coef, settings)
     (found,) = torch.autograd.grad(parts.loss.sum(), point)
     for row in range(2):
         weights = [math.exp(x / temperature) for x in logits[row].tolist()]
@@ -93,7 +93,7 @@ def test_entropy_gradient_on_three_tokens():
         entropy = -sum(x * math.log(x) for x in p)
         wanted = [0.25 * x * (math.log(x) + entropy) / temperature for x in p]
         assert found[row].tolist() == pytest.approx(wanted, abs=1e-12)
-        assert parts.gauges["policy/entropy_avg"][row].item() == pytest.approx(entropy)
+        assert parts.metrics["policy/entropy_avg"][row].item() == pytest.approx(entropy)
 
 
 def test_entropy_coef_keeps_the_policy_broad():

@@ -35,11 +35,11 @@ def observe(trainer: PPOTrainer, rollout: Rollout) -> tuple[Numbers, dict[str, f
         steps.append(plain(*arguments))
         return steps[-1]
 
-    vars(trainer)["_learn"] = learn  # in front of the class's own
+    vars(trainer)["_train_minibatch"] = learn  # in front of the class's own
     try:
         stats = trainer.update(experience)
     finally:
-        del vars(trainer)["_learn"]
+        del vars(trainer)["_train_minibatch"]
     mask = experience.mask
     score_result = experience.score_result
     stats_so_far = score_result.stats
