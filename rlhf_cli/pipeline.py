@@ -301,7 +301,7 @@ def refuse_what_is_missing(configs: Mapping[str, Config], *, quick: bool = False
     checks: list[Callable[[], object]] = []
     made: tuple[Path, ...] = ()
     for config in configs.values():
-        data = {key: one for key, one in config.sources().items() if not quick or one.is_here()}
+        data = {key: one for key, one in config.sources().items() if not quick or sources.is_local(one)}
         checks.append(partial(sources.locate, data))
         checks.append(partial(checkpoints.open_parents, config, made, hashed=not quick))
         made += (config.folder,)

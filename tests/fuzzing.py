@@ -148,7 +148,8 @@ _texts = st.sampled_from(
     ["Tell me", " Yes.", "", " ", "\n", "é日本🙂", "\u2028", "\x00", "\ud800", "\x1b[31m", "x" * 3000, "{{ x }}",
      "<eos>", "<pad>", "\n\nHuman: Hi\n\nAssistant: Yes?", "\n\nAssistant: Yes?", "\ufeff", "[link=x]"]
 )  # fmt: skip
-_scalars = st.one_of(_texts, st.text(max_size=8), st.none(), st.booleans(), st.integers(), st.floats())
+CHARACTERS = st.characters(exclude_categories=["Cs"])  # hypothesis's default, which it takes seconds to count itself
+_scalars = st.one_of(_texts, st.text(CHARACTERS, max_size=8), st.none(), st.booleans(), st.integers(), st.floats())
 _messages = st.lists(
     st.one_of(
         st.fixed_dictionaries(
@@ -159,7 +160,7 @@ _messages = st.lists(
     ),
     max_size=4,
 )
-_values = st.one_of(_texts, _scalars, _messages, st.dictionaries(st.text(max_size=3), _scalars, max_size=2))
+_values = st.one_of(_texts, _scalars, _messages, st.dictionaries(st.text(CHARACTERS, max_size=3), _scalars, max_size=2))
 COLUMNS = ["prompt", "completion", "chosen", "rejected", "messages", "text", "margin", "odd"]
 LINES = [
     b"", b"  ", b"{", b"[]", b"null", b"\xff\xfe", b"{}", b"[" * 5000, b'{"a":' * 2000, b"NaN", b'{"prompt": 1e999}',

@@ -85,16 +85,13 @@ def along(draw: Draw, *, gain: float = 0.0) -> Iterator[str]:
     n, steps = int(draw.choice((32, 64, 128))), range(1, 9)
     hard = draw.normal(size=n)
     told = {step: (hard + draw.normal(gain * (step == 4), 1.0, n)).tolist() for step in steps}
-    near = statistics.within_noise(told)
     points = [
-        {
-            "step": step,
-            "kl": 0.1 * step,
-            "judges": {"gold": {"mean": float(np.mean(told[step])), "within_noise": step in near}},
-        }
-        for step in steps
+        {"step": step, "kl": 0.1 * step, "judges": {"gold": {"mean": float(np.mean(told[step]))}}} for step in steps
     ]
     picked = frontier._picked(points, told, SimpleNamespace(judge="gold", kl_max=None), 0)
+    near = {picked["selected_step"], *picked["selected"]["within_noise"]}
+    for point in points:
+        point["judges"]["gold"]["within_noise"] = point["step"] in near
     report = {"n": n, "models": {"sft": points[0]}, "frontier": points, **picked}
     yield from page(run(report=report))
     yield from (figure.sentence for figure in drawn.frontiers(report))

@@ -297,16 +297,17 @@ def test_help_is_quick_and_loads_no_torch():
 
 WATCHED = """
 import hashlib, importlib, time
-from rlhf_cli.sources import Source
+from rlhf_cli.config.sources import DataSource
+from rlhf_cli.sources import read_rows
 def spin(seconds):
     until = time.process_time() + seconds
     while time.process_time() < until: pass
 importlib.import_module("hashlib")
 for _ in range(2):
     with open("rows.jsonl", "rb") as file: hashlib.file_digest(file, "sha256")
-rows = list(Source("rows.jsonl").rows()) + list(Source("rows.jsonl").rows())
+rows = list(read_rows(DataSource("rows.jsonl"))) + list(read_rows(DataSource("rows.jsonl")))
 assert len(rows) == 6
-next(Source("rows.jsonl").rows())
+next(read_rows(DataSource("rows.jsonl")))
 import heavy
 spin(0.1)
 """

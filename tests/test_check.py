@@ -12,8 +12,10 @@ import pytest
 from bad_inputs import check, foreign_scorer, replace, rlhf
 from cost import cost
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from rlhf_cli import presets, rows
+from rlhf_cli import pipeline, presets, rows
+from rlhf_cli.cli import app
 from rlhf_cli.models import tokenizers
 
 
@@ -114,7 +116,7 @@ def test_everything_that_is_wrong_is_told_at_once(run_folder: Path) -> None:
     assert not result.stdout.rstrip().endswith("ok") and "Traceback" not in result.stderr
 
 
-def test_a_stage_with_wrong_values_has_its_files_looked_at(run_folder: Path) -> None:
+def test_a_stage_with_wrong_values_has_its_files_looked_at(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless what is wrong may be a file's name: what is not there by another one would be a fault that nobody made."""
     replace("reward.yaml", "max_steps: 1", "max_steps: -1, no_such_key: 3")
     replace("reward.yaml", "pairs.jsonl", "pears.jsonl")
@@ -126,9 +128,12 @@ def test_a_stage_with_wrong_values_has_its_files_looked_at(run_folder: Path) -> 
     assert "not checked: reward: its rows and models, before what is wrong in reward.yaml is mended" in result.stdout
     alone = check("reward.yaml").stderr
     assert {line[6:9] for line in alone.splitlines() if line.startswith("error[")} == {"C06", "C01", "D01", "M01"}
-    quiet = check(".", "--quiet").stderr
-    done = subprocess.run([sys.executable, "-m", "rlhf_cli", "run", "."], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr == quiet and not done.stdout
+    children: list[list[str]] = []
+    monkeypatch.setattr(pipeline, "_run_child", lambda command: children.append(command) or 2)
+    done = CliRunner().invoke(app, ["run", "."])  # which hands on what its child says
+    assert (done.exit_code, done.output) == (2, "")
+    assert children == [[*pipeline.OURSELVES, "check", ".", "--quiet"]]
+    assert check(".", "--quiet").stderr.count("error[") == 4
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from fake_config import FakeConfig, make_stage, write_model
 
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.checkpoints.locks import hold, holder, lock_of
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.sources import Source
 
 
 def test_differences_read_like_a_changelog() -> None:
@@ -52,11 +52,11 @@ def test_identity_follows_content_and_not_dates(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("{}\n")
     config = FakeConfig(tmp_path)
-    first = checkpoints.identity(config, {}, {"data.train": Source.of(data)})
+    first = checkpoints.identity(config, {}, {"data.train": DataSource.of(data)})
     os.utime(data, (1, 1))
-    assert checkpoints.identity(config, {}, {"data.train": Source.of(data)}) == first
+    assert checkpoints.identity(config, {}, {"data.train": DataSource.of(data)}) == first
     data.write_text("{} \n")
-    assert checkpoints.difference(first, checkpoints.identity(config, {}, {"data.train": Source.of(data)})) == [
+    assert checkpoints.difference(first, checkpoints.identity(config, {}, {"data.train": DataSource.of(data)})) == [
         "data.train: other content"
     ]
 
@@ -65,8 +65,8 @@ def test_missing_data_files_are_all_named(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("")
     with pytest.raises(RLHFError) as caught:
         data = {
-            "data.train": Source.of(tmp_path / "row.jsonl"),
-            "data.eval": Source.of(tmp_path / "nothing-like-it"),
+            "data.train": DataSource.of(tmp_path / "row.jsonl"),
+            "data.eval": DataSource.of(tmp_path / "nothing-like-it"),
         }
         checkpoints.identity(FakeConfig(tmp_path), {}, data)
     assert [problem.code for problem in caught.value.problems] == ["D01", "D01"]
@@ -182,7 +182,7 @@ def test_the_manifest_tells_where_everything_came_from(tmp_path: Path) -> None:
     data.write_text("{}\n")
     config = FakeConfig(tmp_path / "run", seed=7)
     parents = {"model.path": checkpoints.open_parent(str(tmp_path / "base"), expect=(), key="model.path", where="w")}
-    wanted = checkpoints.identity(config, parents, {"data.train": Source.of(data)})
+    wanted = checkpoints.identity(config, parents, {"data.train": DataSource.of(data)})
     checkpoints.begin(config, wanted, {}, fresh=False)
     write_model(config.folder / "model")
     for name in ("state/checkpoint-1/optimizer.pt", "snapshots/step_000001/w", "report.html", "metrics.jsonl"):

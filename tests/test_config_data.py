@@ -8,8 +8,8 @@ import yaml
 
 from rlhf_cli import checkpoints, rows
 from rlhf_cli.config import load
+from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.sources import Share, Source
 
 MODEL = {"model": {"path": "base"}}
 
@@ -21,7 +21,7 @@ def config(folder: Path, stage: str = "sft", **sections: Any) -> Any:
     return load(stage, path, [])
 
 
-def sft(folder: Path, **data: Any) -> dict[str, Source]:
+def sft(folder: Path, **data: Any) -> dict[str, DataSource]:
     return config(folder, **MODEL, data=data).sources()
 
 
@@ -59,7 +59,7 @@ def test_a_fraction_is_held_out_of_one_file_in_every_stage(
     sections["data"] |= {"eval_fraction": 0.1, "split_seed": 3}
     found = config(tmp_path, stage, **sections).sources()
     shares = {key: source.share for key, source in found.items()}
-    assert shares == ({learnt: Share(0.1, 3, False)} if learnt else {}) | {held_out: Share(0.1, 3, True)}
+    assert shares == ({learnt: HoldoutSplit(0.1, 3, False)} if learnt else {}) | {held_out: HoldoutSplit(0.1, 3, True)}
     assert {source.name for source in found.values()} == {f"{tmp_path}/a.jsonl"}
     assert {source.splits for source in found.values()} == {("train",)}
 
@@ -120,7 +120,7 @@ def test_a_folder_of_data_stays_a_path_where_it_is_gone(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_of_new_weights_reads_the_training_data_as_it_is_read(tmp_path: Path) -> None:
-    def source(train: str) -> Source:
+    def source(train: str) -> DataSource:
         new = {"model_type": "llama", "tokenizer": {"train": train, "vocab_size": 300}}
         data = {"train": "lab/tables", "subset": "a", "max_rows": 5, "eval_fraction": 0.5, "columns": {"text": "b"}}
         return config(tmp_path, model={"new": new}, data=data).sources()["model.new.tokenizer.train"]

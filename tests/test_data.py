@@ -9,9 +9,10 @@ from conftest import SHARED, World
 from tokenizers.processors import TemplateProcessing
 
 from rlhf_cli import data, rows, terminal
+from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.sources import Place, Share, Source
+from rlhf_cli.sources import Place
 
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 USER = {"role": "user", "content": "Hi"}
@@ -216,14 +217,14 @@ def test_a_file_of_pairs_gives_its_distinct_prompts(tokenizer: Any, tmp_path: Pa
 
 def test_prompts_are_cut_to_their_first_words_as_they_stand_there(tokenizer: Any, tmp_path: Path) -> None:
     path = file_of(tmp_path, {"prompt": "  Tell me,\nplease: about  the sun."}, {"prompt": "Two words"})
-    cut = data.prompt_rows(Source(str(path), first_words=(3, 3)), tokenizer, max_length=99)
+    cut = data.prompt_rows(DataSource(str(path), first_words=(3, 3)), tokenizer, max_length=99)
     assert [prompt.text for prompt in cut] == ["  Tell me,\nplease:", "Two words"]
     assert cut[0].ids == data.encode(tokenizer, "  Tell me,\nplease:", None)[0]
 
 
 def test_how_many_words_are_kept_is_the_texts_own_draw_and_uniform(tokenizer: Any, tmp_path: Path) -> None:
     path = file_of(tmp_path, *({"prompt": f"{n} b c d e f g h"} for n in range(600)))
-    source = Source(str(path), first_words=(2, 4))
+    source = DataSource(str(path), first_words=(2, 4))
     counts = [len(prompt.text.split()) for prompt in data.prompt_rows(source, tokenizer, max_length=99)]
     assert set(counts) == {2, 3, 4} and all(160 < counts.count(n) < 240 for n in (2, 3, 4))  # 200 is the mean
     rows.write_jsonl(path, [{"prompt": f"{n} b c d e f g h"} for n in reversed(range(600))])
@@ -235,7 +236,9 @@ def test_the_held_out_share_goes_by_the_whole_text_before_it_is_cut(tokenizer: A
     path = file_of(tmp_path, *({"prompt": f"The same start, and then {n}"} for n in range(60)))
     whole, cut = (
         data.prompt_rows(
-            Source(str(path), first_words=words, share=Share(0.3, 0, held_out=True)), tokenizer, max_length=99
+            DataSource(str(path), first_words=words, share=HoldoutSplit(0.3, 0, held_out=True)),
+            tokenizer,
+            max_length=99,
         )
         for words in (None, (2, 2))
     )
@@ -246,13 +249,13 @@ def test_the_held_out_share_goes_by_the_whole_text_before_it_is_cut(tokenizer: A
 def test_d12_a_conversation_has_no_first_words(chat: Any, tmp_path: Path) -> None:
     path = file_of(tmp_path, {"prompt": [USER]})
     with pytest.raises(RLHFError, match="first_words cuts texts") as error:
-        data.prompt_rows(Source(str(path), first_words=(2, 2)), chat, max_length=99)
+        data.prompt_rows(DataSource(str(path), first_words=(2, 2)), chat, max_length=99)
     assert error.value.problems[0].code == "D12" and "rows.jsonl:1" in str(error.value)
 
 
 def test_columns_are_read_under_the_files_names(tokenizer: Any, tmp_path: Path) -> None:
     path = file_of(tmp_path, {"question": "Tell", "completion": " me", "prompt": 7})
-    (row,) = data.sft_rows(Source(str(path), columns={"prompt": "question"}), tokenizer, max_length=99)
+    (row,) = data.sft_rows(DataSource(str(path), columns={"prompt": "question"}), tokenizer, max_length=99)
     assert tokenizer.decode(row["input_ids"]) == "Tell me<eos>"
 
 
@@ -335,7 +338,7 @@ def test_a_first_row_taken_for_names_of_columns_is_told(
     tmp_path: Path, read: Any, name: str, text: str, columns: dict[str, str], hint: str
 ) -> None:
     (tmp_path / name).write_text(text)
-    error = problems_of(read, Source(str(tmp_path / name), columns=columns), None)
+    error = problems_of(read, DataSource(str(tmp_path / name), columns=columns), None)
     (problem,) = error.problems
     assert problem.code in ("D02", "D03") and problem.hint == hint
     assert len(problem.text) < 200  # a row is not told as a whole
@@ -358,7 +361,7 @@ def test_bad_files(tokenizer: Any, tmp_path: Path, raw: bytes, code: str, text: 
 
 def test_d01_names_the_nearest_file_and_the_key(tokenizer: Any, tmp_path: Path) -> None:
     file_of(tmp_path, GOOD)
-    error = problems_of(data.sft_rows, Source(str(tmp_path / "row.jsonl"), "sft.yaml:3"), tokenizer)
+    error = problems_of(data.sft_rows, DataSource(str(tmp_path / "row.jsonl"), "sft.yaml:3"), tokenizer)
     assert error.problems[0].code == "D01"
     assert "sft.yaml:3" in str(error) and "rows.jsonl" in str(error.problems[0].hint)
 
@@ -379,7 +382,7 @@ def test_d02_a_column_is_never_named_for_what_it_is_not(tokenizer: Any, tmp_path
 
 def test_d02_a_column_that_the_file_has_not(tokenizer: Any, tmp_path: Path) -> None:
     path = file_of(tmp_path, {"prompt": "A", "chosen": " B", "rejected": " C", "question": "D"})
-    source = Source(str(path), columns={"prompt": "questions"})
+    source = DataSource(str(path), columns={"prompt": "questions"})
     error = problems_of(data.preference_rows, source, tokenizer)
     assert error.problems[0].code == "D02" and 'no column "questions"' in str(error)
     assert error.problems[0].hint == "did you mean question?"
@@ -387,11 +390,11 @@ def test_d02_a_column_that_the_file_has_not(tokenizer: Any, tmp_path: Path) -> N
 
 def test_d02_a_column_that_is_none_of_ours(tokenizer: Any, tmp_path: Path) -> None:
     path = str(file_of(tmp_path, GOOD))
-    error = problems_of(data.sft_rows, Source(path, columns={"promt": "prompt"}), tokenizer)
+    error = problems_of(data.sft_rows, DataSource(path, columns={"promt": "prompt"}), tokenizer)
     assert error.problems[0].code == "D02" and "did you mean prompt?" in str(error)
-    error = problems_of(data.sft_rows, Source(path, columns={"question": "prompt"}), tokenizer)
+    error = problems_of(data.sft_rows, DataSource(path, columns={"question": "prompt"}), tokenizer)
     assert error.problems[0].hint == "the other way round: data.columns: {prompt: question}?"
-    error = problems_of(data.sft_rows, Source(path, columns={"prompt": "question"}), tokenizer)
+    error = problems_of(data.sft_rows, DataSource(path, columns={"prompt": "question"}), tokenizer)
     assert error.problems[0].code == "D02"  # and not the file's own "prompt"
 
 

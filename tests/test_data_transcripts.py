@@ -9,11 +9,11 @@ import pytest
 from conftest import World
 
 from rlhf_cli import data, rows, terminal
+from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.data import transcripts
 from rlhf_cli.data.faults import BadRow
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.sources import Share, Source
 
 ONE = "\n\nHuman: Why?\n\nAssistant:"
 TWO = "\n\nHuman: Hi\n\nAssistant: Yes:\n- a\n\n- b\n\nHuman: More\n\nAssistant:"
@@ -36,10 +36,10 @@ def chat(world: World) -> Any:
     return tokenizer
 
 
-def source(folder: Path, *contents: dict[str, Any], **options: Any) -> Source:
+def source(folder: Path, *contents: dict[str, Any], **options: Any) -> DataSource:
     path = folder / "rows.jsonl"
     rows.write_jsonl(path, contents)
-    return Source(str(path), **options)
+    return DataSource(str(path), **options)
 
 
 # --- transcripts
@@ -207,8 +207,8 @@ def split(tokenizer: Any, path: Path, read: Any = data.prompt_rows, **options: A
     """The texts of the learnt and of the held-out rows."""
     parts = []
     for held_out in (False, True):
-        share = Share(options.get("fraction", 0.25), options.get("seed", 0), held_out)
-        found = read(Source(str(path), share=share), tokenizer, max_length=999)
+        share = HoldoutSplit(options.get("fraction", 0.25), options.get("seed", 0), held_out)
+        found = read(DataSource(str(path), share=share), tokenizer, max_length=999)
         ids = [row.ids if read is data.prompt_rows else row.get("prompt_ids") or row["input_ids"] for row in found]
         parts.append([tokenizer.decode(one) for one in ids])
     return parts[0], parts[1]
@@ -253,7 +253,7 @@ def test_another_seed_holds_out_others_and_a_larger_fraction_more_of_the_same(pl
 
 
 def test_d05_of_a_share_says_so(plain: Any, tmp_path: Path) -> None:
-    found = source(tmp_path, {"prompt": "Question 1?"}, share=Share(1e-9, 0, held_out=True))
+    found = source(tmp_path, {"prompt": "Question 1?"}, share=HoldoutSplit(1e-9, 0, held_out=True))
     with pytest.raises(RLHFError) as error:
         data.prompt_rows(found, plain, max_length=99)
     assert "1 read, none of them in the part that data.eval_fraction 1e-09 leaves" in str(error.value)

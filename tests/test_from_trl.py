@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing import CHARACTERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import rlhf
@@ -396,7 +397,7 @@ ODD = st.one_of(
     st.sampled_from(
         [[], [1, "x"], {}, {"repo_id": "a/b"}, {"a": {"b": []}}, "a\nb: c", "#\u2028x", "é: 1", "null", "yes"]
     ),
-    st.text(max_size=8),
+    st.text(CHARACTERS, max_size=8),
     st.integers(),
 )
 

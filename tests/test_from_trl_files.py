@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing import CHARACTERS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ppo_folder import lines
@@ -357,7 +358,8 @@ PIECES = sorted({piece for text in (*SENTIMENT.values(), *TLDR.values()) for pie
     st.sampled_from([".py", ".sh", ".yaml", ".json"]),
     st.integers(0, 1),
     st.lists(
-        st.tuples(st.integers(0, 3000), st.integers(0, 40), st.sampled_from(PIECES) | st.text(max_size=4)), max_size=5
+        st.tuples(st.integers(0, 3000), st.integers(0, 40), st.sampled_from(PIECES) | st.text(CHARACTERS, max_size=4)),
+        max_size=5,
     ),
 )
 def test_a_text_with_faults_put_in_is_read_or_is_an_error_of_ours(

@@ -9,9 +9,10 @@ import pytest
 from bad_inputs import check, foreign_scorer, replace, rlhf, warned
 from typer.testing import CliRunner
 
-from rlhf_cli import data, rows, sources
+from rlhf_cli import data, rows
 from rlhf_cli.cli import app
 from rlhf_cli.config import CONFIGS, load
+from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.plan import remaining
@@ -43,6 +44,7 @@ def fitting(folder: Path) -> Path:
     replace("sft.yaml", "max_steps: 1", "max_length: 128")
     replace("reward.yaml", "max_steps: 1", "max_length: 128")
     sizes = "per_device_train_batch_size: 2\n  gradient_accumulation_steps: 2\n  num_mini_batches: 1"
+    sizes += "\n  num_ppo_epochs: 1"
     replace("ppo.yaml", "total_episodes: 64", f"num_train_epochs: 2\n  response_length: 8\n  {sizes}")
     return folder
 
@@ -158,7 +160,7 @@ def test_a_prompt_counts_for_all_pairs_that_have_it(world: Any, tmp_path: Path) 
     answers = [{"chosen": f" Yes {number}.", "rejected": " No."} for number in range(12)]
     pairs = [{"prompt": LONG if number < 3 else SHORT, **each} for number, each in enumerate(answers)]
     rows.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {"prompt": "", "chosen": "a", "rejected": "b"}])
-    source = sources.Source(str(tmp_path / "pairs.jsonl"), on_bad="drop")
+    source = DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop")
     found = data.prompt_rows(source, world.tokenizer(), max_length=120)
     assert (len(found), found.left_out, found.asked) == (1, 4, 13)
     assert {code: lost.rows for code, lost in found.lost.items()} == {"D10": 3, "D08": 1}
@@ -173,7 +175,7 @@ def test_a_bad_row_counts_in_one_part_of_a_split(world: Any, tmp_path: Path) -> 
     )
     parts = [
         data.sft_rows(
-            sources.Source(str(tmp_path / "rows.jsonl"), on_bad="drop", share=sources.Share(0.1, 0, held_out)),
+            DataSource(str(tmp_path / "rows.jsonl"), on_bad="drop", share=HoldoutSplit(0.1, 0, held_out)),
             world.tokenizer(),
             max_length=None,
         )

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_plan import GPU, found, three  # noqa: F401  (a fixture)
+from test_plan import GPU, counted_anew, found, three  # noqa: F401  (a fixture)
 
 from rlhf_cli.config import load
 from rlhf_cli.models import shapes
 from rlhf_cli.plan import depth, tally
 from rlhf_cli.plan.memory import Phase
 
-LAYERS = 20
+LAYERS = 10
 SMALLER = ("ppo.response_length=4", "ppo.per_device_train_batch_size=4", "ppo.gradient_accumulation_steps=2")
 CASES = {
     "ppo": ("ppo.yaml", *SMALLER, "ppo.bf16=true", "ppo.gradient_checkpointing=true", *GPU),
@@ -42,6 +42,7 @@ def deep(three: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:  # noqa: F81
         return plain(kind, body, *rest)
 
     monkeypatch.setattr(shapes, "_made", made)
+    monkeypatch.setattr(depth, "DEEP", LAYERS)
     return seen
 
 
@@ -53,11 +54,11 @@ SLOW = {"ppo on one base", "ppo cut up"}
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
 )
 def test_a_deep_model_is_counted_on_shallow_ones(case: str, deep: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn_on = found(*CASES[case], "--prompt-length", "9")
+    drawn_on = counted_anew(*CASES[case], "--prompt-length", "9")
     assert deep == {2, 3, 4}
     deep.clear()
     monkeypatch.setattr(depth, "DEEP", 1000)
-    whole = found(*CASES[case], "--prompt-length", "9")
+    whole = counted_anew(*CASES[case], "--prompt-length", "9")
     assert deep == {LAYERS}
     for stage, told in whole.items():
         assert told["parameters"] == drawn_on[stage]["parameters"] and told["steps"] == drawn_on[stage]["steps"]
@@ -69,7 +70,7 @@ def test_a_deep_model_is_counted_on_shallow_ones(case: str, deep: set[int], monk
 def test_what_an_operation_makes_is_remembered_by_its_shapes(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     remembered = {stage: told["phases"] for stage, told in found(".").items()}
     monkeypatch.setattr(tally, "again", lambda call, args, kwargs, given: call(*args, **kwargs))
-    assert {stage: told["phases"] for stage, told in found(".").items()} == remembered
+    assert {stage: told["phases"] for stage, told in counted_anew(".").items()} == remembered
 
 
 def test_only_what_is_new_and_of_the_same_shapes_is_remembered() -> None:

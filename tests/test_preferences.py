@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import World
+from report_run import draws_nothing
 from test_schema import complaints
 from typer.testing import CliRunner, Result
 
@@ -16,7 +17,7 @@ from rlhf_cli.config.written import aligned
 from rlhf_cli.data import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.preferences import split
+from rlhf_cli.preferences import speed, split
 from rlhf_cli.preferences.facts import Facts, count_parameters
 from rlhf_cli.preferences.lengths import Lengths
 from rlhf_cli.preferences.sizes import EPISODES, choose, rate
@@ -205,6 +206,13 @@ def test_comments_stand_in_one_column() -> None:
 # --- the command
 
 
+@pytest.fixture(autouse=True)
+def known_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured where a run is trained: beside other work that takes seconds."""
+    if not request.node.get_closest_marker("training"):
+        monkeypatch.setattr(speed, "measure", lambda folder: KNOWN.speed)
+
+
 def init(folder: Path, data: Path, base: Path, *more: str) -> Result:
     command = ["init", "preferences", "--data", str(data), "--base", str(base), str(folder), "--minutes", "1", *more]
     return CliRunner().invoke(app, command)
@@ -361,12 +369,15 @@ def test_what_is_refused(data: dict[str, Path], world: World, tmp_path: Path) ->
 
 
 @pytest.mark.training
-def test_a_file_of_pairs_leads_to_a_finished_run(data: dict[str, Path], world: World, tmp_path: Path) -> None:
+def test_a_file_of_pairs_leads_to_a_finished_run(
+    data: dict[str, Path], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws_nothing(monkeypatch)
     run = tmp_path / "run"
     assert init(run, data["transcripts"], world.base).exit_code == 0
     written = {stage: (run / f"{stage}.yaml").read_text() for stage in ("sft", "reward", "ppo", "eval")}
     for stage in written:  # here, where all is imported; `rlhf run` has its own tests
-        sets = [f"ppo.total_episodes={4 * EPISODES}"] if stage == "ppo" else []
+        sets = [f"ppo.total_episodes={2 * EPISODES}"] if stage == "ppo" else []
         result = CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *sets])
         assert result.exit_code == 0, result.output
     found = json.loads((run / "eval/report.json").read_text())

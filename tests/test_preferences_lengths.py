@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 from conftest import World
-from test_preferences import init
+from test_preferences import init, known_speed  # noqa: F401  (a fixture)
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlhf_cli import check, config, preferences, rows, terminal
 from rlhf_cli.config import Options
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import Pair
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.preferences import lengths, speed, split
 from rlhf_cli.preferences.lengths import Length
 from rlhf_cli.preferences.speed import Speed
-from rlhf_cli.sources import Place, Source
+from rlhf_cli.sources import Place
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 HH, ALPACA = (SHARED / f"data/{name}/pairs.jsonl.gz" for name in ("hh-harmless", "alpaca-pairs"))
@@ -132,7 +133,7 @@ def test_quantiles() -> None:
 
 def measured(source: Path, model: Path, limit: int = 10**9) -> tuple[list[Pair], list[Length]]:
     tokenizer = tokenizers.load_tokenizer(model)
-    pairs = split.read(Source(str(source), "--data", on_bad="drop"), tokenizer, plain=False).pairs[:limit]
+    pairs = split.read(DataSource(str(source), "--data", on_bad="drop"), tokenizer, plain=False).pairs[:limit]
     return pairs, lengths.measure(tokenizer, pairs)
 
 

@@ -16,6 +16,7 @@ from rlhf_cli.demo import world
 from rlhf_cli.demo.world import Sizes
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.init_folder import all_or_nothing, take_back
+from rlhf_cli.sources import read_rows
 
 STAGES = ("sft", "reward", "ppo", "eval")
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -60,7 +61,7 @@ def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path
         loaded = config.load(stage, file)
         assert (loaded.seed, loaded.folder) == (11, file.parent / stage)
         for key, source in loaded.sources().items():
-            assert next(source.rows()), key
+            assert next(read_rows(source)), key
     other = tmp_path / "other"
     presets.init(name, other, seed=12)
     assert (other / "data/sft.jsonl").read_bytes() != (folder / "data/sft.jsonl").read_bytes()

@@ -12,6 +12,7 @@ import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
+from report_run import draws_nothing
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -79,6 +80,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "ours"))
     yield Hub(cache)
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matplotlib takes longer than the stages."""
+    draws_nothing(monkeypatch)
 
 
 def both(make: Callable[[str, int], Rows]) -> dict[str, Rows]:
@@ -268,7 +275,7 @@ def test_sentiment_without_any_reward_model(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.training
 def test_functions_needs_neither_a_hub_nor_a_reward_model(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    fewer = {"sft": ["sft.max_steps=20"], "ppo": ["ppo.total_episodes=16"]}
+    fewer = {"sft": ["sft.max_steps=4"], "ppo": ["ppo.total_episodes=16"]}
     found = run_all("functions", run, fewer)
     check_ppo(run)
     assert found["ppo"]["parents"].keys() == {"models.sft"} and not (run / "reward").exists()

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli import config, pipeline, rows
 from rlhf_cli.cli import app
+from rlhf_cli.sources import read_rows
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("sft", "reward", "ppo", "eval")
@@ -101,7 +102,7 @@ def test_pairs_are_a_good_sentence_against_a_bad_one(run: Path) -> None:
 def test_the_configs_load_and_name_this_data(run: Path) -> None:
     for stage in STAGES:
         for source in config.load(stage, run / f"{stage}.yaml").sources().values():
-            assert next(source.rows())
+            assert next(read_rows(source))
     assert config.load("eval", run / "eval.yaml").eval.require  # the gate that docs/reviews.md promises
 
 

@@ -14,8 +14,9 @@ import pyarrow.parquet as parquet
 import pytest
 
 from rlhf_cli import sources
+from rlhf_cli.config.sources import DATA_SUFFIXES, DataSource
 from rlhf_cli.errors import Problem, RLHFError
-from rlhf_cli.sources import Source
+from rlhf_cli.sources import read_rows, readers
 
 Rows = list[dict[str, Any]]
 ROWS: Rows = [  # nothing in them may be guessed at, cut or stripped
@@ -64,11 +65,11 @@ WRITTEN: dict[str, Callable[[Rows], bytes]] = {
 
 
 def read(name: str, **options: Any) -> Rows:
-    return [row for _, row in Source(name, **options).rows()]
+    return [row for _, row in read_rows(DataSource(name, **options))]
 
 
 def places(name: str) -> list[str]:
-    return [str(place) for place, _ in Source(name).rows()]
+    return [str(place) for place, _ in read_rows(DataSource(name))]
 
 
 def problem(name: str, **options: Any) -> Problem:
@@ -228,7 +229,13 @@ def test_only_max_rows_are_looked_at(here: Path) -> None:
 def test_all_that_is_missing_is_told_by_key(here: Path) -> None:
     (here / "pairs.jsonl").touch()
     with pytest.raises(RLHFError) as caught:
-        sources.locate({"data.train": Source(str(here / "pair.jsonl"), "x.yaml:2"), "data.eval": Source("b" * 300)})
+        sources.locate(
+            {"data.train": DataSource(str(here / "pair.jsonl"), "x.yaml:2"), "data.eval": DataSource("b" * 300)}
+        )
     first, second = caught.value.problems
     assert str(first) == ("error[D01]: x.yaml:2: data.train: no such file pair.jsonl\nhint: did you mean pairs.jsonl?")
     assert second.code == "D01" and second.text.startswith("data.eval: no such file bbb")
+
+
+def test_each_suffix_of_a_data_file_has_a_reader() -> None:
+    assert tuple(readers.READERS) == DATA_SUFFIXES

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from rlhf_cli.config.sources import DataSource, split_name
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.rows import write_jsonl
-from rlhf_cli.sources import Source, named
+from rlhf_cli.sources import locate_files, read_rows
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +47,12 @@ def tables(root: Path, files: dict[str, str]) -> Path:
 
 
 def texts(name: Path | str, **options: Any) -> list[str]:
-    return [row["text"] for _, row in Source(str(name), **options).rows()]
+    return [row["text"] for _, row in read_rows(DataSource(str(name), **options))]
 
 
 def problem(name: Path | str, **options: Any) -> Problem:
     with pytest.raises(RLHFError) as caught:
-        Source(str(name), "sft.yaml:3", **options).files()
+        locate_files(DataSource(str(name), "sft.yaml:3", **options))
     assert caught.value.exit_code == 2
     (found,) = caught.value.problems
     assert found.code == "D01" and found.where == "sft.yaml:3"
@@ -75,7 +76,9 @@ def test_the_files_of_a_split_in_their_order(
     folder(here / name, dict.fromkeys(files, ""))
     for split, found in wanted.items():
         assert texts(f"{here / name}{split}") == found
-        assert [path.relative_to(here / name).as_posix() for path in Source(f"{here / name}{split}").files()] == found
+        assert [
+            path.relative_to(here / name).as_posix() for path in locate_files(DataSource(f"{here / name}{split}"))
+        ] == found
 
 
 def test_held_out_rows_come_from_validation_or_test_and_rows_of_a_lone_split_from_that(here: Path) -> None:
@@ -155,13 +158,13 @@ def test_files_of_other_names_are_read_as_meant_and_that_is_said(
 ) -> None:
     root = tables(here / "a", dict.fromkeys(files, "text"))
     for _ in range(2):
-        assert [str(path.relative_to(root)) for path in Source(str(root)).files()] == train
+        assert [str(path.relative_to(root)) for path in locate_files(DataSource(str(root)))] == train
     assert capsys.readouterr().err == f"data     a: {said}\n"  # once
 
 
 def test_what_names_say_needs_no_word(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tables(here / "a", {"train.csv": "text", "test-1.csv": "other", "LICENSE.txt": "text"})
-    assert Source(str(root)).files() == [root / "train.csv"] and not capsys.readouterr().err
+    assert locate_files(DataSource(str(root))) == [root / "train.csv"] and not capsys.readouterr().err
 
 
 def test_it_is_asked_which_of_unlike_files_are_meant(here: Path) -> None:
@@ -178,33 +181,33 @@ def test_it_is_asked_which_of_unlike_files_are_meant(here: Path) -> None:
         "the first line of 1.csv looks like data: does it lack a header line?"
     )
     json = {"1.jsonl": "prompt,chosen,rejected", "2.jsonl": "prompt,chosen,rejected,margin"}
-    assert len(Source(str(tables(here / "e", json))).files()) == 2, "a margin is where there is one"
+    assert len(locate_files(DataSource(str(tables(here / "e", json))))) == 2, "a margin is where there is one"
     assert problem(tables(here / "f", {**json, "3.jsonl": "prompt,completion"})).hint == "name one of them: f/1.jsonl"
     assert (
         "2.csv" in problem(tables(here / "g", {name.replace("jsonl", "csv"): each for name, each in json.items()})).text
     )
     (tables(here / "h", {"1.csv": "a", "3.csv": "a"}) / "2.csv").write_text("")
-    assert len(Source(str(here / "h")).files()) == 3, "what is empty has no other columns"
+    assert len(locate_files(DataSource(str(here / "h")))) == 3, "what is empty has no other columns"
     beside_test = problem(tables(here / "d", {"1.csv": "a", "2.csv": "b", "test.csv": "a"}))
     assert "1.csv (a) and 2.csv (b)" in beside_test.text
 
 
 def test_a_readme_may_say_that_other_kinds_are_the_same_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables(here / "a", {"1.jsonl": "text", "2.jsonl": "text", "3.csv": "other", "README.md": "# a"})
-    assert [path.name for path in Source("a").files()] == ["1.jsonl", "2.jsonl"]
+    assert [path.name for path in locate_files(DataSource("a"))] == ["1.jsonl", "2.jsonl"]
     assert capsys.readouterr().err == "data     a: train is 1.jsonl and 2.jsonl\n"
     head = "---\nconfigs:\n- config_name: default\n  data_files: [{split: train, path: 3.csv}]\n---\n"
     tables(here / "b", {"1.jsonl": "text", "3.csv": "other", "README.md": head})
-    assert [path.name for path in Source("b").files()] == ["3.csv"]
+    assert [path.name for path in locate_files(DataSource("b"))] == ["3.csv"]
     assert not capsys.readouterr().err
 
 
 def test_a_split_behind_a_name_and_brackets_in_one(here: Path) -> None:
-    assert named("a/b[test]") == ("a/b", "test") and named("a/b") == ("a/b", None)
-    assert named("a[1]/b.jsonl") == ("a[1]/b.jsonl", None)
+    assert split_name("a/b[test]") == ("a/b", "test") and split_name("a/b") == ("a/b", None)
+    assert split_name("a[1]/b.jsonl") == ("a[1]/b.jsonl", None)
     (here / "a[1]").mkdir()
-    assert named("a[1]") == ("a[1]", None) and named("a[1][test]") == ("a[1]", "test")
-    assert named("a[1]", base=str(here.parent)) == ("a", "1")  # not there: a split
+    assert split_name("a[1]") == ("a[1]", None) and split_name("a[1][test]") == ("a[1]", "test")
+    assert split_name("a[1]", base=str(here.parent)) == ("a", "1")  # not there: a split
 
 
 def test_nothing_is_left_in_the_hubs_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,15 @@ NOWHERE = "http://127.0.0.1:9"  # the port of a service that no machine runs
 READ = """
 import json, sys
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.sources import Source
+from rlhf_cli.config.sources import DataSource
+from rlhf_cli.sources import is_local, locate_files, read_rows
 for options in json.loads(sys.argv[1]):
     if options.pop("look", False):
-        print(json.dumps({"here": Source(**options).is_here()}))
+        print(json.dumps({"here": is_local(DataSource(**options))}))
         continue
     try:
-        source = Source(where="sft.yaml:3", **options)
-        found = {"files": [str(path) for path in source.files()], "rows": [row for _, row in source.rows()]}
+        source = DataSource(where="sft.yaml:3", **options)
+        found = {"files": [str(path) for path in locate_files(source)], "rows": [row for _, row in read_rows(source)]}
     except RLHFError as error:
         found = {"error": str(error)}
     print(json.dumps(found))

@@ -16,8 +16,9 @@ from typer.testing import CliRunner, Result
 from rlhf_cli import checkpoints, pipeline, terminal
 from rlhf_cli.checkpoints.files import CHANGED, read_object
 from rlhf_cli.cli import app
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.sources import Source
+from rlhf_cli.sources import locate_files
 
 STAGES = ("sft", "reward", "ppo", "eval")
 
@@ -139,9 +140,9 @@ def test_a_part_of_the_data_that_cannot_be_read_is_not_left_out(tmp_path: Path) 
     for name in ("a/train-1.jsonl", "b/train-2.jsonl"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text('{"text": "x"}\n')
-    assert len(Source(str(tmp_path)).files()) == 2
+    assert len(locate_files(DataSource(str(tmp_path)))) == 2
     with taken_away(tmp_path / "b"), pytest.raises(RLHFError, match=r"E08.*b cannot be read now"):
-        Source(str(tmp_path)).files()
+        locate_files(DataSource(str(tmp_path)))
 
 
 COMMANDS = [
@@ -155,7 +156,7 @@ COMMANDS = [
     ("export", "RUN", "--out", "out"),
     ("export", "RUN", "--out", "out", "--stage", "reward"),
     ("chat", "RUN"),
-    ("replay", "RUN"),
+    ("verify", "RUN"),
     ("sft", "--config", "RUN/sft.yaml"),
     ("init", "hh", "RUN"),
 ]

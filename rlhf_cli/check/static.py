@@ -57,7 +57,7 @@ def look_at(stages: Sequence[Stage], report: Report, unread: Collection[Path], *
 
 def _find_data(stage: Stage, report: Report) -> None:
     for key, source in stage.config.sources().items():
-        if not source.is_here():
+        if not sources.is_local(source):
             name = source.shown()
             then = "and the hub may not be asked (HF_HUB_OFFLINE)" if hub.is_offline() else "the stage would fetch it"
             report.skip(f"{stage.config.stage} {key}: {name} is not in the hub's cache; {then}")

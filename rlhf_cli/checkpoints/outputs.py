@@ -40,8 +40,8 @@ from rlhf_cli.checkpoints.parents import SNAPSHOTS, Parent, own_stages, read_man
 from rlhf_cli.checkpoints.states import clear_leftovers, keep_newest, newest_step
 from rlhf_cli.config.base import TRACKERS
 from rlhf_cli.config.keys import default_of, field_at
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.sources import Source
 
 PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
@@ -71,7 +71,7 @@ class Status:
     unread: tuple[str, ...] = ()
 
 
-def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, Source]) -> dict[str, Any]:
+def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, DataSource]) -> dict[str, Any]:
     """All that can change a stage's result: its settings, the hashes of its parents' models, of its data and its code.
 
     Raises D01 for all data that is not there.

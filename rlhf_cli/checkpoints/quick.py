@@ -26,7 +26,7 @@ def glance(config: Any) -> Status:
     """
     made = read_identity(config.folder)
     parents = open_parents(config, hashed=False)
-    here = {key: source for key, source in config.sources().items() if source.is_here()}
+    here = {key: source for key, source in config.sources().items() if sources.is_local(source)}
     data = sources.locate(here)
     if made is None:
         return examine(config, {})  # new or of no known run, whatever is asked of it

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.keys import PathKey, path_entries
 from rlhf_cli.config.paths import FUNCTION, is_path, relative
-from rlhf_cli.sources import Source
+from rlhf_cli.config.sources import DataSource
 
 DataPath = Annotated[str, PathKey("data")]
 ModelPath = Annotated[str, PathKey("model")]
@@ -219,7 +219,7 @@ class Config(Section):
             tree.get(self.stage, {}).pop(key, None)
         return {**tree, "output": {"snapshots": self.output.snapshots}}
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, DataSource]:
         """Key path -> source, of all data that the stage reads."""
         raise NotImplementedError
 

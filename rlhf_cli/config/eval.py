@@ -9,8 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section
 from rlhf_cli.config.sections import ATTENTION, DTYPE, OWN_STAGES, STAGE, Dtype, EvalData
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import nearest
-from rlhf_cli.sources import Source
 
 AS_TRAINED = "[`pytest tests/test_stage_ppo.py::test_a_foreign_policy_needs_its_sampling_told`]"
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
@@ -93,14 +93,14 @@ class EvalSettings(Section):
         True,
         description=(
             "Whether PPO's snapshots answer too, a round of sampled answers each: what was won and lost on the way. "
-            "[`pytest tests/test_eval_frontier.py::test_the_frontier_is_each_snapshot_alone`]"
+            "[`pytest tests/test_eval_frontier.py -k snapshot_alone`]"
         ),
     )
     select: Name | Select | None = Field(
         None,
         description=(
             "Picks a policy of the frontier: the name of a judge, or {judge, kl_max}; the highest mean wins, and the "
-            "smaller KL among equals. [`pytest tests/test_eval_frontier.py::test_nothing_is_picked_unasked`]"
+            "smaller KL among equals. [`pytest tests/test_eval_frontier.py -k picked_unasked`]"
         ),
     )
     temperature: float | None = Field(
@@ -203,7 +203,7 @@ class EvalConfig(Config):
                 raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": place})
         return self
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, DataSource]:
         """Key path -> source, of all data that the stage reads."""
         return self.data.sources(self.where)
 

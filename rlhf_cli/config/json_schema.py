@@ -7,6 +7,7 @@ key's own description in plain words, type, choices and default.
 import json
 import os
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def schema(stage: str | None = None) -> dict[str, Any]:
     return {"$schema": DIALECT, **_schema(CONFIGS[stage])}
 
 
+@cache
 def as_text(stage: str | None) -> str:
     """`schema`, as it is printed, and as its file holds it."""
     return json.dumps(schema(stage), indent=1, ensure_ascii=False) + "\n"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -44,6 +45,12 @@ def field_shape(field: FieldInfo) -> Shape:
     return shape(field.annotation, tuple(field.metadata))
 
 
+@cache
+def shapes_of(model: type[BaseModel]) -> dict[str, Shape]:
+    """The shape of each field of a config class."""
+    return {name: field_shape(field) for name, field in model.model_fields.items()}
+
+
 def parts_of(annotation: Any) -> Iterator[Any]:
     """The members of a union and the notes of an Annotated, flattened."""
     origin = get_origin(annotation)
@@ -58,13 +65,14 @@ def parts_of(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
+@cache
 def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     """Every key path below a config class, sections included; entries of a dict appear as `rewards.NAME.weight`."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         key = prefix + name
         found[key] = field
-        below = field_shape(field)
+        below = shapes_of(model)[name]
         entry = shape(below.entries).model if below.entries is not None else None
         if below.model:
             found |= keys_of(below.model, f"{key}.")
@@ -94,8 +102,8 @@ def path_entries(
     model: type[BaseModel], tree: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[dict[str, Any], str, str, PathKey]]:
     """(container, name, key path, mark) of each text in `tree` that is a path key, so that it can be replaced there."""
-    for name, field in model.model_fields.items():
-        value, below, key = tree.get(name), field_shape(field), prefix + name
+    for name, below in shapes_of(model).items():
+        value, key = tree.get(name), prefix + name
         if isinstance(value, str) and below.path:
             yield tree, name, key, below.path
         if not isinstance(value, dict):

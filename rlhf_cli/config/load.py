@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -110,7 +111,7 @@ def _validated(model: type[Config], tree: dict[str, Any], origin: Origin) -> tup
 
 def _set_aside(wrong: Iterable[tuple[str, ...]], model: type[Config], tree: dict[str, Any]) -> Config | None:
     """The config without the keys that are wrong; None where a section that names files has one, or more is wrong."""
-    names_files = {key.partition(".")[0] for key, field in keys_of(model).items() if _names_files(field)}
+    names_files = _that_name_files(model)
     tree = deepcopy(tree)
     for path in sorted(set(wrong), key=len, reverse=True):
         if not path or path[0] not in model.model_fields or path[0] in names_files:
@@ -125,6 +126,12 @@ def _set_aside(wrong: Iterable[tuple[str, ...]], model: type[Config], tree: dict
         return model.model_validate(tree)
     except ValidationError:
         return None
+
+
+@cache
+def _that_name_files(model: type[Config]) -> set[str]:
+    """The sections of a config class with a key for a file in them."""
+    return {key.partition(".")[0] for key, field in keys_of(model).items() if _names_files(field)}
 
 
 def _names_files(field: FieldInfo) -> bool:

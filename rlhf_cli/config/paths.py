@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlhf_cli import sources
-from rlhf_cli.config.keys import PathKey, field_shape, path_entries
+from rlhf_cli.config.keys import PathKey, path_entries, shapes_of
+from rlhf_cli.config.sources import HUB_ID, is_file_name, split_name
 
 FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 STAGE_FOLDERS = ("sft", "reward", "ppo")
@@ -32,7 +32,7 @@ def relative(value: str, mark: PathKey, folder: Path) -> str:
         return value
     path = Path(os.path.relpath(value, folder)).as_posix()
     # A model or a folder of data named without a dot would be taken for a hub id wherever the folder is missing.
-    plain = mark.kind in ("run", "template") or (mark.kind == "data" and sources.is_file_name(path))
+    plain = mark.kind in ("run", "template") or (mark.kind == "data" and is_file_name(path))
     return path if plain or path.startswith(".") else f"./{path}"
 
 
@@ -43,7 +43,7 @@ def is_path(value: str, mark: PathKey) -> bool:
 
 def _fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
     for name, field in model.model_fields.items():
-        below = field_shape(field)
+        below = shapes_of(model)[name]
         always_there = field.annotation is below.model
         if below.path and isinstance(field.default, str) and name not in tree:
             tree[name] = field.default
@@ -67,10 +67,10 @@ def _resolved(text: str, mark: PathKey, base: str, run: str) -> str:
 
 def resolved_data(text: str, base: str) -> str:
     """A path, unless it can only be a dataset of the hub: OWNER/NAME, no data file's ending, no folder OWNER here."""
-    name, split = sources.named(text, base)
+    name, split = split_name(text, base)
     candidate = _absolute(name, base)
-    local = name.startswith((".", "/", "~")) or os.path.exists(candidate) or sources.is_file_name(name)
-    if not local and sources.HUB_ID.fullmatch(name) and not os.path.isdir(_absolute(name.partition("/")[0], base)):
+    local = name.startswith((".", "/", "~")) or os.path.exists(candidate) or is_file_name(name)
+    if not local and HUB_ID.fullmatch(name) and not os.path.isdir(_absolute(name.partition("/")[0], base)):
         return text
     return candidate + (f"[{split}]" if split else "")
 

@@ -11,8 +11,8 @@ from rlhf_cli.config.base import ModelPath, Name, Section
 from rlhf_cli.config.keys import PathKey
 from rlhf_cli.config.rewards import KINDS, RewardSource
 from rlhf_cli.config.sections import ATTENTION, DTYPE, OWN_STAGES, REVISION, STAGE, PPOData
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
-from rlhf_cli.sources import Source
 
 VALUE_WORDS = ("reward", "policy_head")
 
@@ -133,7 +133,7 @@ class PPOConfig(TrainingConfig):
         """The held-out judges: sources of weight 0, which are scored and logged, and watched by the watchdog."""
         return [name for name, source in self.rewards.items() if source.weight == 0]
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, DataSource]:
         """Key path -> source, of all data that the stage reads."""
         return self.data.sources(self.where)
 

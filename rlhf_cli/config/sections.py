@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError
 from rlhf_cli.config.adapters import Adapters
 from rlhf_cli.config.base import DataPath, ModelPath, Section
 from rlhf_cli.config.keys import PathKey
+from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.ppo.settings.base import Range
-from rlhf_cli.sources import Share, Source
 
 MAX_DROPPED = 0.8  # of a data key's rows: the default share that may be left out
 STAGE = (
@@ -230,20 +230,20 @@ class _Data(Section):
             raise PydanticCustomError("C17", text, {"hint": "add eval_fraction: 0.05", "key": "split_seed"})
         return self
 
-    def sources(self, where: Callable[[str], str]) -> dict[str, Source]:
+    def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
         """Key path -> source, of each key that names data, and of the share that eval_fraction holds out."""
         keys = [key for key in (self.LEARNT, self.HELD_OUT) if key]
         return {f"data.{key}": source for key in keys if (source := self._source(key, where))}
 
-    def _source(self, key: str, where: Callable[[str], str]) -> Source | None:
+    def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
         held_out, share = key == self.HELD_OUT, None
         name = getattr(self, key)
         if self.eval_fraction is not None:
             name = name or getattr(self, self.LEARNT or key)
-            share = Share(self.eval_fraction, self.split_seed or 0, held_out)
+            share = HoldoutSplit(self.eval_fraction, self.split_seed or 0, held_out)
         if name is None:
             return None
-        return Source(
+        return DataSource(
             name,
             where(f"data.{key}"),
             subset=self.subset,
@@ -311,7 +311,7 @@ class _PromptData(_Data):
         ),
     )
 
-    def _source(self, key: str, where: Callable[[str], str]) -> Source | None:
+    def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
         source, words = super()._source(key, where), self.first_words
         if source is None or words is None:
             return source
@@ -341,7 +341,7 @@ class PPOData(_PromptData):
     )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
 
-    def sources(self, where: Callable[[str], str]) -> dict[str, Source]:
+    def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
         """Key path -> source, of each key that names data; ptx_data is read whole, first_words is for prompts."""
         found, ptx = super().sources(where), self.ptx_data and self._source("ptx_data", where)
         return found | ({"data.ptx_data": replace(ptx, first_words=None)} if ptx else {})

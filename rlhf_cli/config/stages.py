@@ -11,8 +11,8 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.sections import STAGE, RewardData, RewardModel, SFTData, SFTModel
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.training import RewardSettings, SFTSettings
-from rlhf_cli.sources import Source
 
 TRAINER = (
     "Any other field of TRL's {}, by its own name, except what the pipeline sets itself; `rlhf explain trainer.NAME` "
@@ -29,13 +29,13 @@ class SFTConfig(TrainingConfig):
     sft: SFTSettings = Field(default_factory=SFTSettings, description="The numbers of the training.")
     trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("SFTConfig", "sft"))
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, DataSource]:
         """Key path -> source, of all data that the stage reads."""
         found = self.data.sources(self.where)
         if self.model.new:
             key, name = "model.new.tokenizer.train", self.model.new.tokenizer.train
             # The very rows of data.train, of which data.subset and data.max_rows may be a part; else a source apart.
-            same = found["data.train"] if name == self.data.train else Source(name)
+            same = found["data.train"] if name == self.data.train else DataSource(name)
             found[key] = replace(same, where=self.where(key), columns={}, share=None)
         return found
 
@@ -58,7 +58,7 @@ class RewardConfig(TrainingConfig):
             raise PydanticCustomError("C17", text, {"hint": hint, "key": "model.adapters.lora_dropout"})
         return self
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, DataSource]:
         """Key path -> source, of all data that the stage reads."""
         return self.data.sources(self.where)
 

@@ -13,10 +13,11 @@ from typing import Any
 from rlhf_cli import rows, terminal
 from rlhf_cli.checkpoints.files import write_text
 from rlhf_cli.config.paths import resolved_data
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import foreign
 from rlhf_cli.data.faults import BadRow
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.sources import Source
+from rlhf_cli.sources import read_rows
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,7 +39,7 @@ def _convert(name: str, out: Path) -> None:
         raise RLHFError("C15", f"{shown(out)} is there already; nothing is overwritten", hint="name another file")
     if not out.parent.is_dir():
         raise RLHFError("E03", f"{shown(out)} cannot be written: {shown(out.parent)} is no folder")
-    source = Source(resolved_data(name, os.getcwd()))
+    source = DataSource(resolved_data(name, os.getcwd()))
     found, told = _rows(source)
     if not found:
         raise RLHFError("D05", f"no usable row{told}", where=source.shown())
@@ -49,10 +50,10 @@ def _convert(name: str, out: Path) -> None:
     terminal.say(f"{shown(out)}: {len(found)} rows{told}")
 
 
-def _rows(source: Source) -> tuple[list[dict[str, Any]], str]:
+def _rows(source: DataSource) -> tuple[list[dict[str, Any]], str]:
     """The rows to write, and how many were left out for what. Rows of prompts alone are left out beside answers."""
     answered, prompts, ties = [], [], 0
-    for place, row in source.rows():
+    for place, row in read_rows(source):
         try:
             new = foreign.converted(row)
         except BadRow as bad:

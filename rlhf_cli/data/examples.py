@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rlhf_cli import terminal
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import cache, texts, transcripts
 from rlhf_cli.data.faults import BadRow
 from rlhf_cli.data.forms import DataFile, Form
 from rlhf_cli.data.found import Rows
 from rlhf_cli.data.tokens import Conversation, Encoded, encode_many
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.sources import Place, Source
+from rlhf_cli.sources import Place
 
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
@@ -31,12 +32,12 @@ class Prompt:
     place: Place
 
 
-def is_plain_text(source: Source | Path | str) -> bool:
+def is_plain_text(source: DataSource | Path | str) -> bool:
     """Whether the first row of SFT data is {text}, without a prompt. Raises RLHFError D01-D06, D12."""
     return _first_row(DataFile(source, SFT_FORMS))[0] == ("text",)
 
 
-def prompt_form(source: Source | Path | str) -> Literal["text", "conversation", "transcript"]:
+def prompt_form(source: DataSource | Path | str) -> Literal["text", "conversation", "transcript"]:
     """How the first row of any stage's data writes its prompt. Raises RLHFError D01-D06, D12."""
     file = DataFile(source, (*SFT_FORMS, *PROMPT_FORMS))
     form, row = _first_row(file)
@@ -54,7 +55,7 @@ def _first_row(file: DataFile) -> tuple[Form, dict[str, Any]]:
 
 
 def sft_rows(
-    source: Source | Path | str,
+    source: DataSource | Path | str,
     tokenizer: Any,
     *,
     max_length: int | None,
@@ -89,7 +90,7 @@ def sft_rows(
 
 
 def preference_rows(
-    source: Source | Path | str,
+    source: DataSource | Path | str,
     tokenizer: Any,
     *,
     max_length: int | None,
@@ -128,7 +129,7 @@ def preference_rows(
     return _finished(file, rows, prompts, every=every)
 
 
-def preference_pairs(source: Source | Path | str) -> tuple[list[texts.Pair], int, bool]:
+def preference_pairs(source: DataSource | Path | str) -> tuple[list[texts.Pair], int, bool]:
     """The usable pairs of a source, each once; how many rows it has; and whether they were transcripts.
 
     All other rows are left out and counted in warnings. Raises RLHFError D01-D05, D12 and where nothing is left.
@@ -144,7 +145,7 @@ def preference_pairs(source: Source | Path | str) -> tuple[list[texts.Pair], int
 
 
 def prompt_rows(
-    source: Source | Path | str,
+    source: DataSource | Path | str,
     tokenizer: Any,
     *,
     max_length: int | None,
@@ -289,7 +290,7 @@ def _sampled(file: DataFile, found: list[Row], most: int | None) -> tuple[list[R
 def _is_ours(file: DataFile, prompt: str | Conversation) -> bool:
     """Whether a row falls into the part of the file that is asked for."""
     share = file.source.share
-    return share is None or share.holds(texts.split_key(prompt))
+    return share is None or share.contains(texts.split_key(prompt))
 
 
 def _encode(file: DataFile, tokenizer: Any, rows: list[Asked]) -> Sequence[Encoded | None]:

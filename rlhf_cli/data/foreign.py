@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import transcripts
 from rlhf_cli.data.faults import BadRow, described
-from rlhf_cli.sources import Source
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -126,7 +126,7 @@ def _answer(value: Any, column: str) -> Row:
     return _message(value) if _is_turn(value) else {"role": "assistant", "content": _text(value, column)}
 
 
-def command(source: Source) -> str:
+def command(source: DataSource) -> str:
     """The command that converts a source."""
     name = source.shown()
     out = f"{Path(name).name.partition('[')[0].partition('.')[0]}-converted.jsonl"

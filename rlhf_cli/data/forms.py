@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import terminal
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import foreign, transcripts
 from rlhf_cli.data.faults import BadRow, described
 from rlhf_cli.errors import Problem, RLHFError, nearest
-from rlhf_cli.sources import Place, Source, lacks_header, told
+from rlhf_cli.sources import Place, lacks_header, read_rows, told
 
 SHOWN_ROWS = 5
 Form = tuple[str, ...]
@@ -49,8 +50,8 @@ class Lost:
 class DataFile:
     """The rows of a source under our column names, and the book of what is wrong with them and what was left out."""
 
-    def __init__(self, source: Source | Path | str, forms: tuple[Form, ...]):
-        self.source, self.forms = Source.of(source), forms
+    def __init__(self, source: DataSource | Path | str, forms: tuple[Form, ...]):
+        self.source, self.forms = DataSource.of(source), forms
         self.columns, self.where = self.source.columns, self.source.where
         self.read = 0
         self.longest = self.longest_usable = 0  # tokens, with and without the rows that were left out for it
@@ -68,7 +69,7 @@ class DataFile:
         """(place, form, row) of each row that is like the first one; the others are noted as problems."""
         first: First | None = None
         self._reading = True
-        for place, raw in self.source.rows():
+        for place, raw in read_rows(self.source):
             self.read += 1
             row = raw
             if self.columns:
@@ -103,7 +104,7 @@ class DataFile:
         A row that could not be read has no prompt by which a split takes it: its place decides which part counts it.
         """
         share = self.source.share
-        if self._reading and share is not None and not share.holds(place.short):
+        if self._reading and share is not None and not share.contains(place.short):
             return
         lost = self.dropped.setdefault(code, Lost(place, text))
         lost.rows, lost.alike = lost.rows + rows, lost.alike and text == lost.text

@@ -6,6 +6,7 @@ from rlhf_cli import config as configs
 from rlhf_cli import data
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.sources import is_local
 
 Written = Literal["text", "conversation", "transcript"]
 Kind = Literal["template", "transcript", "text"]
@@ -16,7 +17,7 @@ def written(model: Parent) -> Written | None:
     """How the data of a stage's model writes prompts; None where that is not here, or cannot be read."""
     try:
         source = configs.load(model.stage, model.path / "config.yaml").sources()[KEYS[model.stage]]
-        return data.prompt_form(source) if source.is_here() else None
+        return data.prompt_form(source) if is_local(source) else None
     except RLHFError:
         return None
 

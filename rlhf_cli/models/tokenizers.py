@@ -14,9 +14,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_cli import checkpoints, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.checkpoints.files import read_object
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import Problem, RLHFError, panics_as, shown
 from rlhf_cli.models import spelling
-from rlhf_cli.sources import Source
+from rlhf_cli.sources import read_rows
 
 PAD = "[PAD]"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -105,7 +106,7 @@ def prepare_padding(tokenizer: Any, *, stop_token_id: int) -> str | None:
     return PAD
 
 
-def train_tokenizer(source: Source | Path | str, vocab_size: int) -> Any:
+def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
     """A byte-level BPE of at most `vocab_size` tokens, trained on all texts of a source.
 
     Ids 0 and 1 are `<pad>` and `<eos>`. Raises RLHFError D01-D04, D05 for no text, C06 for fewer than 258 tokens.
@@ -116,8 +117,8 @@ def train_tokenizer(source: Source | Path | str, vocab_size: int) -> Any:
         least = len(alphabet) + len(special)
         text = f"model.new.tokenizer.vocab_size is {vocab_size}; {least} is the least (every byte, and two of ours)"
         raise RLHFError("C06", text)
-    source = Source.of(source)
-    texts = [text for _, row in source.rows() for text in _strings(row.values())]
+    source = DataSource.of(source)
+    texts = [text for _, row in read_rows(source) for text in _strings(row.values())]
     if not texts:
         raise RLHFError("D05", f"no text to train a tokenizer on in {source.shown()}", where=source.where)
     backend = Tokenizer(tokenizer_models.BPE())

@@ -17,6 +17,7 @@ from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.plan import remaining
 from rlhf_cli.plan.remaining import Remaining
 from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.sources import read_rows
 
 SAMPLE = 1000  # rows that a tokenizer is trained on here
 
@@ -112,7 +113,7 @@ class Chain:
         most = min(SAMPLE, source.max_rows or SAMPLE)
         with placed(config.where("model.new.tokenizer")):
             tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=most), wanted)
-        return Start(body, tokenizer, exact=next(islice(source.rows(), most, None), None) is None)
+        return Start(body, tokenizer, exact=next(islice(read_rows(source), most, None), None) is None)
 
     def settings(self, config: EvalConfig) -> PPOSettings | None:
         """The settings of the policy that is evaluated, where a stage of ours made it or will."""

@@ -33,7 +33,7 @@ class Remaining:
 
 def of(config: Config, body: Any, tokenizer: Any, response: int) -> Remaining:
     """Of the data of a stage that starts from a model `body`. Raises RLHFError D01-D14, D16, C13."""
-    sources.locate({key: source for key, source in config.sources().items() if source.is_here()})
+    sources.locate({key: source for key, source in config.sources().items() if sources.is_local(source)})
     with terminal.muted_warnings():
         if isinstance(config, SFTConfig):
             return _examples(config, tokenizer, body)
@@ -61,7 +61,7 @@ def unread(config: Config, prompt: int, response: int) -> Remaining:
     if isinstance(config, EvalConfig):
         return Remaining(lengths, "prompts", config.eval.n, how="at most")
     source = config.sources()["data.prompts" if isinstance(config, PPOConfig) else "data.train"]
-    count = sum(1 for _ in source.rows()) if steps_go_by_rows(config) else 0
+    count = sum(1 for _ in sources.read_rows(source)) if steps_go_by_rows(config) else 0
     # A conversation is an example for each of its answers, and a part may be held out.
     return Remaining(lengths, "rows", count, how="about" if isinstance(config, SFTConfig) else "at most")
 

@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rlhf_cli import checkpoints, config, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import json_schema
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.written import aligned, written
 from rlhf_cli.errors import RLHFError, quoted, shown
 from rlhf_cli.init_folder import all_or_nothing, take_back
@@ -17,7 +18,6 @@ from rlhf_cli.models import devices, loading, tokenizers
 from rlhf_cli.preferences import facts, lengths, split
 from rlhf_cli.preferences.sizes import Sizes, choose
 from rlhf_cli.rows import write_jsonl
-from rlhf_cli.sources import Source
 from rlhf_cli.statistics import wilson
 
 STAGES = ("sft", "reward", "ppo", "eval")
@@ -27,7 +27,7 @@ STAGES = ("sft", "reward", "ppo", "eval")
 class Wish:
     """What the command line asks for."""
 
-    data: str  # a file, a folder or a hub id, as Source names it
+    data: str  # a file, a folder or a hub id, as DataSource names it
     base: str  # a model's folder or hub id
     columns: Mapping[str, str]
     plain: bool  # leave texts as they are, also where the model has a chat template
@@ -44,7 +44,7 @@ def write(folder: Path, templates: Path, wish: Wish) -> None:
     take_back(folder)
     refuse_taken(folder)
     base = checkpoints.open_parent(wish.base, expect=("sft", "ppo"), key="--base", where="")
-    source = Source(wish.data, "--data", columns=wish.columns, on_bad="drop")
+    source = DataSource(wish.data, "--data", columns=wish.columns, on_bad="drop")
     tokenizer = tokenizers.load_tokenizer(base.model)
     style = split.read(source, tokenizer, plain=wish.plain)
     if style.chat_template:
@@ -97,7 +97,7 @@ def write_configs(
     pages = Environment(loader=FileSystemLoader(templates), undefined=StrictUndefined, trim_blocks=True)
     values: dict[str, Any] = {
         "base": written(base.hub or str(base.path.resolve())),
-        "data": Source.of(wish.data).shown(),
+        "data": DataSource.of(wish.data).shown(),
         "seed": wish.seed,
         "style": style,
         "answers": split.ANSWERS,

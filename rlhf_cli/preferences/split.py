@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf_cli import data
+from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import Pair
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.sources import Source
 
 SHARES = {"sft": 0.3, "pairs": 0.45, "prompts": 0.15, "held-out": 0.1}  # of the prompts
 USES = {
@@ -34,7 +34,7 @@ class Style:
     chat_template: str | None  # to be set in sft.yaml
 
 
-def read(source: Source, tokenizer: Any, *, plain: bool) -> Style:
+def read(source: DataSource, tokenizer: Any, *, plain: bool) -> Style:
     """All usable pairs of a source in the form that suits the tokenizer; the other rows are counted in warnings.
 
     With a chat template prompts become conversations (unless `plain`); without one, conversations get chatml and

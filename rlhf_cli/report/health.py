@@ -46,10 +46,9 @@ class Reading:
 
 def readings(ppo: Stage) -> list[Reading]:
     """Those metrics of PPO's log that have a rule. Their advice is reconciled: no key is pulled in two directions."""
-    found = []
+    found, lengths = [], dict(ppo.series("objective/response_length"))
     for rule in RULES:
         for key in _keys(rule, ppo):
-            lengths = dict(ppo.series("objective/response_length"))
             points = [(step, value) for step, value in ppo.series(key) if rule.of != "tokens" or step in lengths]
             if points:
                 found.append(_read(rule, key, points, [lengths.get(step, 0.0) for step, _ in points], ppo))

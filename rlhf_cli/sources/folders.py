@@ -8,11 +8,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rlhf_cli import terminal
+from rlhf_cli.config.sources import suffix
 from rlhf_cli.errors import RLHFError, nearest, reading, shown
-from rlhf_cli.sources.readers import ENDINGS, ending, lacks_header, read, told
+from rlhf_cli.sources.readers import READERS, lacks_header, read, told
 
 README = "README.md"
-DATA = ENDINGS.keys() - {".json", ".txt"}  # these two may well be notes: they are data where nothing else is
+DATA = READERS.keys() - {".json", ".txt"}  # these two may well be notes: they are data where nothing else is
 NO_DATA = {"config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json"}
 SHOWN = 3  # names of files in a message
 Files = dict[str, list[Path]]  # split -> its files in order, relative to the folder
@@ -50,7 +51,7 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], w
     by_name = {split: of_it for split, of_it in files.items() if split != "train" or any(map(_is_named, of_it))}
     rest = [path for path in data if not any(path in of_it for of_it in by_name.values())]
     if (folder / README).exists():  # a dataset as the hub has it: other kinds are its other forms
-        rest = [path for path in rest if ending(path) in set(map(ending, taken))]
+        rest = [path for path in rest if suffix(path) in set(map(suffix, taken))]
     elif rest and "train" in by_name:
         terminal.say_once(f"data     {name}: {_listed(rest)} left aside: train is {_listed(by_name['train'])}")
     if not rest or "train" in by_name:
@@ -64,13 +65,13 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], w
 def _refuse_unlike(folder: Path, name: str, files: Sequence[Path], where: str | None) -> None:
     """D01 where files that would be read as one are of several kinds, or have other columns in their first rows."""
     hint = f"name one of them: {shown(folder / files[0])}"
-    if len(set(map(ending, files))) > 1:
+    if len(set(map(suffix, files))) > 1:
         text = f"{name} holds data files of several kinds, {_listed(files)}: which of them are meant?"
         raise RLHFError("D01", text, where=where, hint=hint)
     filled = [(path, columns) for path in files if (columns := _columns(folder / path))]
     for path, columns in filled[1:]:
         first, its = filled[0]
-        if _are_unlike(its, columns, ending(path)):
+        if _are_unlike(its, columns, suffix(path)):
             text = f"{name} holds files of different columns, {first} ({told(its)}) and {path} ({told(columns)})"
             hint = lacks_header(first, its) or lacks_header(path, columns) or hint
             raise RLHFError("D01", f"{text}: which of them are meant?", where=where, hint=hint)
@@ -105,8 +106,8 @@ def _data_files(folder: Path) -> list[Path]:
     """All files of a folder that are data by their names, relative to it. Raises E08 for a part that cannot be read."""
     found = [path.relative_to(folder) for path in sorted(_below(folder), key=Path.as_posix)]
     seen = [path for path in found if not any(part.startswith((".", "__")) for part in path.parts)]
-    data = [path for path in seen if ending(path) in DATA]
-    return data or [path for path in seen if ending(path) in ENDINGS and path.name not in NO_DATA]
+    data = [path for path in seen if suffix(path) in DATA]
+    return data or [path for path in seen if suffix(path) in READERS and path.name not in NO_DATA]
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -123,7 +124,7 @@ def _below(folder: Path) -> Iterator[Path]:
 def _none_there(folder: Path, name: str, where: str | None) -> RLHFError:
     found = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     text = f"{name} holds no data files" + (f", but {_listed(found)}" if found else "")
-    hint = f"a data file ends in {', '.join(ENDINGS)}, or in one of them and .gz"
+    hint = f"a data file ends in {', '.join(READERS)}, or in one of them and .gz"
     if any(path.suffix == ".arrow" for path in found):
         hint = 'Arrow is read as Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
     return RLHFError("D01", text, where=where, hint=hint)

@@ -15,9 +15,10 @@ from typing import Any, BinaryIO, cast
 import orjson
 
 from rlhf_cli import terminal
+from rlhf_cli.config.sources import suffix
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.sources import folders
-from rlhf_cli.sources.readers import ENDINGS, ending, read
+from rlhf_cli.sources.readers import READERS, read
 
 LARGE = 20e9  # bytes; more is not fetched unasked
 
@@ -43,7 +44,7 @@ def kept(name: str, revision: str | None, part: str) -> Path | None:
     except (OSError, ValueError):  # not there, some of it is missing, or not even the form of an id
         return None
     inside = Path(found) / part
-    return Path(found) if any(ending(path) in ENDINGS for path in inside.rglob("*")) else None
+    return Path(found) if any(suffix(path) in READERS for path in inside.rglob("*")) else None
 
 
 def fetch(name: str, revision: str | None, part: str, where: str | None) -> Path:

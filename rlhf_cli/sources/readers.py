@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from rlhf_cli.config.sources import suffix
 from rlhf_cli.errors import RLHFError, nearest, shown
 from rlhf_cli.rows import BOM, decoded, lines, numbered_rows, open_data, parse
 
@@ -42,21 +43,16 @@ def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -
 
     Raises RLHFError D01 (missing, unreadable, unknown ending), D03, D04, D12.
     """
-    reader = ENDINGS.get(ending(path))
+    reader = READERS.get(suffix(path))
     if reader is None:
-        near = nearest(ending(path), ENDINGS)
-        text = f"{shown(path)}: a data file ends in {', '.join(ENDINGS)}, or in one of them and .gz"
+        near = nearest(suffix(path), READERS)
+        text = f"{shown(path)}: a data file ends in {', '.join(READERS)}, or in one of them and .gz"
         raise RLHFError("D01", text, where=where, hint=f"did you mean {near}?" if near else None)
     try:
         with opened or open_data(path, where) as file:
             yield from reader(file, path)
     except (OSError, EOFError, zlib.error) as error:
         raise RLHFError("D01", f"cannot read {shown(path)}: {error}", where=where) from error
-
-
-def ending(path: Path) -> str:
-    """`.jsonl` of rows.jsonl and of rows.jsonl.gz."""
-    return (Path(path.stem) if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
 def _json_lines(file: BinaryIO, path: Path) -> Rows:
@@ -80,7 +76,7 @@ def _json(file: BinaryIO, path: Path) -> Rows:
 def _table(file: BinaryIO, path: Path) -> Rows:
     """CSV or TSV with a header. Every cell is a text as it stands there: "NA" and "1e5" stay what they are."""
     texts = (decoded(raw, path, number) for number, raw in lines(file, path))
-    reader = csv.reader(texts, delimiter=TABLES[ending(path)], strict=True)
+    reader = csv.reader(texts, delimiter=TABLES[suffix(path)], strict=True)
     start = 1
     header: list[str] = []
     try:
@@ -118,9 +114,9 @@ def _unlike(names: list[str], where: str, who: str, hint: str | None = None) -> 
 def lacks_header(path: Path, names: Collection[str], wanted: Collection[str] = ()) -> str | None:
     """A hint where the names of a table's columns seem to be its first row; `wanted` are those it needs."""
     texts = [len(name.split()) > NAME_WORDS or len(name) > NAME_CHARACTERS for name in names]
-    if ending(path) not in TABLES or 2 * sum(texts) < len(texts):
+    if suffix(path) not in TABLES or 2 * sum(texts) < len(texts):
         return None
-    between = "," if ending(path) == ".csv" else "\\t"
+    between = "," if suffix(path) == ".csv" else "\\t"
     header = f" '{between.join(wanted)}'" if wanted else ""
     return f"the first line of {path.name} looks like data: does it lack a header line{header}?"
 
@@ -179,7 +175,7 @@ def _text(file: BinaryIO, path: Path) -> Rows:
 
 
 TABLES = {".csv": ",", ".tsv": "\t"}  # ending -> what stands between two cells
-ENDINGS: dict[str, Callable[[BinaryIO, Path], Rows]] = {
+READERS: dict[str, Callable[[BinaryIO, Path], Rows]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,

@@ -5,7 +5,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from rlhf_cli import sources, verdict
+from rlhf_cli import verdict
+from rlhf_cli.config.sources import hub_dataset
 from rlhf_cli.export.card.subject import Subject, data_name, is_of_the_hub, report_card
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import visible
@@ -39,7 +40,7 @@ def _learnt(about: Subject) -> set[str]:
     """The hub's datasets that it was trained on."""
     named = [(stage, key) for stage in about.stages for key in stage.told("data") if key not in HELD_OUT]
     paths = [stage.setting(key) for stage, key in named]
-    return {dataset for path in paths if isinstance(path, str) and (dataset := sources.dataset_of(path))}
+    return {dataset for path in paths if isinstance(path, str) and (dataset := hub_dataset(path))}
 
 
 def _policy(about: Subject) -> Iterator[EvalResult]:
@@ -68,7 +69,7 @@ def _result(about: Subject, stage: Stage, key: str, metric: str, value: float, n
     data = data_name(stage, key)
     return EvalResult(
         task_type=TASKS[about.stage.name],
-        dataset_type=sources.dataset_of(data) or LOCAL,
+        dataset_type=hub_dataset(data) or LOCAL,
         dataset_name=visible(data),
         metric_type=metric,
         metric_value=round(value, DIGITS),

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from rlhf_cli import sources
 from rlhf_cli.checkpoints import FOREIGN, Chosen
 from rlhf_cli.checkpoints.adapters import is_hub_id
+from rlhf_cli.config.sources import hub_dataset, split_name
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.export.card.markdown import text
@@ -138,8 +138,8 @@ def is_of_the_hub(told: Mapping[str, Any]) -> bool:
 def data_name(stage: Stage, key: str) -> str:
     """A stage's data as a card names it: a dataset of the hub, or a file's own name, never its place."""
     path = stage.setting(key) or stage.setting("data.train") or stage.setting("data.prompts")  # a part held out of it
-    name, split = sources.named(path) if isinstance(path, str) else ("", None)
-    plain = name if sources.dataset_of(name) else PurePosixPath(name).name
+    name, split = split_name(path) if isinstance(path, str) else ("", None)
+    plain = name if hub_dataset(name) else PurePosixPath(name).name
     return plain + (f"[{split}]" if split else "")
 
 
