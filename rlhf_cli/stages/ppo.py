@@ -101,7 +101,7 @@ class PPORunner:
         if state:
             tree = save.load_tree(state)
             self.trainer.load_state_dict(tree["trainer"])
-            self.monitor = TrainingMonitor(**tree["alarms"])
+            self.monitor.load_state_dict(tree["alarms"])
             self.watchdog.load_state_dict(tree["watchdog"])
             self.snapshots.load_state_dict(tree["best"])
             log_positions = tree["logs"]
