@@ -1,4 +1,4 @@
-"""`python -m benchmarks.scale`: which mode of PPO fits which GPUs, by `rlhf plan`: a table of docs/scale.md. `--chain`
+"""`python -m benchmarks.scale`: which mode of PPO fits which GPUs, by `rlhf plan`: a table of docs/scaling.md. `--chain`
 makes the other one: all four stages by adapters.
 
 Nothing is loaded or trained: models are configs with the published sizes of known families, laid out in a folder for

@@ -1,4 +1,4 @@
-"""What docs/from-trl.md shows: TRL's options and where `rlhf init --from-trl` puts them, and an example of it.
+"""What docs/results/trl-options.md shows: TRL's options and where `rlhf init --from-trl` puts them, and an example of it.
 
 `python scripts/from_trl_page.py` writes the tables below the lines that ask for them, made of those that the command
 works with, rlhf_cli/config/foreign.py and rlhf_cli/from_trl/versions.py; and what the page's script comes to.
@@ -18,7 +18,7 @@ from rlhf_cli.from_trl.placing import home
 from rlhf_cli.from_trl.topics import OURS, SIZES
 from rlhf_cli.from_trl.versions import HABITS, OPTIONS, Option
 
-PAGE = Path(__file__).parents[1] / "docs/from-trl.md"
+PAGE = Path(__file__).parents[1] / "docs/results/trl-options.md"
 PLACE = re.compile(r"<!-- (options|habits) of TRL ([\d.]+) -->\n(?:\|.*\n)*|<!-- (no place) -->\n(?:\|.*\n)*")
 EXAMPLE = re.compile(
     r"```python\n(?P<script>.*?)```.*?says:\n\n```\n(?P<said>.*?)```.*?```yaml\n(?P<written>.*?)```", re.DOTALL

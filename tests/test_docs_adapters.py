@@ -1,4 +1,4 @@
-"""docs/adapters.md: every example loads, every key is told with its default."""
+"""docs/scaling.md: every example loads, every key is told with its default."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from rlhf_cli import config
 from rlhf_cli.config.adapters import Adapters, PPOAdapters
 
-PAGE = (Path(__file__).parents[1] / "docs/adapters.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs/scaling.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n# (sft|reward|ppo)\.yaml.*?\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""docs/ppo.md and docs/metrics.md say what the code has: functions, tests, recipes, and every key of every log."""
+"""docs/ppo.md and docs/tuning.md say what the code has: functions, tests, recipes, and every key of every log."""
 
 import ast
 import json

@@ -155,7 +155,7 @@ def test_a_metric_that_never_moves_has_no_figure() -> None:
     )
 
 
-# docs/metrics.md has the same ranges
+# docs/tuning.md has the same ranges
 
 
 def test_the_ranges_are_those_of_the_documentation() -> None:

@@ -268,7 +268,7 @@ def test_a_command_tells_the_table_of_a_card_once(capsys: pytest.CaptureFixture[
 
 
 def test_the_page_has_the_limits_and_the_keys_of_the_code() -> None:
-    page = (Path(__file__).parent.parent / "docs/reward-card.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs/evaluation.md").read_text(encoding="utf-8")
     assert all(name in page for name in (*CALLED.values(), *RewardRequirements.model_fields))
     assert f"beyond {faults.LENGTH} " in page and f"R12 above {faults.ECE}," in page
     assert f"half way there, {faults.SWAPPED}." in page and f"at least {faults.LEAST}." in page

@@ -177,10 +177,10 @@ FOREIGN: dict[str, Foreign] = {
     **_none("memory is given back as soon as it is free", "optimize_device_cache", "optimize_cuda_cache"),
     **_none("ppo.bf16 and `--nproc` say what accelerate was told", "accelerator_kwargs", "accelerator_config"),
     **_none(
-        "ppo.fsdp cuts the models up over several processes (docs/scale.md); ZeRO is for SFT and the reward model",
+        "ppo.fsdp cuts the models up over several processes (docs/scaling.md); ZeRO is for SFT and the reward model",
         "deepspeed",
     ),
-    **_none("ppo.fsdp: true is all that there is to say (docs/scale.md)", "fsdp_config"),
+    **_none("ppo.fsdp: true is all that there is to say (docs/scaling.md)", "fsdp_config"),
     **_none("the policy is gathered for a rollout by itself", "ds3_gather_for_generation"),
     **_none("gradients are added up in one step", "ignore_bias_buffers", "ddp_find_unused_parameters"),
 }  # fmt: skip

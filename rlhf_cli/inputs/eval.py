@@ -77,7 +77,7 @@ def warn_of_selection(config: EvalConfig) -> None:
     """Warns (C18) where a policy is to be picked by what it was trained to please."""
     if config.eval.selection and config.eval.selection.judge == "reward":
         text = "eval.select: the reward is what PPO was trained on, and rises on while the quality falls"
-        hint = "select by a judge that PPO never saw (Gao et al. 2023, arXiv 2210.10760); docs/frontier.md tells why"
+        hint = "select by a judge that PPO never saw (Gao et al. 2023, arXiv 2210.10760); docs/evaluation.md tells why"
         terminal.warn("C18", text, where=config.where("eval.select"), hint=hint)
 
 

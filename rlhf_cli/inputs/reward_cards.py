@@ -60,6 +60,6 @@ def _unmet(config: PPOConfig, parent: Parent) -> list[Problem]:
         elif found[name] < bound if least else abs(found[name]) > bound:
             asked = f"{'at least' if least else 'at most'} {bound:g}"
             text = f"{KEY}.{name}: {place} has {found[name]:.4g}, required {asked}"
-            hint = f"train a better reward model (docs/reward-card.md); or {'lower' if least else 'raise'} {KEY}.{name}"
+            hint = f"train a better reward model (docs/evaluation.md); or {'lower' if least else 'raise'} {KEY}.{name}"
             problems.append(Problem("M11", text, where, hint))
     return problems

@@ -9,12 +9,12 @@ from rlhf_cli import terminal, told
 from rlhf_cli.reward_card.faults import CALLED, LENGTH, claim, ece_limit, follows_length, likes_too_well, limit
 from rlhf_cli.statistics import with_interval
 
-# For who never read docs/reward-card.md.
+# For who never read docs/evaluation.md.
 LEGEND = (
     "beaten by X: on which share of the prompts X scores above the good answer.",
     "mean gap: the score of X less that of the good answer, on the mean over the prompts.",
     "flagged: past its limit by more than chance, of all probes together; PPO would make more of it.",
-    "Some limits follow from the accuracy or the number of pairs: see docs/reward-card.md.",
+    "Some limits follow from the accuracy or the number of pairs: see docs/evaluation.md.",
 )
 
 

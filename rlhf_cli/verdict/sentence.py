@@ -53,7 +53,7 @@ def _by_the_reward(rates: Mapping[str, Any], judge: str) -> str:
     own = rates["reward"]
     said = f"; by the reward itself it wins {with_interval(own['value'], own.get('ci95'))}"
     if standing(own) == "better" and standing(rates[judge]) == "worse":
-        return f"{said}: PPO found what the reward gets wrong (docs/reward-hacking.md)"
+        return f"{said}: PPO found what the reward gets wrong (docs/rewards.md)"
     if standing(own) == "better" and standing(rates[judge]) == "undecided":
         return f"{said}, and {judge} does not confirm it"
     return said

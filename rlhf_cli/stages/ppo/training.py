@@ -117,7 +117,7 @@ class Training:
 
     def _obey(self, firings: Sequence[Firing]) -> None:
         """Log what the watchdog found, and do what the settings say about it. Raises RunStop R13."""
-        hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/reward-hacking.md)"
+        hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/rewards.md)"
         for firing in firings:
             self.firings.append(asdict(firing) | {"kl_coef": self.trainer.kl_coef})
         for firing in firings:
