@@ -1,7 +1,7 @@
-"""What docs/results/trl-options.md shows: TRL's options and where `rlhf init --from-trl` puts them, and an example of it.
+"""Generate docs/results/trl-options.md: the keys that `rlhf convert` maps TRL's options to, and an example.
 
-`python scripts/from_trl_page.py` writes the tables below the lines that ask for them, made of those that the command
-works with, rlhf_cli/config/foreign.py and rlhf_cli/from_trl/versions.py; and what the page's script comes to.
+`python scripts/from_trl_page.py` writes each table below its `<!-- ... -->` comment, from rlhf_cli/config/foreign.py
+and rlhf_cli/from_trl/versions.py, and the output of the example.
 """
 
 import os
@@ -34,7 +34,7 @@ def page(text: str) -> str:
 def _example(found: re.Match[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(found["script"], encoding="utf-8")
-        command = [sys.executable, "-m", "rlhf_cli", "init", "--from-trl", "train.py", "runs/mine"]
+        command = [sys.executable, "-m", "rlhf_cli", "convert", "train.py", "runs/mine"]
         environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1])}
         said = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
         written_ = Path(folder, "runs/mine/ppo.yaml").read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from rlhf_cli.config import Options, load
 from rlhf_cli.models import loading, tokenizers
 from rlhf_cli.stages import reward, sft, trl_training
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 
 
 def some_ids() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""docs/results/trl-options.md: its tables are those of the code, and its example says and writes what the page shows."""
+"""docs/results/trl-options.md: tables and example are current."""
 
 import re
 import runpy

@@ -24,7 +24,7 @@ from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.stages.ppo import parts as making
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 LORA = ("-s", "models.adapters={kind: lora, r: 3}", "-s", "ppo.learning_rate=1e-2")
 LONG = (*LORA, "-s", "ppo.total_episodes=40", "-s", "output.save_steps=2", "-s", "output.snapshots=2")
 FILES = ("model/adapter_model.safetensors", "value/adapter_model.safetensors")
@@ -287,7 +287,7 @@ def test_evaluation_and_replay_read_it(copied: Path) -> None:
     assert abs(report["models"]["sft"]["kl"]) < 1e-3 < report["models"]["ppo"]["kl"]
     assert len(report["frontier"]) >= 2  # each snapshot was read too
     for step in ("1", "5"):
-        result = ppo_folder.rlhf("replay", copied, "--step", step, "--json")
+        result = ppo_folder.rlhf("verify", copied, "--step", step, "--json")
         told = json.loads(result.stdout)
         assert result.exit_code == 0 and told["exact"] and told["agrees"], told["told"]
         counts = {each["name"]: each["count"] for each in told["quantities"]}

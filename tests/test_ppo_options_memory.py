@@ -212,7 +212,7 @@ def test_a_run_in_8_bits_resumes_to_the_same_bytes(wide_folder, monkeypatch):
 def test_a_run_in_8_bits_cannot_be_replayed_which_is_said(wide_folder):
     if not (wide_folder / "ppo/manifest.json").exists():
         assert ppo(wide_folder).exit_code == 0
-    result = rlhf("replay", wide_folder / "ppo")
+    result = rlhf("verify", wide_folder / "ppo")
     assert is_one_error(result, "C06") and "ppo.optim" in result.stderr and "cannot be made again" in result.stderr
 
 

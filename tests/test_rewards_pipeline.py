@@ -101,7 +101,7 @@ def test_a_plan_and_a_replay_of_it(classified: Path) -> None:
     with_pipeline(classified)
     assert rlhf("plan", classified / "ppo.yaml").exit_code == 0
     assert ppo(classified).exit_code == 0
-    assert rlhf("replay", classified, "--step", "3").exit_code == 0
+    assert rlhf("verify", classified, "--step", "3").exit_code == 0
 
 
 def test_another_classifier_makes_the_run_another_one(classified: Path) -> None:

@@ -1,4 +1,4 @@
-"""`rlhf replay RUN`: one update of a PPO run once more, by the trainer and by a naive reference, side by side.
+"""`rlhf verify RUN`: repeat one PPO update with the trainer and with a naive reference, and compare them.
 
 The update is made three times from what the run kept: by the trainer as it ran, by the trainer in float64, and by
 `naive`, plain loops in float64. The first must give the run's own numbers, the last two the same to 1e-6.
