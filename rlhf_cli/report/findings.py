@@ -20,7 +20,7 @@ Grade = Literal["good", "early", "stale", "look", "bad", "open"]
 GUESS = 0.5
 TRIVIAL = 0.95  # docs/tuning.md, eval_accuracy
 OVERFIT = 1.05  # an evaluation loss so much above its lowest is no noise of one pass
-# docs/evaluation.md, "What the badges go by", has these three with where they come from.
+# docs/evaluation.md, "Badges", has these three with their sources.
 APART = 2.0  # times the loss in training
 ENDED = 0.9
 REPEATED: float = WatchdogSettings.model_fields["repetition"].default  # above answers that repeat nothing
