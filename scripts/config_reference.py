@@ -12,9 +12,9 @@ from rlhf_cli.explain import Entry, every_key
 PAGE = Path(__file__).parents[1] / "docs/config.md"
 HEAD = """# Configuration reference
 
-Every key of sft.yaml, reward.yaml, ppo.yaml and eval.yaml, with its default, allowed values and meaning. In brackets: the
-source of the default (a paper, another system, or a test of this repository). `rlhf explain KEY` prints the same in a
-terminal; `rlhf schema STAGE` prints a JSON Schema for [editors](commands.md#editor-support).
+Every key of sft.yaml, reward.yaml, ppo.yaml and eval.yaml, with its default, allowed values and meaning. In brackets:
+the source of the default (a paper, another system, or a test of this repository). `rlhf explain KEY` prints the same in
+a terminal; `rlhf schema STAGE` prints a JSON Schema for [editors](commands.md#editor-support).
 
 `python scripts/config_reference.py` generates this page.
 """

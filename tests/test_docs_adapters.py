@@ -8,7 +8,8 @@ import pytest
 from rlhf_cli import config
 from rlhf_cli.config.adapters import Adapters, PPOAdapters
 
-PAGE = (Path(__file__).parents[1] / "docs/scaling.md").read_text(encoding="utf-8").partition("## Adapters")[2].partition("\n## ")[0]
+TEXT = (Path(__file__).parents[1] / "docs/scaling.md").read_text(encoding="utf-8")
+PAGE = TEXT.partition("## Adapters")[2].partition("\n## ")[0]
 EXAMPLES = re.findall(r"```yaml\n# (sft|reward|ppo)\.yaml.*?\n(.*?)```", PAGE, re.DOTALL)
 
 

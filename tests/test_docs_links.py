@@ -1,4 +1,7 @@
-"""Every relative link of README, CONTRIBUTING, CHANGELOG and docs/ leads to a file and a heading; so do hints in the code."""
+"""Every relative link of README, CONTRIBUTING, CHANGELOG and docs/ leads to a file and a heading.
+
+Every page that code, configs, schemas and scripts name exists.
+"""
 
 import re
 import subprocess
@@ -52,6 +55,8 @@ def test_every_page_that_the_code_names_exists() -> None:
         name
         for path in files
         if path.is_file() and path.suffix not in (".gz", ".safetensors")
-        for name in re.findall(r"(?<![\w/])docs/(?!source/)[\w/-]+\.(?:md|txt|svg|png)", path.read_text("utf-8", "ignore"))
+        for name in re.findall(
+            r"(?<![\w/])docs/(?!source/)[\w/-]+\.(?:md|txt|svg|png)", path.read_text("utf-8", "ignore")
+        )
     }
     assert len(named) > 5 and sorted(name for name in named if not (ROOT / name).exists()) == []
