@@ -372,7 +372,7 @@ def test_an_unknown_option_gets_the_nearest() -> None:
         (OLD, {"init_kl_coef": 0.0}, "adap_kl_ctrl", "0 stays 0"),
         (OLD, {"target_kl": 0.1}, "target_kl", "no effect without early_stopping"),
         (OLD, {"top_p": 0.9}, "top_p", "full softmax"),
-        (OLD, {"is_encoder_decoder": True}, "is_encoder_decoder", "cannot be trained"),
+        (OLD, {"is_encoder_decoder": True}, "is_encoder_decoder", "not supported"),
     ],
 )
 def test_what_our_settings_refuse_loses_its_place_and_the_rest_loads(
