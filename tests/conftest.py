@@ -141,13 +141,13 @@ def _turns(*texts: str) -> list[dict[str, str]]:
 def _make_base(world: World) -> None:
     import torch
 
-    from rlhf_cli.models import fresh, saving, tokenizers
+    from rlhf_cli.models import build, save, tokenizers
 
     tokenizer = tokenizers.train_tokenizer(world.text, 340)
     torch.manual_seed(0)
-    model = fresh.new_causal(SIZES, tokenizer)
-    saving.set_special_ids(model, tokenizer, tokenizer.eos_token_id)
-    saving.save_model(model, tokenizer, world.base, "A tiny base model.")
+    model = build.new_causal_lm(SIZES, tokenizer)
+    save.set_special_token_ids(model, tokenizer, tokenizer.eos_token_id)
+    save.save_model(model, tokenizer, world.base, "A tiny base model.")
 
 
 def pytest_collection_finish() -> None:

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from typer.testing import Result
 
 from rlhf_cli import checkpoints, export, room, rows
-from rlhf_cli.models import adapters, loading, saving, tokenizers
+from rlhf_cli.models import lora, save, tokenizers
+from rlhf_cli.models.load import init_reward_model, load_causal_lm, load_unmerged
 
 pytestmark = pytest.mark.training
 KINDS = {"causal": AutoModelForCausalLM, "scorer": AutoModelForSequenceClassification}
@@ -132,7 +133,7 @@ def test_adapters_of_sft_and_of_the_reward_model_on_them(copied: Path) -> None:
     own = beside(plain(copied / "model"), copied / "sft/model")
     assert same(logits(plain(sft)), own) and not same(logits(plain(copied / "model")), own, 0.05)
     reward = exported(copied / "reward", out="reward")
-    own = beside(loading.scorer_from_causal(copied / "sft/model"), copied / "reward/model")
+    own = beside(init_reward_model(copied / "sft/model"), copied / "reward/model")
     assert same(logits(plain(reward, "scorer")), own)
     told = json.loads((reward / "config.json").read_text())
     manifest = json.loads((copied / "reward/manifest.json").read_text())
@@ -156,7 +157,7 @@ def test_adapters_of_other_kinds_go_into_the_full_precision_base(
     assert same(logits(plain(exported(folder, out="sft"))), own) and not same(
         logits(plain(folder / "model")), own, 0.05
     )
-    own = beside(loading.scorer_from_causal(folder / "sft/model"), folder / "reward/model")
+    own = beside(init_reward_model(folder / "sft/model"), folder / "reward/model")
     assert same(logits(plain(exported(folder, "--stage", "reward", out="reward"), "scorer")), own)
 
 
@@ -170,12 +171,12 @@ def test_gpt2_with_a_new_pad_token(world: World, tmp_path: Path, monkeypatch: py
     known = len(tokenizers.load_tokenizer(folder / "gpt2"))
     out = exported(folder, out="sft")
     model, base = plain(out), plain(folder / "gpt2")
-    adapters.grow(base, known + 1)
+    lora.grow_embeddings(base, known + 1)
     assert same(logits(model), beside(base, folder / "sft/model"))
     assert model.get_input_embeddings().weight.shape[0] == known + 1 == len(AutoTokenizer.from_pretrained(out))
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     scorer = plain(exported(folder, "--stage", "reward", out="reward"), "scorer")
-    own = beside(loading.scorer_from_causal(folder / "sft/model"), folder / "reward/model")
+    own = beside(init_reward_model(folder / "sft/model"), folder / "reward/model")
     assert same(logits(scorer), own)
 
 
@@ -192,7 +193,7 @@ def test_policies_on_one_base_stand_by_themselves(copied: Path) -> None:
     steps = {int(path.name[-6:]): path for path in (copied / "ppo/snapshots").iterdir()}
     assert picked in steps and min(steps) < 5
     wanted = {"last": copied / "ppo/model", "selected": steps[picked], str(min(steps)): steps[min(steps)]}
-    own = {step: beside(loading.load_causal(copied / "sft/model"), folder) for step, folder in wanted.items()}
+    own = {step: beside(load_causal_lm(copied / "sft/model"), folder) for step, folder in wanted.items()}
     for step in wanted:
         exported(copied, "--step", step, out=step)
     assert not same(own["last"], own[str(min(steps))], 0.01)
@@ -224,7 +225,7 @@ def test_a_run_in_bfloat16_keeps_it(copied: Path) -> None:
     """Base and adapters are added in float32, and rounded once."""
     adapter_folder.run(copied, "ppo", "--fresh", *LORA, "-s", "models.dtype=bfloat16", "-s", "ppo.bf16=true")
     held = load_file(exported(copied) / "model.safetensors")
-    whole = loading.load_causal(copied / "ppo/model").state_dict()
+    whole = load_causal_lm(copied / "ppo/model").state_dict()
     assert held and all(torch.equal(tensor, whole[name].bfloat16()) for name, tensor in held.items())
 
 
@@ -354,32 +355,30 @@ def test_damage_is_found_before_anything_is_written(copied: Path) -> None:
 
 def forgotten(model: Any) -> Any:
     """A merge that leaves the adapters out."""
-    return model.unload() if adapters.are_on(model) else model
+    return model.unload() if lora.is_peft_model(model) else model
 
 
 def test_m12_another_model_is_not_left_behind(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(adapters, "fold", forgotten)
+        patched.setattr(lora, "merge_and_unload", forgotten)
         assert refused(rlhf("export", copied, "--out", "out"), "M12", "its logits differ by", exit_code=1)
-    save = saving.save_model
+    save_model = save.save_model
 
     def changed(model: Any, tokenizer: Any, folder: Path, text: str) -> None:
-        save(model, tokenizer, folder, text)
+        save_model(model, tokenizer, folder, text)
         (folder / "chat_template.jinja").write_text("{{ messages }}")
 
-    monkeypatch.setattr(saving, "save_model", changed)
+    monkeypatch.setattr(save, "save_model", changed)
     assert refused(rlhf("export", copied, "--out", "out"), "M12", "its chat template is another one", exit_code=1)
 
 
 def test_numbers_that_a_format_cannot_hold(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = loading.load_apart
-
-    def large(*args: Any, **how: Any) -> Any:
-        model = load(*args, **how)
+    def large(*args: Any, **options: Any) -> Any:
+        model = load_unmerged(*args, **options)
         model.get_input_embeddings().weight.data *= 1e6
         return model
 
-    monkeypatch.setattr(loading, "load_apart", large)
+    monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", large)
     assert refused(rlhf("export", ".", "--out", "out", "--dtype", "float16"), "M12", "by nan of the", exit_code=1)
 
 
@@ -407,7 +406,7 @@ def test_e03_room_is_asked_for_first(full: Path, monkeypatch: pytest.MonkeyPatch
     def never(*args: Any, **how: Any) -> Any:
         raise AssertionError("nothing may be loaded")
 
-    monkeypatch.setattr(loading, "load_apart", never)
+    monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", never)
     numbers = sum(tensor.numel() for tensor in load_file("ppo/model/model.safetensors").values())
     for small, name in (("free", "the model needs"), ("memory", "of memory at least")):
         with monkeypatch.context() as patched:
@@ -454,7 +453,7 @@ def test_what_breaks_off_leaves_nothing(full: Path, error: Any, monkeypatch: pyt
         model.save_pretrained(folder)
         raise error
 
-    monkeypatch.setattr(saving, "save_model", write_some)
+    monkeypatch.setattr(save, "save_model", write_some)
     result = rlhf("export", ".", "--out", "out")
     if isinstance(error, OSError):
         assert refused(result, "E03", "the disk cannot take what is to be written", exit_code=1)
