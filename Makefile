@@ -27,9 +27,9 @@ demo: $(VENV)/.installed ## the whole chain on a small world of its own: minutes
 	@test -e runs/demo/base/sft/manifest.json || $(RLHF) run runs/demo/base
 	@$(RLHF) run runs/demo
 
-reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews POS=good.txt NEG=bad.txt (docs/reviews.md)
+reviews: $(VENV)/.installed-reviews ## the chain on real sentences: make reviews POS=good.txt NEG=bad.txt (docs/results/reviews.md)
 	@test -e runs/reviews/data || test -f "$(POS)" -a -f "$(NEG)" || \
-		{ echo 'make reviews POS=good.txt NEG=bad.txt: two files of sentences, one a line; see docs/reviews.md' >&2; exit 2; }
+		{ echo 'make reviews POS=good.txt NEG=bad.txt: two files of sentences, one a line; see docs/results/reviews.md' >&2; exit 2; }
 	@test -e runs/reviews/sft.yaml || $(RLHF) init reviews runs/reviews
 	@test -e runs/reviews/data || $(VENV)/bin/python scripts/prepare_reviews.py "$(POS)" "$(NEG)" runs/reviews
 	@$(RLHF) run runs/reviews
@@ -43,7 +43,7 @@ MALLOC ?= returns
 bench-memory: $(VENV)/.installed-test $(PEER)/.installed ## PPO's memory, four copies to one base, beside TRL's LoRA PPO: some 20 minutes
 	$(VENV)/bin/python -m benchmarks.memory --out runs/bench-memory --peer $(PEER)/bin/python --malloc $(MALLOC)
 
-bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, goes on where it stopped (docs/learning.md)
+bench-learning: $(VENV)/.installed-reviews ## our PPO beside TRL's recorded runs: about an hour, goes on where it stopped (docs/results/learning.md)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.learning --shared $(SHARED) --out runs/bench-learning --set kl_coef=0.1
 
 golden: $(PEER)/.installed ## record TRL 1.12's updates into runs/golden, which tests/test_golden.py compares ours with: a minute

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.scale`: which mode of PPO fits which GPUs, by `rlhf plan`: a table of docs/scale.md. `--chain`
-makes the other one: all four stages by adapters.
+"""`python -m benchmarks.scale`: which mode of PPO fits which GPUs, by `rlhf plan`; `--chain` plans all four stages
+with adapters. docs/results/memory.md has both tables.
 
 Nothing is loaded or trained: models are configs with the published sizes of known families, laid out in a folder for
 the time of the run. Rows of 512 + 512 tokens, 8 rows a GPU at a time, 64 a GPU an update, one epoch, bfloat16, gradient

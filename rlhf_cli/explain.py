@@ -312,7 +312,7 @@ def _show_lines(found: Iterable[Found]) -> None:
 
 def _show_metrics(name: str) -> None:
     if found := _metrics(name):
-        terminal.out("\nmetrics of PPO (docs/metrics.md)")
+        terminal.out("\nmetrics of PPO (docs/tuning.md)")
         width = max(len(key) for key, _ in found)
         for key, title in found:
             terminal.out(f"  {key:<{width}}  {title}")

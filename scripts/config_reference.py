@@ -1,7 +1,6 @@
-"""docs/config.md: every key of every file, as `rlhf explain --all` tells it.
+"""Generate docs/config.md: every key of every file, as `rlhf explain --all` prints it.
 
-`python scripts/config_reference.py` writes it. The keys, their bounds, defaults and sources are those of
-rlhf_cli/config and rlhf_cli/ppo/settings.
+The keys, their bounds, defaults and sources are those of rlhf_cli/config and rlhf_cli/ppo/settings.
 """
 
 import re
@@ -11,11 +10,13 @@ from pathlib import Path
 from rlhf_cli.explain import Entry, every_key
 
 PAGE = Path(__file__).parents[1] / "docs/config.md"
-HEAD = """# Every key
+HEAD = """# Configuration reference
 
-Made by `python scripts/config_reference.py` out of the code; a test holds it to it. In a terminal: `rlhf explain KEY`
-and `rlhf explain --all`; for editors: `rlhf schema STAGE`. In brackets, where a default comes from: a paper, a file of
-another system, or a command of this repository that holds it up.
+Every key of sft.yaml, reward.yaml, ppo.yaml and eval.yaml, with its default, allowed values and meaning. In brackets:
+the source of the default (a paper, another system, or a test of this repository). `rlhf explain KEY` prints the same in
+a terminal; `rlhf schema STAGE` prints a JSON Schema for [editors](commands.md#editor-support).
+
+`python scripts/config_reference.py` generates this page.
 """
 
 

@@ -1,4 +1,4 @@
-"""A Markdown table of demo runs, and whether each meets the demo's guards. docs/demo.md has both tables.
+"""A Markdown table of demo runs, and whether each meets the demo's guards. docs/results/demo.md has both tables.
 
 python scripts/demo_table.py runs/demo-0 runs/demo-1 ...
 python scripts/demo_table.py --frontier runs/demo-kl0         (of one run, its policies along the way)

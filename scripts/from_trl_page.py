@@ -1,7 +1,7 @@
-"""What docs/from-trl.md shows: TRL's options and where `rlhf init --from-trl` puts them, and an example of it.
+"""Generate docs/results/trl-options.md: the keys that `rlhf convert` maps TRL's options to, and an example.
 
-`python scripts/from_trl_page.py` writes the tables below the lines that ask for them, made of those that the command
-works with, rlhf_cli/config/foreign.py and rlhf_cli/from_trl/versions.py; and what the page's script comes to.
+`python scripts/from_trl_page.py` writes each table below its `<!-- ... -->` comment, from rlhf_cli/config/foreign.py
+and rlhf_cli/from_trl/versions.py, and the output of the example.
 """
 
 import os
@@ -18,7 +18,8 @@ from rlhf_cli.from_trl.placing import home
 from rlhf_cli.from_trl.topics import OURS, SIZES
 from rlhf_cli.from_trl.versions import HABITS, OPTIONS, Option
 
-PAGE = Path(__file__).parents[1] / "docs/from-trl.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/results/trl-options.md"
 PLACE = re.compile(r"<!-- (options|habits) of TRL ([\d.]+) -->\n(?:\|.*\n)*|<!-- (no place) -->\n(?:\|.*\n)*")
 EXAMPLE = re.compile(
     r"```python\n(?P<script>.*?)```.*?says:\n\n```\n(?P<said>.*?)```.*?```yaml\n(?P<written>.*?)```", re.DOTALL
@@ -34,8 +35,8 @@ def page(text: str) -> str:
 def _example(found: re.Match[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(found["script"], encoding="utf-8")
-        command = [sys.executable, "-m", "rlhf_cli", "init", "--from-trl", "train.py", "runs/mine"]
-        environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[1])}
+        command = [sys.executable, "-m", "rlhf_cli", "convert", "train.py", "runs/mine"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         said = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
         written_ = Path(folder, "runs/mine/ppo.yaml").read_text(encoding="utf-8")
     whole, start = found[0], found.start()

@@ -1,6 +1,6 @@
 """A Markdown table of a metrics.jsonl: first, last, least and greatest value of each metric, or its values at steps.
 
-python scripts/metrics_table.py RUN/ppo/metrics.jsonl               (what docs/metrics.md records)
+python scripts/metrics_table.py RUN/ppo/metrics.jsonl               (docs/tuning.md has these values)
 python scripts/metrics_table.py RUN/ppo/metrics.jsonl 5 20 50
 """
 

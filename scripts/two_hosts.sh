@@ -1,5 +1,5 @@
 #!/bin/bash
-# Two network namespaces as two machines, and a stage over both by torchrun's rendezvous: how docs/scale.md was tried.
+# Two network namespaces as two machines, and a stage over both by torchrun's rendezvous: how docs/scaling.md was tried.
 # Needs root, iproute2 and a folder that `rlhf STAGE --config FILE` runs in: scripts/two_hosts.sh ppo runs/ci/ppo.yaml
 set -euo pipefail
 stage=$1 config=$2

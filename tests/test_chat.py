@@ -59,7 +59,7 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def test_the_page_tells_every_command() -> None:
-    page = (Path(__file__).parent.parent / "docs/chat.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs/commands.md").read_text(encoding="utf-8")
     for name, command in COMMANDS.items():
         assert f"`/{name} {command.takes}`".replace(" `", "`") in page, name
 

@@ -89,10 +89,10 @@ overlong_buffer_len: 16
     hint: use overlong_penalty; {tokens: n, factor: f}
 top_k: 50
     C01 unknown key ppo.top_k
-    hint: log-probs are those of the full softmax, and responses must be drawn from the same; take the line out
+    hint: responses are sampled from the full softmax, which the log-probs are computed from; take the line out
 is_encoder_decoder: true
     C01 unknown key ppo.is_encoder_decoder
-    hint: encoder-decoder models cannot be trained; take the line out
+    hint: encoder-decoder models are not supported; take the line out
 vf_loss: 0.1
     C01 unknown key ppo.vf_loss
     hint: write vf_coef: 0.1

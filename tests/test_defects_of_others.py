@@ -141,8 +141,8 @@ def test_trl_07_pad_equal_to_eos_hides_no_eos_from_training_or_scoring(pad):
 
 
 def documents() -> dict[str, str]:
-    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return {path.name: path.read_text(encoding="utf-8") for path in found}
+    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in found}
 
 
 def blocks(text: str, *languages: str) -> list[str]:

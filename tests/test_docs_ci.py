@@ -1,4 +1,4 @@
-"""docs/ci.md and .github: the workflows are YAML, and their steps are commands that there are."""
+"""docs/commands.md and .github: the workflows are YAML, and their steps are commands that there are."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/ci.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
 OURS = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
 (THEIRS,) = re.findall(r"```yml\n(.*?)```", PAGE, re.DOTALL)
 

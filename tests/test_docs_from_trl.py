@@ -1,4 +1,4 @@
-"""docs/from-trl.md: its tables are those of the code, and its example says and writes what the page shows."""
+"""docs/results/trl-options.md: tables and example are current."""
 
 import re
 import runpy
@@ -10,7 +10,7 @@ from rlhf_cli.config.foreign import FOREIGN
 from rlhf_cli.from_trl.versions import NEW, OLD, OPTIONS
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/from-trl.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/results/trl-options.md").read_text(encoding="utf-8")
 
 
 def test_the_tables_and_the_example_are_current() -> None:

@@ -1,4 +1,4 @@
-"""docs/ppo.md and docs/metrics.md say what the code has: functions, tests, recipes, and every key of every log."""
+"""docs/ppo.md and docs/tuning.md say what the code has: functions, tests, recipes, and every key of every log."""
 
 import ast
 import json
@@ -19,7 +19,8 @@ from rlhf_cli.rewards import EnsembleReward
 from rlhf_cli.tracking import MetricsLog
 
 ROOT = Path(__file__).parent.parent
-METRICS, ALGORITHM = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("metrics.md", "ppo.md"))
+PAGES = ("tuning.md", "evaluation.md", "ppo.md")
+METRICS, EVALUATION, ALGORITHM = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in PAGES)
 
 
 def section(text: str, title: str) -> str:
@@ -43,7 +44,7 @@ def cells(text: str) -> Iterator[list[str]]:
 
 def keys(*titles: str) -> set[str]:
     """The names in the first column of a section's tables."""
-    rows = [row for title in titles for row in cells(section(METRICS, title))]
+    rows = [row for title in titles for row in cells(section(METRICS + EVALUATION, title))]
     return {name for row in rows for name in re.findall(r"`(.+?)`", row[0])}
 
 
@@ -84,14 +85,14 @@ def ppo_keys(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_every_key_of_ppo_is_described_and_every_described_key_exists(ppo_keys: set[str]) -> None:
-    agree(ppo_keys, keys("PPO:"))
-    assert len(keys("The five")) == 5 and keys("The five") < keys("PPO:")
+    agree(ppo_keys, keys("PPO metrics"))
+    assert len(keys("Key metrics")) == 5 and keys("Key metrics") < keys("PPO metrics")
 
 
 def test_keys_of_settings_that_are_advised_exist() -> None:
     """What the last column of a PPO table names is a key of `ppo:`, a path in a config, or a metric."""
-    metrics = keys("PPO:")
-    for row in cells(section(METRICS, "PPO:") + section(METRICS, "The five")):
+    metrics = keys("PPO metrics")
+    for row in cells(section(METRICS, "PPO metrics") + section(METRICS, "Key metrics")):
         for name in re.findall(r"`([\w./]+)(?:: [\w.]+)?`", row[-1]):
             known = name in PPOSettings.model_fields or name in metrics or name in {"combine", "objective/score/NAME"}
             assert known or name.startswith(("rewards.", "models.", "reward.", "objective/")), name
@@ -101,7 +102,7 @@ def test_keys_of_settings_that_are_advised_exist() -> None:
 def test_every_key_of_a_stages_own_log_is_described(run_folder: Path) -> None:
     write(run_folder, "ppo", {**PPO, "ppo": {**PPO["ppo"], "generate_ref_response": True}})
     assert ppo(run_folder).exit_code == 0
-    known = keys("PPO:")
+    known = keys("PPO metrics")
     assert [key for key in logged(run_folder / "ppo/metrics.jsonl") if described(key, known) is None] == []
     agree(logged(run_folder / "ppo/samples.jsonl"), keys("samples.jsonl"))
     assert rlhf("eval", "-c", run_folder / "eval.yaml", "-s", "eval.select=short").exit_code == 0
@@ -123,8 +124,8 @@ def test_every_key_of_sft_and_reward_is_described(folder: Path, world: World) ->
         result = rlhf(stage, "-c", f"{stage}.yaml", *changes)
         assert result.exit_code == 0, result.output
         real[stage] = logged(folder / stage / "metrics.jsonl") - {"step", "time_s"}
-    agree(real["sft"], keys("SFT"))
-    agree(real["reward"], keys("Reward model") | {"lr", "grad_norm", "num_tokens", "epoch", "eval_num_tokens"})
+    agree(real["sft"], keys("SFT metrics"))
+    agree(real["reward"], keys("Reward model metrics") | {"lr", "grad_norm", "num_tokens", "epoch", "eval_num_tokens"})
 
 
 # docs/ppo.md
@@ -141,7 +142,7 @@ def names(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("text", [ALGORITHM, METRICS], ids=["ppo.md", "metrics.md"])
+@pytest.mark.parametrize("text", [ALGORITHM, METRICS, EVALUATION], ids=["ppo.md", "tuning.md", "evaluation.md"])
 def test_every_test_that_is_named_exists(text: str) -> None:
     named = set(re.findall(r"`(tests/\w+\.py)::(\w+)`", text))
     missing = [place for place in named if not (ROOT / place[0]).is_file() or place[1] not in names(ROOT / place[0])]
@@ -149,7 +150,7 @@ def test_every_test_that_is_named_exists(text: str) -> None:
 
 
 def test_every_function_that_is_named_exists() -> None:
-    named = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", ALGORITHM)
+    named = re.findall(r"`([\w/]+/\w+\.py)(?::([\w.]+))?`", ALGORITHM)
     others = ("tests/", "trl/", "verl/", "openrlhf/", "ppo2/")
     code = [(file, name) for file, name in named if not file.startswith(others)]
     assert len(code) > 30
@@ -173,7 +174,7 @@ def test_every_formula_of_the_code_is_on_the_page() -> None:
 
 
 def test_the_recipes_are_the_table_of_ppo_md() -> None:
-    rows = {row[0].strip("`"): row[1:] for row in cells(section(ALGORITHM, "The two recipes"))}
+    rows = {row[0].strip("`"): row[1:] for row in cells(section(ALGORITHM, "Recipes"))}
     assert rows.keys() == RECIPES["reasoning"].keys()
     for key, (value, _) in RECIPES["reasoning"].items():
         for said, meant in zip(rows[key], (PPOSettings.model_fields[key].default, value), strict=True):

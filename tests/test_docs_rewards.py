@@ -14,11 +14,13 @@ from rlhf_cli.rewards.builtin import BUILTIN_REWARDS
 
 PAGE = (Path(__file__).parents[1] / "docs/rewards.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-REST = "data: {prompts: p.jsonl}\nppo: {total_episodes: 64}\n"
+DATA = "data: {prompts: p.jsonl}\n"
+EPISODES = "total_episodes: 64\n"
 
 
 def loaded(folder: Path, text: str) -> config.PPOConfig:
-    (folder / "ppo.yaml").write_text(text + REST, encoding="utf-8")
+    rest = f"  {EPISODES}{DATA}" if "\nppo:\n" in text else f"{DATA}ppo:\n  {EPISODES}"
+    (folder / "ppo.yaml").write_text(text + rest, encoding="utf-8")
     return config.load("ppo", folder / "ppo.yaml")
 
 

@@ -410,7 +410,7 @@ def test_answers_are_asked_for_as_they_were_sampled(run: Path, tokenizer: Any) -
 
 
 def test_the_card_in_the_documents_has_what_cards_have(run: Path, tokenizer: Any) -> None:
-    page = (Path(__file__).parents[1] / "docs/export.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/results/export.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"````markdown\n(.*?)````", page, re.DOTALL)
 
     def skeleton(text: str) -> list[str]:

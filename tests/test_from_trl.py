@@ -365,14 +365,14 @@ def test_an_unknown_option_gets_the_nearest() -> None:
         (NEW, {"dtype": "float16", "sft_model_path": "a/b"}, "dtype", "not one of auto, float32, bfloat16"),
         (NEW, {"kl_coef": "high"}, "kl_coef", "expected a number >= 0"),
         (NEW, {"total_episodes": 0}, "total_episodes", "must be >= 1, got 0"),
-        (NEW, {"deepspeed": "zero2.json"}, "deepspeed", "docs/scale.md"),
+        (NEW, {"deepspeed": "zero2.json"}, "deepspeed", "docs/scaling.md"),
         (NEW, {"load_in_4bit": True}, "load_in_4bit", "models.dtype: bfloat16"),
         (NEW, {"dataset_name": "a/b", "dataset_train_split": "train[:1%]"}, "dataset_train_split", "data.max_rows"),
         (OLD, {"adap_kl_ctrl": False, "target": 3.0}, "target", "no effect without adap_kl_ctrl"),
         (OLD, {"init_kl_coef": 0.0}, "adap_kl_ctrl", "0 stays 0"),
         (OLD, {"target_kl": 0.1}, "target_kl", "no effect without early_stopping"),
         (OLD, {"top_p": 0.9}, "top_p", "full softmax"),
-        (OLD, {"is_encoder_decoder": True}, "is_encoder_decoder", "cannot be trained"),
+        (OLD, {"is_encoder_decoder": True}, "is_encoder_decoder", "not supported"),
     ],
 )
 def test_what_our_settings_refuse_loses_its_place_and_the_rest_loads(

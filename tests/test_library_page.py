@@ -1,4 +1,4 @@
-"""docs/library.md: its program runs as it stands and learns; its three calls are there."""
+"""docs/ppo.md, Use as a library: its program runs as it stands and learns; its three calls are there."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from rlhf_cli import ppo
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT.parent / "shared/models/stories260K"
-PAGE = (ROOT / "docs/library.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/ppo.md").read_text(encoding="utf-8").partition("## Use as a library")[2]
 PROGRAM, CALLS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -106,7 +106,7 @@ def test_all_that_is_imported_is_declared_and_all_that_is_declared_is_imported()
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             roots = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"rlhf_cli"}
             found |= {canonicalize_name(theirs.get(root, [root])[0]) for root in roots}
-    # torch has tensorboard's writer; DeepSpeed is the user's to install (docs/scale.md); pydantic pins its own core.
+    # torch has tensorboard's writer; DeepSpeed is the user's to install (docs/scaling.md); pydantic pins its own core.
     others = extras["qlora"] | extras["trackers"] - {"tensorboard"} | {"deepspeed", "pydantic-core"}
     assert found - declared == others
     assert declared <= found

@@ -664,7 +664,7 @@ CASES = {
         answer=128,
     ),
 }
-# glibc's malloc keeps what was freed below these sizes, so that a process holds more than its tensors (docs/plan.md).
+# glibc's malloc keeps what was freed below these sizes: a process holds more than its tensors (docs/scaling.md).
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 

@@ -155,11 +155,11 @@ def test_a_metric_that_never_moves_has_no_figure() -> None:
     )
 
 
-# docs/metrics.md has the same ranges
+# docs/tuning.md has the same ranges
 
 
 def test_the_ranges_are_those_of_the_documentation() -> None:
-    rows = {row[0].strip("`"): row[1:] for row in cells(section(METRICS, "The ranges that `rlhf report` shades"))}
+    rows = {row[0].strip("`"): row[1:] for row in cells(section(METRICS, "Healthy ranges"))}
     assert rows.keys() == {rule.key for rule in RULES}
     stage = Stage("ppo", Path(), metrics=tuple(metrics(UPDATES)))
     for rule in RULES:

@@ -103,7 +103,7 @@ def test_the_configs_load_and_name_this_data(run: Path) -> None:
     for stage in STAGES:
         for source in config.load(stage, run / f"{stage}.yaml").sources().values():
             assert next(read_rows(source))
-    assert config.load("eval", run / "eval.yaml").eval.require  # the gate that docs/reviews.md promises
+    assert config.load("eval", run / "eval.yaml").eval.require  # the gate that docs/results/reviews.md promises
 
 
 def test_the_judge_learns_from_its_own_part(run: Path) -> None:

@@ -279,7 +279,7 @@ def test_a_command_tells_the_table_of_a_card_once(capsys: pytest.CaptureFixture[
 
 
 def test_the_page_has_the_limits_and_the_keys_of_the_code() -> None:
-    page = (Path(__file__).parent.parent / "docs/reward-card.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs/evaluation.md").read_text(encoding="utf-8")
     assert all(name in page for name in (*PROBE_LABELS.values(), *RewardRequirements.model_fields))
     assert f"beyond {reward_model.MAX_LENGTH_CORRELATION} " in page and f"R12 above {reward_model.MAX_ECE}," in page
     assert (

@@ -112,7 +112,7 @@ CLAIMS = (
     claim(worlds.evaluation, "PPO raised the reward and lost by {}", **HACKED),
     claim(worlds.evaluation, "found what the reward model gets wrong", **HACKED),
     claim(worlds.evaluation, "add pairs that reject what paid: it stands under Samples, where PPO lost most", **HACKED),
-    claim(worlds.evaluation, "{}: PPO found what the reward gets wrong (docs/reward-hacking.md)", **HACKED),
+    claim(worlds.evaluation, "{}: PPO found what the reward gets wrong (docs/rewards.md)", **HACKED),
     claim(worlds.evaluation, "{}, and {} does not confirm it", reward=1.5),
     claim(worlds.evaluation, "it raised the reward and lost by {}", none={"ill": True}, **HACKED, ill=True),
     claim(worlds.evaluation, "went farther than its reward model is right", none={"ill": True}, **HACKED, ill=True),

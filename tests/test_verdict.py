@@ -234,7 +234,7 @@ ITSELF = "; by the reward itself it wins"
         (
             {"gold": WORSE, "reward": BETTER},
             "PPO is worse than SFT: it wins 0.200 [0.100, 0.300] of 200 held-out prompts, judged by gold, at a KL of "
-            f"5.25{ITSELF} 0.800 [0.700, 0.900]: PPO found what the reward gets wrong (docs/reward-hacking.md)",
+            f"5.25{ITSELF} 0.800 [0.700, 0.900]: PPO found what the reward gets wrong (docs/rewards.md)",
         ),
         ({"gold": WORSE, "reward": WORSE}, f"5.25{ITSELF} 0.200 [0.100, 0.300]"),
         (

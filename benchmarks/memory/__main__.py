@@ -26,7 +26,7 @@ from benchmarks.speed.kept import Kept, refuse
 from benchmarks.speed.tables import markdown, show
 
 CASES = [*world.STAGES, *world.PPO]
-# glibc then gives back at once what is freed, and a process holds what its tensors take (docs/plan.md).
+# glibc then gives back at once what is freed, and a process holds what its tensors take (docs/scaling.md).
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 MALLOC: dict[str, dict[str, str]] = {"returns": RETURNS, "keeps": {}}
 

@@ -98,7 +98,7 @@ def tables(parts: dict[str, Any]) -> Iterator[Table]:
 
 
 def markdown(made: Sequence[Table]) -> str:
-    """For docs/performance.md."""
+    """For docs/results/performance.md."""
     blocks = []
     for table in made:
         lines = [f"**{table.title}**", ""]

@@ -162,7 +162,7 @@ MACHINE_AND_RUN = {
         "a tracker failed",
         0,
         "An experiment tracker could not be opened, written or reached. It is left alone; the run is what it would be.",
-        "Look at the message; docs/trackers.md tells what each one needs. metrics.jsonl and samples.jsonl hold it all.",
+        "Look at the message; docs/commands.md tells what each one needs. metrics.jsonl and samples.jsonl hold it all.",
     ),
     "R17": Code(
         "the push to the hub failed",

@@ -104,7 +104,7 @@ TOKENS_AND_MODELS = {
         "reward model not good enough",
         2,
         "The reward model's report card does not hold what ppo.require_reward asks, or it has no card.",
-        "Train a better reward model, or ask for less; docs/reward-card.md tells what to do about each number.",
+        "Train a better reward model, or ask for less; docs/evaluation.md tells what to do about each number.",
     ),
     "M12": Code(
         "the exported model is another one",

@@ -91,7 +91,7 @@ class Output(Section):
         default=[],
         description=(
             "Experiment trackers that are told each line of metrics.jsonl, the samples and the config: tensorboard, "
-            "wandb, trackio. docs/trackers.md tells more. [`pytest tests/test_trackers_rules.py -k they_are_named`]"
+            "wandb, trackio. docs/commands.md tells more. [`pytest tests/test_trackers_rules.py -k they_are_named`]"
         ),
     )
     project: Name | None = Field(

@@ -46,7 +46,7 @@ class PPOModels(Section):
         description=(
             "Train adapters (LoRA) for policy and value model, and leave them alone on disk: the SFT model's frozen "
             "weights are there once for policy, reference, reward and value model; none: whole models are trained. "
-            "docs/adapters.md tells more. [`pytest tests/test_one_base.py -k whole_models_unless`]"
+            "docs/scaling.md tells more. [`pytest tests/test_one_base.py -k whole_models_unless`]"
         ),
     )
 
@@ -124,7 +124,7 @@ class PPOConfig(TrainingConfig):
             if not found and (acts or getattr(watchdog, signal) != WatchdogSettings.model_fields[signal].default):
                 key = f"ppo.watchdog.{'actions.' if acts else ''}{signal}"
                 text = f"{key} has no effect without {what}"
-                context = {"text": text, "hint": "docs/reward-hacking.md shows one", "key": key}
+                context = {"text": text, "hint": "docs/rewards.md shows one", "key": key}
                 raise PydanticCustomError("C17", "{text}", context)
         return self
 

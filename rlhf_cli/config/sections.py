@@ -95,7 +95,7 @@ class _ModelKeys(Section):
         None,
         description=(
             "Train adapters (LoRA) beside the model's frozen weights, and leave them alone on disk; none: the whole "
-            "model is trained. docs/adapters.md tells more. [`pytest tests/test_adapters.py -k full_unless`]"
+            "model is trained. docs/scaling.md tells more. [`pytest tests/test_adapters.py -k full_unless`]"
         ),
     )
 

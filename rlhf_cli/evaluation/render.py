@@ -349,7 +349,7 @@ def _reward_clause(rates: Row, judge: str) -> str:
     own = rates["reward"]
     clause = f"; by the reward itself it wins {with_interval(own['value'], own.get('ci95'))}"
     if significance(own) == "better" and significance(rates[judge]) == "worse":
-        return f"{clause}: PPO found what the reward gets wrong (docs/reward-hacking.md)"
+        return f"{clause}: PPO found what the reward gets wrong (docs/rewards.md)"
     if significance(own) == "better" and significance(rates[judge]) == "undecided":
         return f"{clause}, and {judge} does not confirm it"
     return clause

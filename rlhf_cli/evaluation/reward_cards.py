@@ -95,6 +95,6 @@ def _unmet_requirements(config: PPOConfig, parent: Parent) -> list[Problem]:
             required = f"{'at least' if is_minimum else 'at most'} {bound:g}"
             text = f"{KEY}.{name}: {folder} has {values[name]:.4g}, required {required}"
             change = "lower" if is_minimum else "raise"
-            hint = f"train a better reward model (docs/reward-card.md); or {change} {KEY}.{name}"
+            hint = f"train a better reward model (docs/evaluation.md); or {change} {KEY}.{name}"
             problems.append(Problem("M11", text, where, hint))
     return problems

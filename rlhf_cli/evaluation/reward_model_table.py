@@ -21,7 +21,7 @@ LEGEND = (
     "beaten by X: on which share of the prompts X scores above the good answer.",
     "mean gap: the score of X less that of the good answer, on the mean over the prompts.",
     "flagged: past its limit by more than chance, of all probes together; PPO would make more of it.",
-    "Some limits follow from the accuracy or the number of pairs: see docs/reward-card.md.",
+    "Some limits follow from the accuracy or the number of pairs: see docs/evaluation.md.",
 )
 
 

@@ -88,7 +88,7 @@ def _options(command: Command, name: str, variables: dict[str, str], found: Read
         option = option.replace("-", "_")
         where = f"{name}:{line}"
         if launcher and option not in LAUNCHER:
-            found.lose(f"--{option}", where, "an option of the launcher; docs/scale.md has ours")
+            found.lose(f"--{option}", where, "an option of the launcher; docs/scaling.md has ours")
         else:
             _add(LAUNCHER[option] if launcher else option.rpartition(".")[2], values, where, variables, found)
 

@@ -179,7 +179,7 @@ def training(placing: Placing) -> None:
         placing.unfilled.add("ppo.bf16")
     cut = placing.given.get("fsdp")
     if cut and cut.value and placing.take("fsdp"):
-        placing.put("ppo.fsdp", True, cut, "each process keeps a part of the models; docs/scale.md")
+        placing.put("ppo.fsdp", True, cut, "each process keeps a part of the models; docs/scaling.md")
     best = placing.given.get("push_to_hub_if_best_kwargs")
     if best and isinstance(best.value, dict) and best.value and placing.take("push_to_hub_if_best_kwargs"):
         placing.put("ppo.push_to_hub_if_best", best.value.get("repo_id"), best)

@@ -20,7 +20,7 @@ from rlhf_cli.plan.tally import KINDS
 from rlhf_cli.plan.target import Target
 from rlhf_cli.progress import Progress
 
-# What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 75 % were seen (docs/plan.md).
+# What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 75 % were seen (docs/scaling.md).
 HOLES = 0.3
 TRL = 220_000_000  # bytes that TRL and datasets add to torch and transformers
 

@@ -24,7 +24,7 @@ embeddings and heads, in a rollout the policy.
 
 The largest phase decides. Rows are as long as the longest: prompts as in the data, responses up to their limit.
 
-On a CPU that is what tensors take; a process holds more, since glibc's malloc keeps what was freed (docs/plan.md).
+On a CPU that is what tensors take; a process holds more, since glibc's malloc keeps what was freed (docs/scaling.md).
 """
 
 import sys

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from rlhf_cli.preferences.facts import Facts
 
 # Peak learning rates at 1 G parameters; they grow by parameters ** -0.6 towards smaller models. Anchors: the defaults
-# of this package (2e-5, 1e-5, 3e-6: see `rlhf schema`), and what the demo's 0.6 M bear (docs/demo.md).
+# of this package (2e-5, 1e-5, 3e-6: see `rlhf schema`), and what the demo's 0.6 M bear (docs/results/demo.md).
 RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
 MOST = {"sft": 1e-3, "reward": 1e-3, "ppo": 2e-4}  # for the smallest; PPO with more ran away from SFT within 20 updates
 GROWTH = 0.6
@@ -16,7 +16,7 @@ FILES = {"sft": "sft", "reward": "pairs"}  # what a stage trains on, in data/
 SHARE = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the minutes; the rest is for eval
 EVALUATION = 0.25  # of the minutes of sft and reward, for their evaluations
 MINUTES = {"cpu": 30.0, "cuda": 480.0}
-UPDATES = 50  # of PPO, at least: the demo's reward is near its peak by then (docs/demo.md)
+UPDATES = 50  # of PPO, at least: the demo's reward is near its peak by then (docs/results/demo.md)
 EPISODES = 64  # an update
 EPOCHS = 4  # of PPO: its default
 FEWEST = 10  # updates, steps: less is no training

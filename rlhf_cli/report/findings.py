@@ -17,9 +17,9 @@ from rlhf_cli.statistics import wilson
 # early: too few updates; stale: out of date; open: absent, or not finished
 Grade = Literal["good", "early", "stale", "look", "bad", "open"]
 GUESS = 0.5
-TRIVIAL = 0.95  # docs/metrics.md, eval_accuracy
+TRIVIAL = 0.95  # docs/tuning.md, eval_accuracy
 OVERFIT = 1.05  # an evaluation loss so much above its lowest is no noise of one pass
-# docs/report.md, "What the badges go by", has these three with where they come from.
+# docs/evaluation.md, "Badges", has these three with their sources.
 APART = 2.0  # times the loss in training
 ENDED = 0.9
 REPEATED: float = WatchdogSettings.model_fields["repetition"].default  # above answers that repeat nothing
@@ -169,7 +169,7 @@ def of_reward(run: Run) -> Iterator[Finding]:
 
 
 def _flagged(code: str, rejected: list[str], stage: Stage) -> Advice:
-    """What to do about a flag of the report card, as docs/reward-card.md has it; `rejected`: the pairs that it asks
+    """What to do about a flag of the report card, as docs/evaluation.md has it; `rejected`: the pairs that it asks
     for, of all of its flagged probes."""
     card = stage.told("card")
     if code == "R10":

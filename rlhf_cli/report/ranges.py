@@ -1,4 +1,4 @@
-"""The healthy range of each of PPO's metrics, and what to do outside of it; docs/metrics.md has the same numbers.
+"""The healthy range of each of PPO's metrics, and what to do outside of it; docs/tuning.md has the same numbers.
 
 Where the watchdog has a limit of the same thing, it is that limit: one number for one thing.
 """

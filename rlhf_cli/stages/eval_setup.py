@@ -60,7 +60,7 @@ def warn_of_selection_by_reward(config: EvalConfig) -> None:
     """Warn (C18) if a policy is selected by the reward it was trained on."""
     if config.eval.selection and config.eval.selection.judge == "reward":
         text = "eval.select: the reward is what PPO was trained on, and rises on while the quality falls"
-        hint = "select by a judge that PPO never saw (Gao et al. 2023, arXiv 2210.10760); docs/frontier.md tells why"
+        hint = "select by a judge that PPO never saw (Gao et al. 2023, arXiv 2210.10760); docs/evaluation.md tells why"
         terminal.warn("C18", text, where=config.where("eval.select"), hint=hint)
 
 

@@ -183,7 +183,7 @@ class PPORunner:
 
     def _handle_firings(self, firings: Sequence[Alert]) -> None:
         """Log the watchdog's firings and take the configured actions. Raises StopTraining R13."""
-        hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/reward-hacking.md)"
+        hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/rewards.md)"
         for firing in firings:
             self.watchdog_log.append(asdict(firing) | {"kl_coef": self.trainer.kl_coef})
         for firing in firings:

@@ -30,7 +30,7 @@ STATES: dict[str, State] = {"absent": "new", "begun": "stopped", "new": "new", "
 
 @dataclass(frozen=True)
 class Stage:
-    """What is known of a stage; `--json` has the same names (docs/status.md)."""
+    """What is known of a stage; `--json` has the same names (docs/commands.md)."""
 
     stage: str
     folder: Path

@@ -104,7 +104,7 @@ class Trackers:
             call(*arguments)
         except Exception as error:
             said = " ".join(str(error).split()) or "it says nothing more"
-            hint = "the run goes on without it, and its own files hold every number; see docs/trackers.md"
+            hint = "the run goes on without it, and its own files hold every number; see docs/commands.md"
             terminal.warn("R16", f"{name}: {type(error).__name__}: {said[:300]}", hint=hint)
             if tracker := self._open.pop(name, None):
                 with suppress(Exception):

@@ -54,7 +54,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     watchdog: WatchdogSettings | None = Field(
         default_factory=WatchdogSettings,
         description=(
-            "Signs that the policy games its reward, and what is done about them (docs/reward-hacking.md); null: "
+            "Signs that the policy games its reward, and what is done about them (docs/rewards.md); null: "
             "nothing is watched. [`pytest tests/test_watchdog.py`]"
         ),
     )
