@@ -68,7 +68,7 @@ def test_every_figure_stands_in_the_file_that_its_section_links_to() -> None:
 
 @pytest.mark.parametrize("figure", ["0.123", "0.895 [0.851, 0.927]", "77 %", "19 minutes", "-0.5", "3e-09"])
 def test_a_figure_without_a_source_is_found(figure: str) -> None:
-    added = f"{README}\n## New\n\nIt is {figure}, as [docs/results/demo.txt](docs/results/demo.txt) has it.\n"
+    added = f"{README}\n## New\n\nIt is {figure}, as [docs/results/demo.md](docs/results/demo.md) has it.\n"
     assert unsourced(added) == [figure]
 
 
@@ -80,3 +80,7 @@ def test_a_line_of_output_without_a_source_is_found() -> None:
 
 def test_the_phrases_that_are_no_figures_are_there() -> None:
     assert [phrase for phrase in NO_FIGURES if phrase not in flat(README)] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150 and len(README.split()) <= 1300
