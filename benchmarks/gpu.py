@@ -42,7 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.generation import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import HFEngine, PPOSettings, PPOTrainer, Prompts, Rollout
 
 STOP, PAD = 1, 0
@@ -368,7 +368,7 @@ def _timed_update(
     ref = copy.deepcopy(policy)
     if lora:
         policy = with_lora(policy)
-    value = reading.ValueHead(policy) if head else model(bench, name, scorer=True)
+    value = forward.ValueHead(policy) if head else model(bench, name, scorer=True)
     settings = PPOSettings(
         total_episodes=sizes.update_rows * (sizes.timed + 1),
         per_device_train_batch_size=sizes.micro_batch_rows,

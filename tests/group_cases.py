@@ -12,11 +12,11 @@ import tiny
 import torch
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOTrainer
 from rlhf_cli.ppo.ranks import Ranks, group
 from rlhf_cli.ppo.records import Opinions
-from rlhf_cli.ppo.rewards import EnsembleReward
+from rlhf_cli.rewards import EnsembleReward
 
 PTX = [([5, 6], [7, 8, 2]), ([4], [9, 9, 9, 2]), ([3, 3, 3], [2])]
 # Name -> settings beside the usual ones. Of a batch of 8 rows micro-batches hold 4 in one process, 2 in each of two.
@@ -45,7 +45,7 @@ def trainer(ranks: Ranks, dtype: torch.dtype, head: bool = False, **changes: Any
     sizes = {"per_device_train_batch_size": 4 // ranks.count, "gradient_accumulation_steps": 2 * ranks.count}
     settings = tiny.settings(**sizes, **changes)
     policy, ref = tiny.causal("llama", 3).to(dtype), tiny.causal("llama", 0).to(dtype)
-    value = reading.ValueHead(policy) if head else tiny.scorer().to(dtype)
+    value = forward.ValueHead(policy) if head else tiny.scorer().to(dtype)
     # Scores are float32: those of a row by itself do not depend on who reads it.
     wide = dtype == torch.float64
     members = {
@@ -156,7 +156,7 @@ def spoil_model(made: PPOTrainer) -> PPOTrainer:
     model = made.rewards["model"]
 
     class Fails:
-        by_row = True
+        shardable = True
 
         def __call__(self, rollout: Any) -> Any:
             if rollout.first <= 5 < rollout.first + len(rollout):

@@ -1,17 +1,18 @@
 """A folder that `rlhf ppo` and `rlhf eval` can run in: tiny Hugging Face folders that we did not train, and data."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny
 import yaml
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from rlhf_cli import checkpoints, rows
 from rlhf_cli.cli import app
 from rlhf_cli.config import load
-from rlhf_cli.models import saving, tokenizers
+from rlhf_cli.models import save, tokenizers
 
 PROMPTS = [
     f"tell me about the {thing} number {n}" for n in range(4) for thing in ("sea", "moon", "bread", "cat", "hill")
@@ -24,12 +25,14 @@ PPO = {
         "total_episodes": 32,
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
+        "num_ppo_epochs": 2,
         "response_length": 8,
         "temperature": 0.7,
         "learning_rate": 1e-3,
         "num_sample_generations": 2,
     },
 }
+ONE = "ppo.total_episodes=8"  # one update alone
 EVAL = {
     "models": {"sft": "sft_model", "reward": "reward_model"},
     "judges": {"short": "judges:short"},
@@ -39,6 +42,14 @@ EVAL = {
 
 
 @pytest.fixture(scope="module")
+def no_page() -> Iterator[None]:
+    """An evaluation draws no page, which takes longer than a small one itself: for tests that look at none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlhf_cli.stages.eval.write_beside", lambda folder: None)
+        yield
+
+
+@pytest.fixture(scope="session")
 def origin(tmp_path_factory) -> Path:
     """sft_model, reward_model, prompts and a judge, made once."""
     folder = tmp_path_factory.mktemp("origin")
@@ -50,8 +61,8 @@ def origin(tmp_path_factory) -> Path:
     tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
     for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
         model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
-        saving.set_special_ids(model, tokenizer, 1)
-        saving.save_model(model, tokenizer, folder / name, "A tiny model.")
+        save.set_special_token_ids(model, tokenizer, 1)
+        save.save_model(model, tokenizer, folder / name, "A tiny model.")
     return folder
 
 
@@ -61,6 +72,29 @@ def run_folder(origin: Path, tmp_path: Path) -> Path:
     write(tmp_path, "ppo", PPO)
     write(tmp_path, "eval", EVAL)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def trained_once(origin: Path, tmp_path_factory) -> tuple[Path, Result]:
+    """A folder in which `rlhf ppo` ran, and what it said. Not to be changed."""
+    folder = Path(shutil.copytree(origin, tmp_path_factory.mktemp("ppo") / "run"))
+    write(folder, "ppo", PPO)
+    write(folder, "eval", EVAL)
+    result = ppo(folder)
+    assert result.exit_code == 0, result.output
+    return folder, result
+
+
+@pytest.fixture
+def ppo_run(trained_once: tuple[Path, Result]) -> Path:
+    """The folder of that run. Not to be changed."""
+    return trained_once[0]
+
+
+@pytest.fixture
+def trained_folder(trained_once: tuple[Path, Result], tmp_path: Path) -> Path:
+    """A copy of that folder, for a test to change."""
+    return Path(shutil.copytree(trained_once[0], tmp_path, dirs_exist_ok=True))
 
 
 def write(folder: Path, stage: str, config: dict) -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bad_inputs import replace
 from canaries import PICKLES, is_pickle, leaks, run
 from typer.testing import CliRunner, Result
 
@@ -31,9 +32,11 @@ def told(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A folder with a run of the `ci` preset in run/, and what its first `rlhf run` said."""
+    """A folder with a run of the `ci` preset in run/, of fewer steps of SFT, and what its first `rlhf run` said."""
     folder = tmp_path_factory.mktemp("chain")
     assert rlhf(folder, "init", "ci", "run").returncode == 0
+    replace(str(folder / "run/sft.yaml"), "max_steps: 200", "max_steps: 40")
+    replace(str(folder / "run/sft.yaml"), "save_steps: 100", "save_steps: 20")
     return folder, rlhf(folder, "run", "run")
 
 
@@ -113,7 +116,7 @@ def here(*arguments: str) -> Result:
 def test_an_update_of_the_run_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
-    result = here("replay", "run", "--step", "3")
+    result = here("verify", "run", "--step", "3")
     assert result.exit_code == 0, result.stderr
     assert "replay    update 3 agrees to 1e-06" in result.stdout
     assert "recorded  the run's own numbers came again to the last bit" in result.stdout

@@ -21,7 +21,7 @@ from rlhf_cli.checkpoints import locks
 from rlhf_cli.cli import app
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import load, tokenizers
 from rlhf_cli.ppo import HFEngine, Prompts
 from rlhf_cli.ppo.seeds import derive
 
@@ -421,7 +421,7 @@ def test_what_is_not_as_it_was_in_training_is_left_out_and_said(
     assert "sft: sft_model" in whole and "reward (reward_model), short (judges:short), KL from sft_model" in whole
     assert "  short -" in whole and "sum" not in whole  # which is not optimised
     Path("judges.py").write_text("def short(prompts, responses):\n    return [1.0 for _ in responses]\n")
-    replaced = loading.load_causal("sft_model")
+    replaced = load.load_causal_lm("sft_model")
     replaced.lm_head.weight.data += 0.1
     replaced.save_pretrained("sft_model")
     shutil.rmtree("reward_model")

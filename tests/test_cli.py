@@ -73,22 +73,24 @@ def test_help_is_light() -> None:
     result = child("--help")
     assert result.returncode == 0
     assert cost(lambda: child("--help")) <= 1.6  # 1.1 on a quiet machine
-    for command in [
-        "sft",
-        "reward",
-        "ppo",
-        "eval",
-        "run",
-        "init",
-        "schema",
-        "explain",
-        "replay",
-        "chat",
-        "export",
-        "env",
-    ]:
-        assert f"\n  {command} " in result.stdout
     assert result.stdout.count("completion") == 4  # two options, a line or two each
+
+
+def test_help_shows_each_command_in_its_group_with_a_whole_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = child("--help").stdout
+    groups = {part.split(":")[0]: part for part in text.split("\n\n") if part[:1].isupper()}
+    shown = {title: re.findall(r"^  (\w+) ", groups[title], re.M) for title in ("Train", "Inspect", "Ship")}
+    assert shown == {
+        "Train": ["init", "convert", "check", "plan", "run", "sft", "reward", "ppo", "eval"],
+        "Inspect": ["status", "ls", "report", "chat", "verify", "explain", "schema", "env"],
+        "Ship": ["export"],
+    }
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    public = {name for name, command in commands.items() if not command.hidden}
+    assert public == {name for names in shown.values() for name in names}
+    for line in "\n".join(groups[title] for title in shown).splitlines():
+        assert len(line) <= 80 and (not line.startswith("  ") or line.endswith(".")), line
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from rlhf_cli import config
 from rlhf_cli.cli import app
 from rlhf_cli.config.keys import field_shape, shape
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import trees
+from rlhf_cli.models import save
 from rlhf_cli.ppo import HFEngine, PPOSettings, PPOTrainer, Prompts, Rollout
 
 ROOT = Path(__file__).parents[1]
@@ -104,13 +104,13 @@ def test_trl_04_the_last_prompt_batch_of_a_pass_makes_as_many_steps_as_any_other
 
 
 @training
-def test_trl_06_the_value_model_is_saved_and_loads_as_the_one_that_was_trained(run_folder):
-    assert stage.ppo(run_folder).exit_code == 0
+def test_trl_06_the_value_model_is_saved_and_loads_as_the_one_that_was_trained(trained_once):
+    run_folder = trained_once[0]
     saved, report = AutoModelForSequenceClassification.from_pretrained(
         run_folder / "ppo/value", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    trained = trees.load_tree(run_folder / "ppo/state/step_000004")["trainer"]
+    trained = save.load_tree(run_folder / "ppo/state/step_000004")["trainer"]
     assert {"policy", "value", "optimizer", "scheduler", "kl_coef", "moments", "updates"} <= set(trained)
     assert all(torch.equal(saved.state_dict()[name], tensor) for name, tensor in trained["value"].items())
     start = AutoModelForSequenceClassification.from_pretrained(run_folder / "reward_model")
@@ -225,14 +225,14 @@ def test_openrlhf_08_a_made_up_flag_or_key_would_be_found():
 
 
 @training
-def test_openrlhf_09_the_adaptive_kl_coefficient_moves_during_a_run(run_folder):
-    def coefficients(*chosen):
-        assert stage.ppo(run_folder, *chosen, "--fresh").exit_code == 0
-        return [row["objective/kl_coef"] for row in stage.lines(run_folder / "ppo/metrics.jsonl")]
+def test_openrlhf_09_the_adaptive_kl_coefficient_moves_during_a_run(trained_folder):
+    def coefficients():
+        return [row["objective/kl_coef"] for row in stage.lines(trained_folder / "ppo/metrics.jsonl")]
 
     assert coefficients() == [0.05] * 4
     on = ("-s", "ppo.adap_kl_ctrl=true", "-s", "ppo.horizon=100", "-s", "ppo.target=1000")
-    assert coefficients(*on) == pytest.approx([0.05 * (1 - 0.2 * 8 / 100) ** k for k in range(4)])
+    assert stage.ppo(trained_folder, *on, "--fresh").exit_code == 0
+    assert coefficients() == pytest.approx([0.05 * (1 - 0.2 * 8 / 100) ** k for k in range(4)])
 
 
 # LLaMA-Factory
@@ -358,8 +358,8 @@ def test_deepspeed_15_training_never_decodes_greedily():
 
 
 @training
-def test_deepspeed_15_a_folder_that_asks_for_greedy_decoding_is_sampled_from(run_folder):
-    assert stage.ppo(run_folder).exit_code == 0
+def test_deepspeed_15_a_folder_that_asks_for_greedy_decoding_is_sampled_from(trained_folder):
+    run_folder = trained_folder
     plain = (run_folder / "ppo/samples.jsonl").read_bytes()
     path = run_folder / "sft_model/generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": False, "temperature": None, "top_k": 1}))
@@ -384,7 +384,7 @@ def test_ms_swift_16_policy_and_reward_model_are_each_read_once(run_folder, monk
         monkeypatch.setattr(kind, "from_pretrained", classmethod(read))
     again = {"reward": None, "again": {"model": "reward_model", "weight": 0.5}}
     stage.write(run_folder, "ppo", {**stage.PPO, "rewards": again})
-    assert stage.ppo(run_folder).exit_code == 0
+    assert stage.ppo(run_folder, stage.ONE).exit_code == 0
     assert sorted(reads) == [
         ("AutoModelForCausalLM", "sft_model"),
         ("AutoModelForSequenceClassification", "reward_model"),

@@ -14,8 +14,8 @@ from conftest import World
 from ppo_folder import PPO, lines, ppo, rlhf, write
 
 from rlhf_cli.ppo import PPOTrainer
-from rlhf_cli.ppo.rewards import EnsembleReward
 from rlhf_cli.ppo.settings import RECIPES, PPOSettings
+from rlhf_cli.rewards import EnsembleReward
 from rlhf_cli.tracking import MetricsLog
 
 ROOT = Path(__file__).parent.parent

@@ -10,11 +10,11 @@ from ppo_folder import EVAL, PPO, lines, ppo, rlhf, write
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli import checkpoints, rows
+from rlhf_cli.evaluation.aggregate import win_rates
+from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.models import tokenizers
-from rlhf_cli.stages.eval.answers import Answers
-from rlhf_cli.stages.eval.numbers import win_rates
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 # The planted reward likes the letter e without end; the truth wants it to be half of a response.
 JUDGES = """
 def hackable(prompts, responses):
@@ -31,7 +31,7 @@ PLANTED = {
     **EVAL,
     "models": {"sft": "sft_model", "reward": None},
     "judges": {"reward": "planted_judges:hackable", "gold": "planted_judges:gold", "same": "planted_judges:same"},
-    "eval": {**QUICK, "n": 128, "select": "gold"},
+    "eval": {**QUICK, "n": 32, "select": "gold"},
 }
 PUSH = {1: 2.0, 2: 4.0, 3: 5.5, 6: 6.5, 8: 7.5, 10: 9.0, 12: 12.0}  # step -> how far the snapshot's policy is hacked
 
@@ -98,7 +98,7 @@ def alone(run: Path, step: int) -> dict[str, Any]:
     return json.loads((run / "alone" / str(step) / "eval/report.json").read_text())
 
 
-def test_the_frontier_is_each_snapshot_alone(run: Path) -> None:
+def test_a_point_is_its_snapshot_alone_and_nothing_is_picked_unasked(run: Path) -> None:
     """To the last bit: the draws are the same for every policy."""
     report, result = evaluate(run)
     steps = [point["step"] for point in report["frontier"]]
@@ -119,10 +119,6 @@ def test_the_frontier_is_each_snapshot_alone(run: Path) -> None:
     rounds = 2 + len(others) + 2
     assert f"eval {rounds}/{rounds} round" in result.stderr
     assert "frontier.svg" in json.loads((run / "eval/manifest.json").read_text())["files"]
-
-
-def test_nothing_is_picked_unasked(run: Path) -> None:
-    report, result = evaluate(run)
     assert not {"selected_step", "selected", "no_frontier"} & report.keys() and "selected" not in result.stdout
     assert "The frontier: PPO's policies along the way" in result.stdout
     report, result = evaluate(run, "--fresh", "-s", "eval.frontier=false")
@@ -133,6 +129,7 @@ def test_nothing_is_picked_unasked(run: Path) -> None:
 @pytest.mark.slow  # the bound itself: tests/test_statistics.py
 def test_the_pick_of_some_prompts_is_good_on_others(planted: Path) -> None:
     """The reward rises to the end; what gold picks is within 2 % of the best by gold on prompts that it never saw."""
+    write(planted, "eval", {**PLANTED, "eval": {**PLANTED["eval"], "n": 128}})
     report, result = evaluate(planted)
     rewards = [point["reward"] for point in report["frontier"] if point["step"] in PUSH]
     assert rewards == sorted(rewards)
@@ -171,26 +168,26 @@ def test_the_best_within_a_bound_is_picked(planted: Path) -> None:
     assert report["selected_step"] == min(kl, key=kl.__getitem__), "of equals the one with the smaller KL"
 
 
-def test_a_bound_that_all_pass_ends_with_an_error_after_the_report(planted: Path) -> None:
+def test_a_bound_that_all_pass_ends_with_an_error_after_the_report_and_a_damaged_snapshot_is_left_out(
+    planted: Path,
+) -> None:
     shutil.rmtree(planted / "ppo/snapshots/step_000001")
-    command = ("eval", "-c", planted / "eval.yaml", "-s", "eval.select={judge: gold, kl_max: 0.001}")
-    for _ in range(2):  # and again, finished
-        result = rlhf(*command)
-        assert result.exit_code == 1 and result.stderr.count("error[R06]: --set eval.select: ") == 1
-        assert "0 of 7 policies with a KL of at most 0.001, the nearest has 0." in result.stderr
-        assert "selected: none" in result.stdout
-    report = json.loads((planted / "eval/report.json").read_text())
-    assert "selected_step" not in report and len(report["frontier"]) == 7
-
-
-def test_a_damaged_snapshot_is_told_and_left_out(planted: Path) -> None:
     weights = planted / "ppo/snapshots/step_000010/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0\0")
     (planted / "ppo/snapshots/step_000008/state.json").unlink()
-    report, result = evaluate(planted)
-    assert [point["step"] for point in report["frontier"]] == [1, 2, 3, 4, 6, 12]
+    command = ("eval", "-c", planted / "eval.yaml", "-s", "eval.select={judge: gold, kl_max: 0.001}")
+    told = []
+    for _ in range(2):  # and again, finished
+        result = rlhf(*command)
+        told.append(result)
+        assert result.exit_code == 1 and result.stderr.count("error[R06]: --set eval.select: ") == 1
+        assert "0 of 5 policies with a KL of at most 0.001, the nearest has 0." in result.stderr
+        assert "selected: none" in result.stdout
+    report = json.loads((planted / "eval/report.json").read_text())
+    assert "selected_step" not in report
+    assert [point["step"] for point in report["frontier"]] == [2, 3, 4, 6, 12]
     for step, what in ((10, "is damaged: model.safetensors"), (8, "was not finished")):
-        (line,) = [line for line in result.stderr.splitlines() if f"step_{step:06d} {what}" in line]
+        (line,) = [line for line in told[0].stderr.splitlines() if f"step_{step:06d} {what}" in line]
         assert line.startswith("warning[M05]") and line.endswith("; the frontier leaves it out")
         assert line in report["warnings"]
 
@@ -237,7 +234,7 @@ def test_lengths_of_the_answers_control_the_win_rate() -> None:
     theirs = [20 + row % 7 for row in range(100)]
     ours = [length + (-1 if row % 10 == 0 else 1 + row % 5) for row, length in enumerate(theirs)]
     both = [
-        Answers(
+        EvalResponses(
             "m", "sampled", ["p"] * 100, ["r"] * 100, [True] * 100, lengths, {"long": [float(x) for x in lengths]}, None
         )
         for lengths in (ours, theirs)

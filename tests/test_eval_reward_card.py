@@ -9,7 +9,7 @@ import pytest
 from ppo_folder import EVAL, PPO, as_reward_stage, ppo, rlhf, write
 from test_reward_card import card
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 QUICK = {"n": 4, "best_of": [], "modes": ["sampled"], "per_device_batch_size": 4}
 FLAG = {"code": "R10", "text": "the score follows the length of the answer: correlation 0.50 [0.40, 0.60], limit 0.3"}
 TOLD = {key: value for key, value in card().items() if key != "ci95"} | {"flags": [FLAG]}

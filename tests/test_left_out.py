@@ -44,6 +44,7 @@ def fitting(folder: Path) -> Path:
     replace("sft.yaml", "max_steps: 1", "max_length: 128")
     replace("reward.yaml", "max_steps: 1", "max_length: 128")
     sizes = "per_device_train_batch_size: 2\n  gradient_accumulation_steps: 2\n  num_mini_batches: 1"
+    sizes += "\n  num_ppo_epochs: 1"
     replace("ppo.yaml", "total_episodes: 64", f"num_train_epochs: 2\n  response_length: 8\n  {sizes}")
     return folder
 

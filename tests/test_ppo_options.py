@@ -11,7 +11,7 @@ import tiny
 import torch
 from pydantic import ValidationError
 
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import HFEngine, PPOSettings, formulas
 from rlhf_cli.ppo.records import micro_batches
 
@@ -171,7 +171,7 @@ def test_kl_estimator_in_the_reward(kind):
     if kind == "full":
         micro = experience.rollout.micro_batch(torch.arange(4))
         logp, ref = (
-            torch.log_softmax(reading.response_logits(m, micro).detach() / 0.7, -1)
+            torch.log_softmax(forward.response_logits(m, micro).detach() / 0.7, -1)
             for m in (trainer.policy, trainer.ref)
         )
         wanted = torch.zeros(mask.shape)

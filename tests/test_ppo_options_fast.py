@@ -12,7 +12,7 @@ import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhf_cli.models import packing, reading, vocabulary
+from rlhf_cli.models import forward, packing
 from rlhf_cli.ppo import HFEngine, Prompts, Rollout, noise
 from rlhf_cli.ppo.records import micro_batches
 from rlhf_cli.ppo.seeds import derive
@@ -50,30 +50,30 @@ def test_packed_rows_give_the_gradient_of_padded_ones(family):
     assert apart(gradients(family=family), gradients(family=family, packing=False)) <= 1e-5
 
 
-def in_one_rectangle(lengths: list[int], device: torch.device) -> packing.Rows:
-    return packing.Rows([packing.Rectangle.of(lengths, device)])
+def in_one_batch(lengths: list[int], device: torch.device) -> packing.PackedRows:
+    return packing.PackedRows([packing.PaddedBatch.from_lengths(lengths, device)])
 
 
-def test_rows_in_one_rectangle_give_the_gradient_of_rows_by_length(monkeypatch):
+def test_rows_in_one_batch_give_the_gradient_of_rows_by_length(monkeypatch):
     """How rows are attended to on an accelerator, and on a CPU."""
     for family in ("llama", "mistral"):
         found = gradients(family=family, **EXACT)
         with monkeypatch.context() as patch:
-            patch.setattr(packing.Rows, "of", in_one_rectangle)
+            patch.setattr(packing.PackedRows, "from_lengths", in_one_batch)
             assert apart(gradients(family=family, **EXACT), found) <= 1e-12
 
 
 def test_a_cpu_attends_to_no_padding():
     lengths, cpu = [7, 7, 5, 7, 3], torch.device("cpu")
-    rows = packing.Rows.of(lengths, cpu)
-    assert [(list(one.lengths), one.width) for one in rows.rectangles] == [([7, 7], 7), ([5], 5), ([7], 7), ([3], 3)]
-    assert rows.width == 7 and all(one.source is None for one in rows.rectangles)
+    rows = packing.PackedRows.from_lengths(lengths, cpu)
+    assert [(list(one.lengths), one.width) for one in rows.batches] == [([7, 7], 7), ([5], 5), ([7], 7), ([3], 3)]
+    assert rows.width == 7 and all(one.source_index is None for one in rows.batches)
     tokens = torch.arange(29.0).reshape(1, 1, 29, 1).expand(1, 2, 29, 3)
-    together = in_one_rectangle(lengths, cpu)
-    (rectangle,), (laid,) = together.rectangles, together.split(tokens)
-    assert laid.shape == (5, 2, 7, 3) and laid[2, 1, :5, 0].tolist() == [14, 15, 16, 17, 18]
-    assert torch.equal(rectangle.pack(laid.transpose(1, 2)), tokens.transpose(1, 2))
-    assert in_one_rectangle([4, 4], cpu).rectangles[0].source is None, "no padding, no copy"
+    together = in_one_batch(lengths, cpu)
+    (batch,), (padded,) = together.batches, together.split(tokens)
+    assert padded.shape == (5, 2, 7, 3) and padded[2, 1, :5, 0].tolist() == [14, 15, 16, 17, 18]
+    assert torch.equal(batch.unpad(padded.transpose(1, 2)), tokens.transpose(1, 2))
+    assert in_one_batch([4, 4], cpu).batches[0].source_index is None, "no padding, no copy"
 
 
 def test_short_packed_rows_share_a_micro_batch_as_large_as_the_longest_would_make():
@@ -120,10 +120,10 @@ def test_a_window_narrower_than_a_row_is_kept():
     """Mistral here sees 4 tokens back; a row of 9 beside others must not see more."""
     model, rows = tiny.causal("mistral"), Rollout.from_lists([[5, 6, 7, 3], [8]], [[3, 4, 9, 7, 2], [9, 2]])
     micro = rows.micro_batch(torch.arange(2))
-    wanted = reading.response_logits(model, micro)
-    wide = reading.response_logits(tiny.causal("mistral", sliding_window=64), micro)
+    wanted = forward.response_logits(model, micro)
+    wide = forward.response_logits(tiny.causal("mistral", sliding_window=64), micro)
     assert packing.enable([model])
-    torch.testing.assert_close(reading.response_logits(model, micro), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(forward.response_logits(model, micro), wanted, atol=1e-5, rtol=1e-5)
     assert (wide - wanted).abs().max() > 1e-2
 
 
@@ -140,7 +140,7 @@ def test_a_model_that_mixes_rows_up_is_found_out_and_padded(monkeypatch):
         return packing.sdpa_attention_forward(module, query, key, value, None, **how)
 
     with monkeypatch.context() as patch:
-        patch.setitem(packing.AttentionInterface._global_mapping, packing.NAME, careless)
+        patch.setitem(packing.AttentionInterface._global_mapping, packing.ATTN_IMPLEMENTATION, careless)
         made = tiny.trainer()
     assert not made.passes.packed
     assert {m.config._attn_implementation for m in (made.policy, made.ref, made.value)} == {"sdpa"}
@@ -149,7 +149,7 @@ def test_a_model_that_mixes_rows_up_is_found_out_and_padded(monkeypatch):
 def test_packing_is_not_saved(tmp_path):
     made = tiny.trainer()
     made.policy.save_pretrained(tmp_path)
-    assert packing.NAME not in (tmp_path / "config.json").read_text()
+    assert packing.ATTN_IMPLEMENTATION not in (tmp_path / "config.json").read_text()
 
 
 # logits_at_a_time
@@ -165,13 +165,13 @@ def test_the_gradient_does_not_depend_on_how_many_logits_are_held(size, changes)
 
 
 def test_logits_at_a_time_bounds_them(monkeypatch):
-    seen, plain = [], reading.head_logits
+    seen, plain = [], forward.lm_head_logits
 
     def spy(model, hidden):
         seen.append(len(hidden))
         return plain(model, hidden)
 
-    monkeypatch.setattr(reading, "head_logits", spy)
+    monkeypatch.setattr(forward, "lm_head_logits", spy)
     rows = [([5, 6], [7, 8, 2]), ([9], [10, 2])]
     for size, most in ((3, 3), ("all", 11)):
         seen.clear()
@@ -226,7 +226,7 @@ def test_gradients_in_place_are_those_of_autograd():
                 weight.copy_(torch.linspace(-1, 1, weight.numel()).reshape(weight.shape) * (number + 1))
         model.set_input_embeddings(embedding)
         model.set_output_embeddings(head)
-        with vocabulary.gradients_in_place(model) if in_place else nullcontext():
+        with forward.in_place_embedding_gradients(model) if in_place else nullcontext():
             for _ in range(2):
                 model.get_output_embeddings()(model.get_input_embeddings()(ids)).square().sum().backward()
             with torch.no_grad():
@@ -246,7 +246,7 @@ def test_gradients_in_place_are_those_of_autograd_in_bfloat16():
 def test_a_gradient_that_somebody_watches_is_autograds():
     model, seen = tiny.causal(), []
     model.get_input_embeddings().weight.register_hook(seen.append)
-    with vocabulary.gradients_in_place(model):
+    with forward.in_place_embedding_gradients(model):
         assert "forward" not in vars(model.get_input_embeddings())
         model(torch.tensor([[3, 4]])).logits.sum().backward()
     assert len(seen) == 1

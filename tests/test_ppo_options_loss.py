@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import PPOSettings, Rollout, formulas
 from rlhf_cli.ppo.losses import policy_losses
 from rlhf_cli.ppo.passes import Passes
@@ -104,7 +104,7 @@ def test_entropy_coef_keeps_the_policy_broad():
         made, judged = tiny.judged(entropy_coef=coef, **quiet)
         before = made.update(replace(judged, advantages=torch.zeros_like(judged.advantages)))["policy/entropy_avg"]
         micro = judged.rollout.micro_batch(torch.arange(4))
-        log_probs = formulas.log_probs(reading.response_logits(made.policy, micro), made.settings.temperature)
+        log_probs = formulas.log_probs(forward.response_logits(made.policy, micro), made.settings.temperature)
         after[coef] = float(formulas.entropy(log_probs.detach()).mean())
     start = tiny.one_step(learning_rate=0.0)[1]["policy/entropy_avg"]
     assert after[0.0] == pytest.approx(start, rel=1e-5) and after[1.0] > before > 1.1 * start

@@ -8,7 +8,7 @@ import torch
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo import HFEngine, PPOTrainer, Rollout, formulas
-from rlhf_cli.ppo.rewards import FunctionReward
+from rlhf_cli.rewards import FunctionReward
 
 
 def run(trainer, steps: int = 2):
@@ -151,7 +151,7 @@ def test_same_seed_same_run_bit_for_bit():
     runs = []
     for seed in (0, 0, 1):
         trainer = tiny.trainer(seed=seed)
-        runs.append(([untimed(stats) for stats in run(trainer, 3)], tiny.weights(trainer.policy)))
+        runs.append(([untimed(stats) for stats in run(trainer)], tiny.weights(trainer.policy)))
     assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1])
     assert not torch.equal(runs[0][1], runs[2][1])
 
@@ -301,27 +301,20 @@ class Token:
         return " ".join(map(str, ids))
 
 
-def test_a_bandit_learns_to_say_seven():
+def test_a_bandit_learns_to_say_seven_and_the_kl_penalty_holds_it_back():
     def sevens(prompts, responses):
         return [float(response.split().count("7")) for response in responses]
 
-    source = FunctionReward("sevens", sevens, Token())
-    fixed = {"stop_token": "none", "response_length": 6, "temperature": 1.0}
-    trainer = tiny.trainer(rewards={"sevens": source}, kl_coef=0.0, **fixed)
-    history = [stats["objective/scores"] for stats in run(trainer, 40)]
-    assert history[0] < 1.5 and sum(history[-3:]) / 3 > 5.0
-
-
-def test_kl_penalty_holds_the_policy_back():
-    def reward(prompts, responses):
-        return [float(response.split().count("7")) for response in responses]
-
-    ends = {}
+    fixed = {"stop_token": "none", "response_length": 6, "temperature": 1.0, "learning_rate": 2e-2}
+    sizes = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    scores, kls = {}, {}
     for coef in (0.0, 5.0):
-        fixed = {"stop_token": "none", "response_length": 6, "temperature": 1.0}
-        trainer = tiny.trainer(rewards={"r": FunctionReward("r", reward, Token())}, kl_coef=coef, **fixed)
-        ends[coef] = run(trainer, 12)[-1]
-    assert ends[5.0]["objective/kl"] < 0.7 * ends[0.0]["objective/kl"]
+        source = FunctionReward("sevens", sevens, Token())
+        trainer = tiny.trainer(rewards={"sevens": source}, kl_coef=coef, **fixed, **sizes)
+        history = [trainer.step(tiny.prompts(16, seed=step)) for step in range(20)]
+        scores[coef], kls[coef] = ([row[f"objective/{name}"] for row in history] for name in ("scores", "kl"))
+    assert scores[0.0][0] < 1.5 and sum(scores[0.0][-3:]) / 3 > 4.5 and sum(scores[5.0][-3:]) / 3 < 1.5
+    assert sum(kls[5.0][-5:]) < 0.7 * sum(kls[0.0][-5:])
 
 
 def test_a_score_that_is_not_finite_stops_the_run_before_any_weight_moves():

@@ -3,8 +3,9 @@
 import ast
 import json
 import math
+import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,15 +16,15 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 from torch import nn
 
 from rlhf_cli import rows
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas, scoring
 from rlhf_cli.ppo import trainer as trainer_module
 from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.rewards import COMBINE, EnsembleReward
 from rlhf_cli.ppo.settings.training import SCHEDULERS
 from rlhf_cli.replay import naive
 from rlhf_cli.replay.compare import Quantity, difference, only_rounding, side_by_side, worst
 from rlhf_cli.replay.observe import in_float64, start_of
+from rlhf_cli.rewards import COMBINE, EnsembleReward
 
 EXACT = 1e-9  # both sides are in float64; 1e-12 is usual, AdamW makes more of it where a gradient is near nothing
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "total_episodes": 20}
@@ -42,19 +43,21 @@ def length(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def made(
-    *, family: str = "llama", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
+    *, family: str = "", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
 ) -> PPOTrainer:
     """A trainer that has made some updates; `head` on the policy for a value model, `both` a model and a function."""
     chosen = tiny.settings(**{**SIZES, **changes})
     like_ref = bool(chosen.num_shared_layers)  # else another: the KL is not 0
-    policy, ref, scorer = tiny.causal(family, 0 if like_ref else 3), tiny.causal(family), tiny.scorer(family)
-    value = reading.ValueHead(policy) if head else tiny.scorer(family, 5)
+    sizes = {} if family or like_ref else {"num_hidden_layers": 1}  # two layers where it is about them
+    causal, scored = (partial(make, family or "llama", **sizes) for make in (tiny.causal, tiny.scorer))
+    policy, ref, scorer = causal(0 if like_ref else 3), causal(), scored()
+    value = forward.ValueHead(policy) if head else scored(5)
     stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
     sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
     if both:
         sources["words"] = FunctionReward("words", length, Words())
     if combine:
-        members = {f"m{seed}": ModelReward(tiny.scorer(family, seed), 4) for seed in (1, 6, 7)}
+        members = {f"m{seed}": ModelReward(scored(seed), 4) for seed in (1, 6, 7)}
         sources["vote"] = EnsembleReward(members, combine, 0.3)
     trainer = PPOTrainer(
         policy, ref, value, sources, HFEngine(policy, stop, tiny.PAD, chosen.temperature), chosen,
@@ -325,7 +328,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "value of another token": (
         "values",
         {},
-        at(reading, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
+        at(forward, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
     ),
     "no clipping of the ratio": (
         "loss/policy_avg, each step",
@@ -474,8 +477,8 @@ def test_replay_of_a_run(run_folder: Path) -> None:
     write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], "num_sample_generations": 4}})
     assert ppo(run_folder).exit_code == 0
     before = tree(run_folder)
-    for step in (1, 3, 4, None):
-        result = rlhf("replay", run_folder, "--json", *(["--step", step] if step else []))
+    for step in (1, 3, None):
+        result = rlhf("verify", run_folder, "--json", *(["--step", step] if step else []))
         assert result.exit_code == 0, result.output
         report = json.loads(result.stdout)
         assert (report["step"], report["agrees"], report["exact"]) == (step or 4, True, True)
@@ -486,22 +489,21 @@ def test_replay_of_a_run(run_folder: Path) -> None:
         assert metrics <= recorded and {"samples: score", "samples: other texts", "samples: score short"} <= recorded
         assert ("policy weights, change" in recorded) is (step != 1)  # state 1 was dropped
     assert tree(run_folder) == before
-    shown = rlhf("replay", run_folder / "ppo", "--step", 2 + 1)
+    shown = rlhf("verify", run_folder / "ppo", "--step", 2 + 1)
     assert "update 3 agrees to 1e-06" in shown.stdout and "to the last bit" in shown.stdout
     assert {"advantages", "policy weights, change"} <= {
         line.rpartition("  ")[0][:22].strip() for line in shown.stdout.splitlines()
     }
-    wrong = rlhf("replay", run_folder, "--step", 2)
+    wrong = rlhf("verify", run_folder, "--step", 2)
     assert wrong.exit_code == 2 and "error[C06]" in wrong.stderr and "steps that can: 1, 3, 4" in wrong.stderr
-    assert "steps that can" in rlhf("replay", run_folder, "--step", 99).stderr
+    assert "steps that can" in rlhf("verify", run_folder, "--step", 99).stderr
 
 
 @pytest.mark.training
-def test_replay_exits_1_and_tells_where(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_exits_1_and_tells_where(ppo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that came into the code after the run: neither the run's numbers nor the naive ones come out."""
-    assert ppo(run_folder).exit_code == 0
     plant(monkeypatch, trainer_module, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
-    result = rlhf("replay", run_folder)
+    result = rlhf("verify", ppo_run)
     assert result.exit_code == 1
     assert "replay    update 3 differs: advantages is the first of" in result.stdout
     assert "are not the run's own, first val/explained_variance" in result.stdout
@@ -529,7 +531,7 @@ def test_replay_of_a_run_with_everything(run_folder: Path) -> None:
     }
     write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], **changes}})
     assert ppo(run_folder).exit_code == 0
-    report = json.loads(rlhf("replay", run_folder, "--step", 3, "--json").stdout)
+    report = json.loads(rlhf("verify", run_folder, "--step", 3, "--json").stdout)
     assert report["agrees"] and report["exact"] and report["number_format"] == "bfloat16"
     found = {quantity["name"]: quantity for quantity in report["quantities"]}
     assert found["logprobs"]["rounding"] > 1e-4 and found["loss/ptx_avg"]["float64"] < EXACT
@@ -546,22 +548,22 @@ def test_replay_of_a_run_that_is_going_on(run_folder: Path) -> None:
     with (run_folder / "ppo/metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "objective/k')
     (run_folder / "ppo/state/step_000004/tensors.safetensors").write_bytes(b"half")
-    result = rlhf("replay", run_folder)
+    result = rlhf("verify", run_folder)
     assert result.exit_code == 0 and "update 4 agrees" in result.stdout and "to the last bit" in result.stdout
     assert "warning[M05]" in result.stderr and "its weights are not compared" in result.stderr
 
 
 @pytest.mark.training
-def test_replay_refuses_what_it_cannot_stand_on(run_folder: Path) -> None:
-    nothing = rlhf("replay", run_folder)
+def test_replay_refuses_what_it_cannot_stand_on(ppo_run: Path, run_folder: Path) -> None:
+    nothing = rlhf("verify", run_folder)
     assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "holds no PPO run" in nothing.stderr
-    assert ppo(run_folder).exit_code == 0
+    shutil.copytree(ppo_run, run_folder, dirs_exist_ok=True)
     with (run_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:
         file.seek(2000)
         file.write(b"oops")
-    damaged = rlhf("replay", run_folder, "--step", 3)
+    damaged = rlhf("verify", run_folder, "--step", 3)
     assert damaged.exit_code == 1 and "error[M05]" in damaged.stderr and "step_000002 is damaged" in damaged.stderr
-    assert rlhf("replay", run_folder, "--step", 1).exit_code == 0
+    assert rlhf("verify", run_folder, "--step", 1).exit_code == 0
     (run_folder / "prompts.jsonl").write_text('{"prompt": "another one"}\n' * 8)
-    other = rlhf("replay", run_folder)
+    other = rlhf("verify", run_folder)
     assert other.exit_code == 2 and "error[C15]" in other.stderr and "data.prompts: other content" in other.stderr

@@ -16,7 +16,7 @@ from rlhf_cli import rows
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.ppo import PPOTrainer, Rollout
-from rlhf_cli.ppo.rewards import COMBINE, EnsembleReward
+from rlhf_cli.rewards import COMBINE, EnsembleReward
 
 ROLLOUT = Rollout.from_lists([[5], [6]], [[3, 2], [4, 2]], stop_token_id=2)
 SAYS = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([3.0, -2.0]), "c": torch.tensor([5.0, 1.0])}
@@ -107,11 +107,11 @@ def test_c17_an_odd_ensemble(run_folder, source, says):
 
 
 BREAKS = {
-    "model": ("rlhf_cli.ppo.rewards.model.RetoldReward._text", {"model": "other"}),
+    "model": ("rlhf_cli.rewards.model.RetokenizingReward._decode", {"model": "other"}),
     "function": ("len_reward.score", {"function": "len_reward:score"}),
     "async": ("len_reward.later", {"function": "len_reward:later"}),
-    "builtin": ("rlhf_cli.ppo.rewards.builtin.len", {"builtin": "length", "parameters": {"most": 3}}),
-    "pipeline": ("rlhf_cli.ppo.rewards.pipeline.Classifier.__call__", {"pipeline": "kind", "label": "POSITIVE"}),
+    "builtin": ("rlhf_cli.rewards.builtin.len", {"builtin": "length", "parameters": {"most": 3}}),
+    "pipeline": ("rlhf_cli.rewards.classifier.ClassifierReward.__call__", {"pipeline": "kind", "label": "POSITIVE"}),
 }
 LENGTHS = """
 def score(prompts, responses):

@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from canaries import SECRETS, is_pickle, leaks, run
 from test_security import ACTIVE, HOSTILE, Code
 
 from rlhf_cli import checkpoints, rows
+from rlhf_cli.stages.trl_training import Follower
 
 pytestmark = pytest.mark.training
 
@@ -23,40 +27,47 @@ def test_what_tells_pickles_apart_knows_them() -> None:
     assert is_pickle(packed.getvalue()) and is_pickle(b"\x80\x04K\x01.") and not is_pickle(b'{"a": 1}')
 
 
-STEP = """
-import os, signal, sys
+KILLED = """
+import os
 from rlhf_cli.stages.trl_training import Follower
-real = Follower.{moment}
+real = Follower.on_save
 def at(self, args, state, control, **more):
-    if state.global_step == 3: {ending}
+    if state.global_step == 3: os._exit(137)
     return real(self, args, state, control, **more)
-Follower.{moment} = at
+Follower.on_save = at
 from rlhf_cli.cli import app
 app()
 """
 
 
-@pytest.mark.parametrize(
-    ("stage", "moment", "ending", "code"),
-    [
-        ("sft", "on_step_end", "os.kill(os.getpid(), signal.SIGTERM)", 143),
-        # All of the checkpoint is written, and nothing of ours came after it.
-        ("reward", "on_save", "os._exit(137)", 137),
-    ],
-)
+@pytest.mark.parametrize(("stage", "code"), [("sft", 143), ("reward", 137)])
 def test_no_token_stays_however_a_training_ends(
-    folder: Path, stage: str, moment: str, ending: str, code: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, stage: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Stopped within a step; killed where all of the checkpoint is written, and nothing of ours came after it."""
     replace(f"{stage}.yaml", "max_steps: 1", "max_steps: 5")
     with Path(f"{stage}.yaml").open("a") as file:
         file.write("output: {save_steps: 1}\n")
-    script = STEP.format(moment=moment, ending=ending)
-    done = run(folder / "home", "-c", script, stage, "-c", f"{stage}.yaml")
-    assert done.returncode == code, done.stderr
-    assert (folder / stage / "state/checkpoint-2/trainer_state.json").is_file()
-    assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
+    if stage == "reward":
+        done = run(folder / "home", "-c", KILLED, stage, "-c", f"{stage}.yaml")
+        assert done.returncode == code, done.stderr
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)
+    if stage == "sft":
+        real = Follower.on_step_end
+
+        def at(self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
+            if state.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(self, args, state, control, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Follower, "on_step_end", at)
+            stopped = rlhf(stage)
+        assert stopped.exit_code == code, stopped.stderr
+        assert not any(secret in stopped.output for secret in SECRETS.values())
+    assert (folder / stage / "state/checkpoint-2/trainer_state.json").is_file()
+    assert leaks(folder) == [] and not list(folder.rglob("training_args.bin"))
     again = rlhf(stage)
     assert again.exit_code == 0 and "resumes at step" in again.stderr, again.stderr
     assert not any(secret in again.output for secret in SECRETS.values())

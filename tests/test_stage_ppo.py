@@ -4,16 +4,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import zlib
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
-from ppo_folder import EVAL, PPO, PROMPTS, as_reward_stage, lines, ppo, rlhf, untimed, write
+from ppo_folder import EVAL, ONE, PPO, PROMPTS, as_reward_stage, lines, ppo, rlhf, untimed, write
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
@@ -24,17 +21,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_cli.ppo import HFEngine, Rollout
-from rlhf_cli.stages.eval import answers
-from rlhf_cli.stages.ppo.samples import token_texts
+from rlhf_cli.ppo import HFEngine, PPOTrainer, Rollout
+from rlhf_cli.stages.eval import sequence_kl
+from rlhf_cli.stages.ppo_samples import token_texts
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 
 
-def test_leaves_what_the_contract_says(run_folder):
-    result = ppo(run_folder)
-    assert result.exit_code == 0, result.output
-    out = run_folder / "ppo"
+def test_leaves_what_the_contract_says(trained_once):
+    folder, result = trained_once
+    out = folder / "ppo"
     metrics = lines(out / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]
     named = """episode objective/kl objective/entropy objective/non_score_reward objective/rlhf_reward objective/scores
@@ -79,12 +75,12 @@ def test_leaves_what_the_contract_says(run_folder):
     AutoModelForSequenceClassification.from_pretrained(out / "value")
     AutoTokenizer.from_pretrained(out / "model")
     assert not list(out.rglob("*.bin")) and not list(out.rglob("*.pt")) and not list(out.rglob("*.pkl"))
-    again = ppo(run_folder)
+    again = ppo(folder)
     assert again.exit_code == 0 and "finished already" in again.stderr
 
 
-def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(run_folder):
-    assert ppo(run_folder).exit_code == 0
+def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(trained_folder):
+    run_folder = trained_folder
     plain = (run_folder / "ppo/model/model.safetensors").read_bytes()
     assert (
         ppo(
@@ -103,7 +99,8 @@ def test_eval_prompts_are_shown_in_place_of_the_rollout_and_change_no_training(r
     )
     assert (run_folder / "ppo/model/model.safetensors").read_bytes() == plain
     assert (run_folder / ".old/ppo-1/manifest.json").is_file()
-    assert ppo(run_folder, "-s", "ppo.num_sample_generations=0", "--fresh").exit_code == 0
+    none = ("-s", "ppo.num_sample_generations=0", "-s", "ppo.total_episodes=8")
+    assert ppo(run_folder, *none, "--fresh").exit_code == 0
     assert not (run_folder / "ppo/samples.jsonl").exists()
 
 
@@ -132,33 +129,33 @@ def test_letters_of_several_tokens_stand_with_the_last_of_them():
     assert token_texts(ours, ids[:5]) == ["a", "", "é", "", "\N{REPLACEMENT CHARACTER}"]  # cut off within a letter
 
 
-def test_resumed_run_is_the_straight_run_byte_for_byte(run_folder, tmp_path_factory):
-    """Stopped by SIGTERM somewhere after its first update, in a process of its own, and started again."""
+def test_resumed_run_is_the_straight_run_byte_for_byte(run_folder, tmp_path_factory, monkeypatch):
+    """Stopped by SIGTERM between two regular states, and started again. Processes that are killed: test_chaos.py."""
     straight = tmp_path_factory.mktemp("straight")
     shutil.copytree(run_folder, straight, dirs_exist_ok=True)
-    long = ("-s", "ppo.total_episodes=160", "-s", "output.save_steps=3")
+    long = ("-s", "ppo.total_episodes=80", "-s", "output.save_steps=3")
     assert ppo(straight, *long).exit_code == 0
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, "-m", "rlhf_cli", "ppo", "-c", str(run_folder / "ppo.yaml"), *long]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
-    metrics, deadline = run_folder / "ppo/metrics.jsonl", time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 143 and "saved; the same command goes on" in said
+    real = PPOTrainer.step
+
+    def step(trainer, prompts):
+        if trainer.updates == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(trainer, prompts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PPOTrainer, "step", step)
+        stopped = ppo(run_folder, *long)
+    assert stopped.exit_code == 143 and "saved; the same command goes on" in stopped.stderr
     assert not (run_folder / "ppo/manifest.json").exists()
     again = ppo(run_folder, *long)
-    assert again.exit_code == 0 and "resumes at step" in again.stderr
+    assert again.exit_code == 0 and "resumes at step 4 of 10" in again.stderr
     for name in ("model/model.safetensors", "value/model.safetensors", "samples.jsonl"):
         assert (run_folder / "ppo" / name).read_bytes() == (straight / "ppo" / name).read_bytes(), name
-    assert untimed(metrics) == untimed(straight / "ppo/metrics.jsonl")
+    assert untimed(run_folder / "ppo/metrics.jsonl") == untimed(straight / "ppo/metrics.jsonl")
 
 
-def test_another_config_is_refused_and_fresh_moves_aside(run_folder):
-    assert ppo(run_folder).exit_code == 0
-    refused = ppo(run_folder, "-s", "ppo.kl_coef=0.2")
+def test_another_config_is_refused_and_fresh_moves_aside(trained_folder):
+    refused = ppo(trained_folder, "-s", "ppo.kl_coef=0.2")
     assert refused.exit_code == 2 and "error[C15]" in refused.stderr
     assert "ppo.kl_coef 0.05 -> 0.2" in refused.stderr and "hint: --fresh" in refused.stderr
 
@@ -183,13 +180,13 @@ def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):
     """From SFT model to report without a reward model anywhere."""
     shutil.rmtree(run_folder / "reward_model")
     write(run_folder, "ppo", BY_FUNCTION)
-    result = ppo(run_folder)
+    result = ppo(run_folder, ONE)
     assert result.exit_code == 0, result.output
     manifest = json.loads((run_folder / "ppo/manifest.json").read_text())
     assert set(manifest["parents"]) == {"models.sft"}
     value = AutoModelForSequenceClassification.from_pretrained(run_folder / "ppo/value")
     assert value.num_labels == 1 and value.config.pad_token_id == 0 and value.score.weight.abs().max() > 0
-    refused = ppo(run_folder, "-s", "models.value=reward")
+    refused = ppo(run_folder, ONE, "-s", "models.value=reward")
     assert refused.exit_code == 2 and "models.reward" in refused.stderr and "error[M01]" in refused.stderr
     models = {"sft": "sft_model", "reward": None}
     write(run_folder, "eval", {**EVAL, "models": models, "judges": {"reward": "judges:short"}})
@@ -204,8 +201,9 @@ def test_a_function_and_a_head_on_the_policy_need_no_reward_model(run_folder):
 
 
 def test_another_reward_function_or_judge_makes_a_result_stale(run_folder):
-    write(run_folder, "ppo", BY_FUNCTION)
+    write(run_folder, "ppo", {**BY_FUNCTION, "ppo": {**PPO["ppo"], "total_episodes": 8}})
     assert ppo(run_folder).exit_code == 0
+    write(run_folder, "eval", {**EVAL, "eval": {"n": 4, "best_of": [], "modes": ["sampled"]}})
     assert rlhf("eval", "-c", run_folder / "eval.yaml").exit_code == 0
     with (run_folder / "judges.py").open("a") as file:
         file.write("\n# another thought\n")
@@ -269,7 +267,7 @@ def test_rollout_options_reach_the_engine(run_folder, monkeypatch):
     assert set(batches) == {(3, 0.9, None), (2, 0.9, None)}
     assert all(row["length"] == 8 and not row["ended"] for row in lines(run_folder / "ppo/samples.jsonl"))
     batches.clear()
-    assert ppo(run_folder, "-s", "ppo.stop_token_id=40", "--fresh").exit_code == 0
+    assert ppo(run_folder, ONE, "-s", "ppo.stop_token_id=40", "--fresh").exit_code == 0
     assert {stop for _, _, stop in batches} == {40}
     refused = ppo(run_folder, "-s", "ppo.stop_token_id=99999", "--fresh")
     assert refused.exit_code == 2 and "error[C06]" in refused.stderr
@@ -315,11 +313,11 @@ def test_m09_scores_that_do_not_come_back(run_folder):
     probes = [{"prompt_ids": p, "response_ids": r, "score": s} for (p, r), s in zip(asked, scores, strict=True)]
     as_reward_stage(run_folder, probes=probes)
     write(run_folder, "ppo", {**PPO, "models": {"sft": "sft_model"}})
-    assert ppo(run_folder).exit_code == 0, "the same scores pass"
+    assert ppo(run_folder, ONE).exit_code == 0, "the same scores pass"
     probes[1]["score"] += 0.01
     shutil.rmtree(run_folder / "reward")
     as_reward_stage(run_folder, probes=probes)
-    result = ppo(run_folder, "--fresh")
+    result = ppo(run_folder, ONE, "--fresh")
     assert result.exit_code == 1 and "error[M09]" in result.stderr
     assert (
         "row 1" in result.stderr
@@ -335,14 +333,15 @@ def test_c13_response_longer_than_the_context(run_folder):
 
 
 def test_an_estimator_without_the_kls_gradient_is_warned_about(run_folder):
+    write(run_folder, "ppo", {**PPO, "ppo": {**PPO["ppo"], "total_episodes": 8}})
     warned, silent = ppo(run_folder, "-s", "ppo.kl_estimator=k3"), ppo(run_folder, "--fresh")
     assert warned.exit_code == 0 and "warning[C18]" in warned.stderr and "hint: k1 has it" in warned.stderr
     assert "C18" not in silent.stderr
 
 
 def test_a_first_ratio_that_is_off_is_warned_about(run_folder, monkeypatch):
-    monkeypatch.setattr("rlhf_cli.stages.ppo.training.RATIO_TOLERANCE", -1.0)
-    assert "warning[R07]: step 1: the first ratio of an update is off 1 by 0" in ppo(run_folder).stderr
+    monkeypatch.setattr("rlhf_cli.stages.ppo.RATIO_TOLERANCE", -1.0)
+    assert "warning[R07]: step 1: the first ratio of an update is off 1 by 0" in ppo(run_folder, ONE).stderr
 
 
 def test_d01_prompts_that_are_not_there(run_folder):
@@ -361,8 +360,8 @@ def spoil(folder: Path) -> None:
     save_file(weights, folder / "ppo_model/model.safetensors", metadata={"format": "pt"})
 
 
-def test_eval_report_by_its_own_samples(run_folder):
-    assert ppo(run_folder).exit_code == 0
+def test_eval_report_by_its_own_samples(trained_folder):
+    run_folder = trained_folder
     result = rlhf("eval", "-c", run_folder / "eval.yaml")
     assert result.exit_code == 0, result.output
     report, samples = (
@@ -410,7 +409,7 @@ def test_eval_report_by_its_own_samples(run_folder):
 def test_sequence_kl_is_the_sum_of_log_ratios_at_the_temperature():
     policy, sft, temperature = tiny.causal(seed=3), tiny.causal(seed=0), 0.7
     queries, responses = [[5, 6], [7], [8, 9, 4]], [[3, 2], [4, 8, 9, 5, 2], [6]]
-    found = answers.sequence_kl(policy, sft, Rollout.from_lists(queries, responses), temperature, max_rows=2)
+    found = sequence_kl(policy, sft, Rollout.from_lists(queries, responses), temperature, max_rows=2)
     for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
         ids = torch.tensor([query + response])
         ours, theirs = (

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from damages import flip
-from ppo_folder import PPO, lines, ppo, untimed, write
+from ppo_folder import ONE, PPO, lines, ppo, untimed, write
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_cli import checkpoints
 from rlhf_cli.ppo.settings import PPOSettings
-from rlhf_cli.stages.ppo.snapshots import POINTS, Best, Snapshots, spread
+from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, BestPolicy, Snapshots, evenly_spaced_steps
 
 pytestmark = pytest.mark.training
 
@@ -51,7 +51,7 @@ def manifest(folder: Path) -> dict:
 
 def test_r01_names_step_row_prompt_and_the_last_good_checkpoint(run_folder, monkeypatch):
     """The third update's reward model answers nan for its second row."""
-    from rlhf_cli.ppo.rewards import ModelReward
+    from rlhf_cli.rewards import ModelReward
 
     plain, calls = ModelReward.__call__, []
 
@@ -82,27 +82,21 @@ def test_r01_a_learning_rate_that_blows_up_leaves_only_finite_checkpoints(run_fo
     assert not (run_folder / "ppo/manifest.json").exists()
 
 
-def test_r02_equal_rewards_warn_once_and_end_the_run_after_ten_updates(run_folder):
+def test_r02_equal_rewards_warn_once_end_the_run_after_ten_updates_and_count_on_after_a_resume(run_folder):
+    """Stopped at step 10, the run's last state is of step 8: two more updates, and it stops again."""
     by_function(run_folder, "constant", total_episodes=96)
-    result = ppo(run_folder)
+    result = ppo(run_folder, "output.save_steps=4")
     assert result.exit_code == 1 and result.stderr.count("warning[R02]") == 1
     assert "warning[R02]: step 1: all 8 rewards are 0.5" in result.stderr
     assert "error[R02]: step 10: all 8 rewards are 0.5, for 10 updates in a row" in result.stderr
     assert len(lines(run_folder / "ppo/metrics.jsonl")) == 10
-
-
-def test_r02_counts_on_after_a_resume(run_folder):
-    """Stopped by R02 at step 10, the run's last state is of step 8: two more updates, and it stops again."""
-    by_function(run_folder, "constant", total_episodes=96)
-    config = {**PPO["output"], "save_steps": 4}
-    assert ppo(run_folder, *[f"output.{key}={value}" for key, value in config.items()]).exit_code == 1
-    again = ppo(run_folder, *[f"output.{key}={value}" for key, value in config.items()])
+    again = ppo(run_folder, "output.save_steps=4")
     assert "resumes at step 8 of 12" in again.stderr and again.exit_code == 1
     assert "warning[R02]" not in again.stderr and "error[R02]: step 10" in again.stderr
 
 
 def test_r03_responses_that_never_end(run_folder):
-    never = ppo(run_folder, "-s", "ppo.stop_token_id=250", "-s", "ppo.response_length=3")
+    never = ppo(run_folder, "ppo.total_episodes=16", "-s", "ppo.stop_token_id=250", "-s", "ppo.response_length=3")
     assert (
         never.exit_code == 0 and "warning[R03]: step 1: 0 of 8 responses end with the stop token (0%)" in never.stderr
     )
@@ -110,7 +104,7 @@ def test_r03_responses_that_never_end(run_folder):
 
 
 def test_r03_is_silent_where_no_end_is_wanted(run_folder):
-    assert "R03" not in ppo(run_folder, "-s", "ppo.stop_token=none").stderr
+    assert "R03" not in ppo(run_folder, ONE, "-s", "ppo.stop_token=none").stderr
 
 
 def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder):
@@ -169,8 +163,8 @@ def test_r05_a_reward_function_that_raises_leaves_a_state_to_go_on_from(run_fold
 
 
 def test_r08_a_skipped_minibatch_is_said_once(run_folder):
-    result = ppo(run_folder, "-s", "ppo.learning_rate=0.1")
-    assert result.stderr.count("warning[R08]") == 1 and "passed ppo.ratio_threshold 10" in result.stderr
+    result = ppo(run_folder, "-s", "ppo.learning_rate=0.1", "-s", "ppo.ratio_threshold=1.05")
+    assert result.stderr.count("warning[R08]") == 1 and "passed ppo.ratio_threshold 1.05" in result.stderr
     assert any(row["policy/skipped_minibatches"] > 0 for row in lines(run_folder / "ppo/metrics.jsonl"))
 
 
@@ -180,18 +174,18 @@ def test_the_best_policy_is_kept_beside_the_even_ones(run_folder):
     names = {path.name for path in (run_folder / "ppo/snapshots").glob("step_*")}
     assert names == {"step_000006", "step_000012", f"step_{best['step']:06d}"}
     values, before = {}, 0
-    for point in sorted({1} | spread(12, POINTS)):
+    for point in sorted({1} | evenly_spaced_steps(12, NUM_CANDIDATES)):
         window = [row["objective/rlhf_reward"] for row in metrics[before:point]]
         values[point - 1], before = sum(window) / len(window), point  # by the policy after the update before
     assert best["value"] == pytest.approx(max(values.values())) and values[best["step"]] == max(values.values())
 
 
 def test_best_by_hand():
-    best, seen = Best(), []
+    best, seen = BestPolicy(), []
     for step, reward in enumerate([1.0, 0.0, 3.0, 5.0, 0.0], start=1):
         best.window.append(reward)
         if step in (1, 3, 5):
-            seen.append((best.beaten_by(step), best.step, best.value))
+            seen.append((best.close_window(step), best.step, best.value))
     assert seen == [(True, 1, 1.0), (True, 3, 1.5), (True, 5, 2.5)]
 
 
@@ -219,7 +213,7 @@ def snapshots(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings) -> Snap
     config = SimpleNamespace(
         folder=folder, held_out=[], ppo=PPOSettings(total_episodes=80, **settings), output=SimpleNamespace(snapshots=1)
     )
-    return Snapshots(config, SimpleNamespace(updates=10), checkpoints.Cost())
+    return Snapshots(config, SimpleNamespace(num_updates=10), checkpoints.Cost())
 
 
 def numbers(score: float, kl: float = 0.0, kl_coef: float = 0.05) -> dict[str, float]:
@@ -230,20 +224,24 @@ def test_a_coefficient_that_grows_makes_no_earlier_policy_the_best(tmp_path, mon
     """By each update's own coefficient the values would be 1 and 1 - 4 * 0.5."""
     settings = {"kl_coef": 0.1, "adap_kl_ctrl": True}
     kept = snapshots(tmp_path, monkeypatch, **settings)
-    kept.look(1, numbers(1.0, 0.0, 0.1), None)
-    kept.look(2, numbers(2.0, 4.0, 0.5), None)
-    assert kept.fields()["best"] == {"step": 1, "metric": "objective/scores - 0.1 * objective/kl", "value": 1.6}
+    kept.record_metrics(1, numbers(1.0, 0.0, 0.1), None)
+    kept.record_metrics(2, numbers(2.0, 4.0, 0.5), None)
+    assert kept.manifest_fields()["best"] == {
+        "step": 1,
+        "metric": "objective/scores - 0.1 * objective/kl",
+        "value": 1.6,
+    }
     again = snapshots(tmp_path, monkeypatch, **settings)
     again.load_state_dict(kept.state_dict())
-    assert again.fields() == kept.fields()
+    assert again.manifest_fields() == kept.manifest_fields()
 
 
 def test_a_run_of_before_goes_on_by_its_own_rule(tmp_path, monkeypatch):
     """Its best value is in the unit of that rule: 2 - 0.5 * 4 is less than 1, though 2 - 0.1 * 4 is more."""
     kept = snapshots(tmp_path, monkeypatch, kl_coef=0.1, adap_kl_ctrl=True)
     kept.load_state_dict({"step": 0, "value": 1.0, "window": []})
-    kept.look(2, numbers(2.0, 4.0, 0.5), None)
-    assert kept.fields()["best"] == {
+    kept.record_metrics(2, numbers(2.0, 4.0, 0.5), None)
+    assert kept.manifest_fields()["best"] == {
         "step": 0, "metric": "objective/scores - objective/kl_coef * objective/kl", "value": 1.0,
     }  # fmt: skip
 
@@ -251,11 +249,11 @@ def test_a_run_of_before_goes_on_by_its_own_rule(tmp_path, monkeypatch):
 # Options that only the stage can show
 
 
-def test_generate_ref_response_puts_the_references_own_words_beside(run_folder):
-    plain = ppo(run_folder)
+def test_generate_ref_response_puts_the_references_own_words_beside(trained_folder):
+    run_folder = trained_folder
     rows = untimed(run_folder / "ppo/metrics.jsonl")
     beside = ppo(run_folder, "--fresh", "-s", "ppo.generate_ref_response=true", "-s", "ppo.learning_rate=1e-3")
-    assert plain.exit_code == beside.exit_code == 0 and rows == untimed(run_folder / "ppo/metrics.jsonl")
+    assert beside.exit_code == 0 and rows == untimed(run_folder / "ppo/metrics.jsonl")
     samples = lines(run_folder / "ppo/samples.jsonl")
     assert all(isinstance(row["ref_response"], str) and isinstance(row["ref_score"], float) for row in samples)
     assert any(row["ref_response"] != row["response"] for row in samples) and "its score" in beside.stdout
@@ -298,12 +296,12 @@ def test_c06_more_shared_layers_than_there_are(run_folder):
         result.exit_code == 2
         and "error[C06]: --set ppo.num_shared_layers: ppo.num_shared_layers 2 of 2 layers" in result.stderr
     )
-    assert ppo(run_folder, "--fresh", "-s", "ppo.num_shared_layers=1").exit_code == 0
+    assert ppo(run_folder, ONE, "--fresh", "-s", "ppo.num_shared_layers=1").exit_code == 0
 
 
-def test_m05_a_state_of_an_older_version(run_folder):
+def test_m05_a_state_of_an_older_version(trained_folder):
     """It had no hash of itself, and knew nothing of the logs."""
-    assert ppo(run_folder).exit_code == 0
+    run_folder = trained_folder
     (run_folder / "ppo/manifest.json").unlink()
     for state in (run_folder / "ppo/state").glob("step_*"):
         (state / "state.json").write_text(json.dumps({"schema": 1, "name": state.name, "files": {}}))
@@ -314,19 +312,19 @@ def test_m05_a_state_of_an_older_version(run_folder):
 def test_the_best_policy_that_a_state_knows_stays_until_another_state_is_saved(tmp_path, monkeypatch):
     """A run that goes on from that state may end with it."""
     kept = snapshots(tmp_path, monkeypatch)
-    kept.keep(0)
+    kept.save_if_due(0)
     there = []
     for step, score in enumerate((1.0, 2.0, 3.0, 0.0), 1):
-        kept.look(step, numbers(score), None)
-        kept.keep(step)
+        kept.record_metrics(step, numbers(score), None)
+        kept.save_if_due(step)
         if step == 2:
             there.append(checkpoints.state_steps(kept.folder))
-            kept.tidy(2)
+            kept.prune(2)
         there.append(checkpoints.state_steps(kept.folder))
     # The best by step 2 is the policy after step 1; that of step 2 itself waits for the numbers of step 3.
     assert there == [[0, 1], [0, 1, 2], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
     kept.path(10).mkdir()  # the last one is of those that stay
-    kept.tidy(10)
+    kept.prune(10)
     assert checkpoints.state_steps(kept.folder) == [2, 10]
-    kept.tidy(2)
+    kept.prune(2)
     assert checkpoints.state_steps(kept.folder) == [2]

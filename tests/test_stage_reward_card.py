@@ -15,8 +15,8 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data, rows
+from rlhf_cli.evaluation.reward_model import PROBE_LABELS
 from rlhf_cli.models import tokenizers
-from rlhf_cli.reward_card.faults import CALLED
 from rlhf_cli.stages import reward as reward_stage
 
 pytestmark = pytest.mark.training
@@ -74,7 +74,7 @@ def reward(
 
 
 def test_a_planted_length_bias_is_flagged(world: World, tmp_path: Path) -> None:
-    result, manifest = reward(world, tmp_path, longer_is_better, n=96, steps=60)
+    result, manifest = reward(world, tmp_path, longer_is_better, n=96, steps=40)
     card = manifest["card"]
     assert (
         f"warning[R10]: {tmp_path / 'reward'}: the score follows the length of the answer: correlation 0.9"
@@ -108,17 +108,17 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
         return plain(scorer, ids, *how)
 
     monkeypatch.setattr(reward_stage, "raw_scores", spy)
-    result, manifest = reward(world, tmp_path, kinder_is_better, n=1024, steps=300)
+    result, manifest = reward(world, tmp_path, kinder_is_better, n=512, steps=200)
     card = manifest["card"]
     assert card["flags"] == [] and not re.search(r"warning\[R", result.stderr), result.stderr
     assert card["accuracy"] > 0.95 and card["n"] == card["adversarial"]["n"] == 128
-    assert card["adversarial"]["probes"].keys() == CALLED.keys()
+    assert card["adversarial"]["probes"].keys() == PROBE_LABELS.keys()
     assert result.stdout.startswith("reward model: right on ") and "beaten by an empty answer" in result.stdout
     assert max(longest) == 128, "probes are cut to the model's context"
 
 
 def test_a_model_that_learned_its_pairs_by_heart_claims_too_much(world: World, tmp_path: Path) -> None:
-    result, manifest = reward(world, tmp_path, by_chance, n=24, steps=60)
+    result, manifest = reward(world, tmp_path, by_chance, n=24, steps=40)
     text = "the margins say other chances than come true: ECE 0."
     assert f"warning[R12]: {tmp_path / 'reward'}: {text}" in result.stderr
     claimed, right = re.search(r"([.\d]+) claimed right, ([.\d]+) are", result.stderr).groups()  # type: ignore[union-attr]

@@ -27,7 +27,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.config import Options, SFTConfig, load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import sft as inputs
-from rlhf_cli.models import loading
+from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.stages import sft, trl_training
 
 pytestmark = pytest.mark.training
@@ -52,7 +52,7 @@ def config_of(world: World, folder: Path, data_file: Path | None = None, **secti
 def train(config: SFTConfig, **options: bool) -> dict[str, Any]:
     """Run the stage and return its manifest."""
     sft.run(config, Options(**options))
-    return json.loads((config.folder / "manifest.json").read_text())
+    return manifest_of(config)
 
 
 def metrics_of(config: SFTConfig) -> list[dict[str, Any]]:
@@ -76,6 +76,25 @@ def trainer_of(config: SFTConfig) -> tuple[Any, list[dict[str, list[int]]], Any]
     if not (config.folder / "manifest.json").exists():
         shutil.rmtree(config.folder)  # transformers makes the folder at once
     return trainer, token_rows, tokenizer
+
+
+@pytest.fixture(scope="module")
+def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a quick run that finished. Not to be changed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    folder.mkdir()
+    train(config_of(world, folder))
+    return folder
+
+
+@pytest.fixture
+def copied(world: World, finished: Path, tmp_path: Path) -> SFTConfig:
+    """The config of a copy of it."""
+    return config_of(world, Path(shutil.copytree(finished, tmp_path / "run")))
+
+
+def manifest_of(config: SFTConfig) -> dict[str, Any]:
+    return json.loads((config.folder / "manifest.json").read_text())
 
 
 def test_it_trains_and_leaves_a_plain_folder_and_every_metric(world: World, tmp_path: Path) -> None:
@@ -102,9 +121,8 @@ def test_it_trains_and_leaves_a_plain_folder_and_every_metric(world: World, tmp_
     assert manifest["parents"]["model.path"]["stage"] == "foreign" and manifest["step"] == 40
 
 
-def test_the_headline_is_the_saved_models_loss_over_the_rows(world: World, tmp_path: Path) -> None:
-    config = config_of(world, tmp_path)
-    headline = train(config)["metrics"]
+def test_the_headline_is_the_saved_models_loss_over_the_rows(world: World, copied: SFTConfig) -> None:
+    config, headline = copied, manifest_of(copied)["metrics"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(config.folder / "model"), world.tokenizer()
     loss, entropy, right, count = 0.0, 0.0, 0, 0
     for _, row in rows.read_jsonl(world.sft):
@@ -293,7 +311,7 @@ def test_packed_answers_do_not_see_one_another(world: World, tmp_path: Path) -> 
 
 
 def test_the_models_own_head_gives_trls_numbers(world: World) -> None:
-    model = loading.load_causal(world.base)
+    model = load_causal_lm(world.base)
     ids = torch.randint(2, 300, (6, 20), generator=torch.Generator().manual_seed(0))
     labels = torch.where(torch.arange(20) < torch.tensor([[4], [9], [2], [19], [20], [7]]), -100, ids)  # one has none
     found = []
@@ -309,9 +327,7 @@ def test_the_models_own_head_gives_trls_numbers(world: World) -> None:
         gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         found.append([out.log_probs, out.entropy, out.is_top1.float(), out.label_mask.float(), gradient])
     assert all(torch.allclose(ours, theirs, atol=2e-5) for theirs, ours in zip(*found, strict=True))
-    assert torch.equal(
-        model(input_ids=ids).logits, loading.load_causal(model.config.name_or_path)(input_ids=ids).logits
-    )
+    assert torch.equal(model(input_ids=ids).logits, load_causal_lm(model.config.name_or_path)(input_ids=ids).logits)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
@@ -365,9 +381,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
     assert untimed(metrics_of(configs[1])) == untimed(metrics_of(configs[0]))
 
 
-def test_killed_after_the_last_checkpoint_only_the_rest_is_made(world: World, tmp_path: Path) -> None:
-    config = config_of(world, tmp_path)
-    first = train(config)
+def test_killed_after_the_last_checkpoint_only_the_rest_is_made(copied: SFTConfig) -> None:
+    config, first = copied, manifest_of(copied)
     (config.folder / "manifest.json").unlink()
     shutil.rmtree(config.folder / "model")
     lines = untimed(metrics_of(config))
@@ -380,16 +395,17 @@ def test_from_any_checkpoint_the_run_ends_in_the_same_bytes(world: World, tmp_pa
     """Also from one that was written at the end of an epoch, whose evaluation belongs to the log before it."""
     told: dict[str, Any] = {"output": {"save_steps": 1, "keep": 99}, "sft": {"num_train_epochs": 2, "max_steps": None}}
     (tmp_path / "straight").mkdir()
-    straight = config_of(world, tmp_path / "straight", **told)
+    rows.write_jsonl(tmp_path / "rows.jsonl", [row for _, row in rows.read_jsonl(world.sft)][:48])
+    straight = config_of(world, tmp_path / "straight", tmp_path / "rows.jsonl", **told)
     whole = train(straight)
-    assert [line["step"] for line in metrics_of(straight) if "eval_loss" in line] == [12, 24]
-    for step in (5, 12, 23, 24):
+    assert [line["step"] for line in metrics_of(straight) if "eval_loss" in line] == [6, 12]
+    for step in (2, 6, 11, 12):
         folder = shutil.copytree(tmp_path / "straight", tmp_path / f"from-{step}")
         shutil.rmtree(folder / "sft/model")
         (folder / "sft/manifest.json").unlink()
-        for later in range(step + 1, 25):
+        for later in range(step + 1, 13):
             shutil.rmtree(folder / f"sft/state/checkpoint-{later}")
-        config = config_of(world, folder, **told)
+        config = config_of(world, folder, tmp_path / "rows.jsonl", **told)
         assert train(config)["model_sha256"] == whole["model_sha256"]
         assert untimed(metrics_of(config)) == untimed(metrics_of(straight))
 
@@ -404,19 +420,18 @@ def test_the_newest_checkpoints_are_kept_and_sealed(world: World, tmp_path: Path
         assert set(sealed) == {file.name for file in path.iterdir()} - {"state.json"} and "optimizer.pt" in sealed
 
 
-def test_a_finished_stage_is_left_alone(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = config_of(world, tmp_path)
-    train(config)
+def test_a_finished_stage_is_left_alone(copied: SFTConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    config = copied
     before = {path: path.stat().st_mtime_ns for path in config.folder.rglob("*")}
     train(config)
     assert "finished already" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in config.folder.rglob("*")} == before
 
 
-def test_an_sft_stage_is_a_parent_and_its_tokens_are_kept(world: World, tmp_path: Path) -> None:
-    first = train(config_of(world, tmp_path))
-    (tmp_path / "next").mkdir()
-    config = config_of(world, tmp_path / "next", model={"path": "../sft"})
+def test_an_sft_stage_is_a_parent_and_its_tokens_are_kept(world: World, copied: SFTConfig) -> None:
+    first, folder = manifest_of(copied), copied.folder.parent / "next"
+    folder.mkdir()
+    config = config_of(world, folder, model={"path": "../sft"}, sft={"max_steps": 2})
     second = train(config)
     assert second["parents"]["model.path"] == {"path": "../../sft", "stage": "sft", "sha256": first["model_sha256"]}
     assert second["tokenizer_sha256"] == first["tokenizer_sha256"]

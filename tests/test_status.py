@@ -369,7 +369,7 @@ def test_the_only_run_here_is_looked_at(run: Path, monkeypatch: pytest.MonkeyPat
     assert inside.exit_code == 0 and inside.stderr.startswith("this folder is a run\n")
 
 
-@pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "replay", "export"])
+@pytest.mark.parametrize("command", ["status", "run", "report", "chat", "check", "plan", "verify", "export"])
 def test_a_command_without_a_run_names_those_that_lie_here(
     run: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

@@ -156,7 +156,7 @@ COMMANDS = [
     ("export", "RUN", "--out", "out"),
     ("export", "RUN", "--out", "out", "--stage", "reward"),
     ("chat", "RUN"),
-    ("replay", "RUN"),
+    ("verify", "RUN"),
     ("sft", "--config", "RUN/sft.yaml"),
     ("init", "hh", "RUN"),
 ]

@@ -297,7 +297,7 @@ def test_raise_kl_coef_is_in_force_from_the_next_update_on_and_survives_a_kill(r
     """Two updates after a state the process ends; the run that goes on is the straight one, watchdog.jsonl too."""
     import shutil
 
-    from rlhf_cli.stages.ppo.training import Training
+    from rlhf_cli.stages.ppo import PPORunner
 
     hackable(run_folder, kl=0.1, judge=None, repetition=None, actions={"kl": "raise_kl_coef"}, kl_factor=4.0)
     straight = tmp_path_factory.mktemp("straight")
@@ -311,7 +311,7 @@ def test_raise_kl_coef_is_in_force_from_the_next_update_on_and_survives_a_kill(r
     assert result.stderr.count("warning[R13]") == len(found) and "; kl_coef is 4e-09 from here on" in result.stderr
 
     died_at = found[1]["step"] + 1
-    plain = Training._update
+    plain = PPORunner._update
 
     def dies(self):
         if self.trainer.updates == died_at:
@@ -319,7 +319,7 @@ def test_raise_kl_coef_is_in_force_from_the_next_update_on_and_survives_a_kill(r
         return plain(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Training, "_update", dies)
+        patch.setattr(PPORunner, "_update", dies)
         assert ppo(run_folder, *less).exit_code == 9
     assert ppo(run_folder, *less).exit_code == 0
     for name in ("watchdog.jsonl", "model/model.safetensors", "value/model.safetensors"):

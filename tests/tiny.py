@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import Experience, HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts, Rollout
 from rlhf_cli.ppo.moments import Moments
 from rlhf_cli.ppo.records import Scored
@@ -86,7 +86,7 @@ def trainer(
     """
     chosen = settings(**changes)
     policy, ref = causal(family, policy_seed).to(dtype), causal(family, 0).to(dtype)
-    value, reward = reading.ValueHead(policy) if head else scorer(family).to(dtype), scorer(family).to(dtype)
+    value, reward = forward.ValueHead(policy) if head else scorer(family).to(dtype), scorer(family).to(dtype)
     stop = None if chosen.stop_token == "none" else EOS
     engine = HFEngine(policy, stop, PAD, chosen.temperature, bf16=chosen.bf16)
     sources = rewards or {"reward": ModelReward(reward, 4)}

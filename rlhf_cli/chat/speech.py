@@ -10,7 +10,7 @@ from rlhf_cli.chat.cast import Role
 from rlhf_cli.chat.turns import Form, Sampling
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading
+from rlhf_cli.models import load
 from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
@@ -44,7 +44,7 @@ class Speech:
         )  # fmt: skip
         self.prompt_ids, self.ids = form.encode(prompt), list[int]()
         self.seconds = 0.0
-        context = loading.context_of(voice.model.config)
+        context = load.context_length(voice.model.config)
         room = how.max_new_tokens if context is None else min(how.max_new_tokens, context - len(self.prompt_ids))
         if room < 1:
             text = f"the prompt has {len(self.prompt_ids)} tokens, and {voice.name} reads {context} with its reply"

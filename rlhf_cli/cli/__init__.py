@@ -1,8 +1,9 @@
-"""The commands of `rlhf`.
+"""The `rlhf` command line.
 
-Nothing heavy is imported at the top: `rlhf --help` answers at once, and each command imports what it needs.
+Heavy modules are imported inside the commands, so `rlhf --help` is fast.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -15,31 +16,23 @@ from rlhf_cli.cli.options import STAGES
 app = typer.Typer(
     name="rlhf",
     cls=Commands,
-    help="RLHF from the shell: sft, reward, ppo, eval. One YAML each, chained by what they leave on disk.",
+    help="RLHF from the command line: SFT, reward model, PPO and evaluation, one YAML file each.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# In the order of `rlhf --help`.
+TRAIN: list[Callable[..., None]] = [before.init, before.convert, before.check, before.plan, training.run]
+INSPECT: list[Callable[..., None]] = [after.status, after.ls, after.report, after.chat, after.verify]
+INSPECT += [before.explain, before.schema, before.env]
+for _command in TRAIN:
+    app.command(rich_help_panel="Train")(_command)
 for _stage, _text in STAGES.items():
-    app.command(_stage, help=_text)(training.stage_command(_stage))
-for _command in (
-    training.run,
-    before.init,
-    before.check,
-    before.plan,
-    after.ls,
-    after.status,
-    after.report,
-    after.chat,
-    after.export,
-    after.replay,
-    before.explain,
-    before.schema,
-    before.env,
-):
-    app.command()(_command)
+    app.command(_stage, help=_text, rich_help_panel="Train")(training.stage_command(_stage))
+for _command in INSPECT:
+    app.command(rich_help_panel="Inspect")(_command)
+app.command(rich_help_panel="Ship")(after.export)
+app.command("replay", hidden=True)(after.verify)  # the old name of verify
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""The commands that look at what a run made, and carry it away."""
+"""Commands that inspect a finished or running run, and export its model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,12 +16,14 @@ from rlhf_cli.errors import RLHFError
 def ls(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="DIR...", help="Where to look; `runs` where that is there, or here."),
+        typer.Argument(
+            metavar="DIR...", help="Folders to search. Default: ./runs if it exists, else the working directory."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """List the runs below a folder, newest first: which stages are done, what came out, when, how large."""
+    """List the runs below a folder with stages, results and sizes."""
     from rlhf_cli import status
 
     status.list_runs(folders or [], as_json=as_json)
@@ -30,16 +32,14 @@ def ls(
 def status(
     folder: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="RUN", help="A run's folder; needed where there are several.", autocompletion=completion.runs
-        ),
+        typer.Argument(metavar="RUN", help="Run folder. Default: the only run here.", autocompletion=completion.runs),
     ] = None,
     assignments: Trailing = None,
     set_: Set = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Tell how far each stage of a run is, what came out, and what `rlhf run` would do next. Changes nothing."""
+    """Show the progress and results of each stage, and what comes next."""
     from rlhf_cli import status
 
     status.show(folder or only_run(), [*(set_ or []), *(assignments or [])], as_json=as_json)
@@ -50,20 +50,22 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="RUN...",
-            help="A run's folder, needed where there are several; several are compared.",
+            help="Run folder; several are compared. Default: the only run here.",
             autocompletion=completion.runs,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Where to write it; RUN/eval/report.html, or ./report.html."),
+        typer.Option(
+            "--out", metavar="FILE", help="HTML file. Default: RUN/eval/report.html; ./report.html for several runs."
+        ),
     ] = None,
     step: Step = "last",
     debug: Debug = False,
 ) -> None:
-    """Draw a run as one HTML page that loads nothing, and says which stage is bad; or compare several runs.
+    """Write an HTML report that diagnoses each stage, or compares runs.
 
-    What is not there yet is left out, so a run can be looked at while it runs.
+    The file is self-contained. It covers the stages that exist so far, so a running run can be inspected.
     """
     from rlhf_cli import report
 
@@ -76,45 +78,43 @@ def export(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="A run's folder, or that of one of its stages.", autocompletion=completion.runs
+            metavar="RUN", help="Run folder, or folder of one of its stages.", autocompletion=completion.runs
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Where to write it: a new folder, or an empty one."),
+        typer.Option("--out", metavar="DIR", help="New or empty folder to write to."),
     ] = None,
     push: Annotated[
         str | None,
-        typer.Option("--push", metavar="OWNER/NAME", help="A repository of the hub to upload it to, private if new."),
+        typer.Option("--push", metavar="OWNER/NAME", help="Hub repository to upload to; created as private."),
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="With --push: to a repository that all can see.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="With --push: create a public repository.")] = False,
     step: Step = "last",
     stage: Annotated[
         str | None,
         typer.Option(
             "--stage",
             metavar="STAGE",
-            help="ppo, sft or reward; without it, PPO's policy or else SFT's.",
+            help="ppo, sft or reward. Default: the PPO policy, or SFT if there is none.",
             autocompletion=completion.stages,
         ),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="FORMAT", help="float32, bfloat16 or float16; without it, the run's own."),
+        typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16. Default: the dtype of the run."),
     ] = None,
     show_prompt: Annotated[
         bool,
-        typer.Option(
-            "--show-prompt", help="Put a held-out prompt of your data into the card's example, for all to read."
-        ),
+        typer.Option("--show-prompt", help="Show a held-out prompt of your data in the model card."),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Write a run's model as a plain Hugging Face folder: adapters merged, safetensors, tokenizer, a model card.
+    """Write a plain Hugging Face model folder, or push it to the Hub.
 
-    What was written is loaded with transformers alone and must give the run's own logits; else nothing is left. With
-    --push it is uploaded, as one commit; without --out nothing of it stays on this machine then.
+    Adapters are merged. The export is loaded with transformers and must reproduce the logits of the run, or it is
+    deleted. --push uploads it as one commit and, without --out, keeps no local copy.
     """
     if out is None and push is None:
         raise RLHFError(
@@ -137,7 +137,7 @@ def chat(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="A run's folder, or that of its SFT or PPO stage.", autocompletion=completion.runs
+            metavar="RUN", help="Run folder, or folder of its SFT or PPO stage.", autocompletion=completion.runs
         ),
     ],
     stage: Annotated[
@@ -145,7 +145,7 @@ def chat(
         typer.Option(
             "--stage",
             metavar="STAGE",
-            help="ppo or sft; without it, PPO's policy or else SFT's.",
+            help="ppo or sft. Default: the PPO policy, or SFT if there is none.",
             autocompletion=completion.talking,
         ),
     ] = None,
@@ -155,25 +155,37 @@ def chat(
         typer.Option(
             "--compare",
             metavar="sft,ppo",
-            help="Both answer each prompt, with the same draws.",
+            help="Let both models answer each prompt, with the same random numbers.",
             autocompletion=completion.compared,
         ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", metavar="X", min=0.0, help="0: the most likely tokens; without it, PPO's."),
+        typer.Option(
+            "--temperature",
+            metavar="X",
+            min=0.0,
+            help="Sampling temperature; 0 is greedy. Default: the temperature of PPO.",
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("--max-new-tokens", metavar="N", min=1, help="Of a reply; without it, as many as PPO's."),
+        typer.Option(
+            "--max-new-tokens",
+            metavar="N",
+            min=1,
+            help="Maximum tokens of a reply. Default: the response length of PPO.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, max=2**32 - 1, help="Of the draws.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, max=2**32 - 1, help="Random seed of the replies.")
+    ] = 0,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Talk to what a run made; below each reply stand its reward, and its KL from the SFT model.
+    """Chat with the model of a run; see the reward and KL of each reply.
 
-    /help lists the commands. From a pipe each line is a prompt: replies go to stdout, numbers to stderr.
+    /help lists the commands. From a pipe, each line is a prompt; replies go to stdout, numbers to stderr.
     """
     from rlhf_cli.config import Options
 
@@ -185,21 +197,24 @@ def chat(
         chat.run(folder, wishes, Options(trust_remote_code=trust_remote_code, debug=debug))
 
 
-def replay(
+def verify(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="A run's folder, which holds ppo/.", autocompletion=completion.runs),
+        typer.Argument(metavar="RUN", help="Run folder with ppo/.", autocompletion=completion.runs),
     ],
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=1, help="The update; the newest that can be made again.")
+        int | None,
+        typer.Option(
+            "--step", metavar="N", min=1, help="Update to repeat. Default: the newest with a checkpoint before it."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Make one update of a PPO run again, with a naive reference beside it, and show the largest differences.
+    """Repeat one PPO update and compare it with a float64 reference.
 
-    Exits with 1 where the two do not agree to 1e-6 in float64. Changes nothing in RUN.
+    Exits with 1 if the two differ by more than 1e-6 in float64. RUN is not modified.
     """
     from rlhf_cli.config import Options
 

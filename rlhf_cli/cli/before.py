@@ -1,4 +1,4 @@
-"""The commands that help before a run: configs, what is wrong with them, what they need and what they mean."""
+"""Commands that prepare a run: write, convert, check, plan and explain configs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,43 +15,45 @@ from rlhf_cli.errors import RLHFError, nearest
 def init(
     preset: Annotated[
         str | None,
-        typer.Argument(metavar="PRESET", help="One of `rlhf init --list`.", autocompletion=completion.presets),
+        typer.Argument(
+            metavar="PRESET", help="Preset name; `rlhf init --list` shows them.", autocompletion=completion.presets
+        ),
     ] = None,
-    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Where to write it.")] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder to create.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of its data and of its configs.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Random seed of the generated data and configs.")
+    ] = 0,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="PAIRS", help="preferences: a file, folder or hub dataset of pairs."),
+        typer.Option("--data", metavar="PAIRS", help="preferences: file, folder or hub dataset of preference pairs."),
     ] = None,
     base: Annotated[
-        str | None, typer.Option("--base", metavar="MODEL", help="preferences: the model to start from.")
+        str | None, typer.Option("--base", metavar="MODEL", help="preferences: model to start from.")
     ] = None,
     column: Annotated[
         list[str] | None,
         typer.Option(
             "--column",
-            metavar="OURS=THEIRS",
-            help="preferences: the data's name of a column of ours; may be given again.",
+            metavar="NAME=COLUMN",
+            help="preferences: read NAME (prompt, chosen, rejected) from COLUMN. Repeatable.",
         ),
     ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="preferences: keep texts as they are; use no chat template.")
-    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="preferences: use the texts without a chat template.")] = False,
     minutes: Annotated[
         float | None,
-        typer.Option("--minutes", metavar="N", min=1, help="preferences: time for the run; 30 on a CPU, else 480."),
+        typer.Option(
+            "--minutes",
+            metavar="N",
+            min=1,
+            help="preferences: time budget of the run. Default: 30 on a CPU, 480 on a GPU.",
+        ),
     ] = None,
-    from_trl: Annotated[
-        Path | None,
-        typer.Option("--from-trl", metavar="FILE", help="Write DIR/ppo.yaml from what TRL's PPO was told in FILE."),
-    ] = None,
-    trl: Annotated[
-        str | None, typer.Option("--trl", metavar="0.11|1.12", help="--from-trl: which TRL; seen by its names.")
-    ] = None,
+    from_trl: Annotated[Path | None, typer.Option("--from-trl", metavar="FILE", hidden=True)] = None,
+    trl: Annotated[str | None, typer.Option("--trl", metavar="0.11|1.12", hidden=True)] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a ready folder of configs, with what they need."""
+    """Create a run folder from a preset, or from your preference pairs."""
     wishes = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
     if from_trl is not None or trl is not None:
         others = [name for name, value in {**wishes, "seed": seed}.items() if value]
@@ -61,10 +63,8 @@ def init(
                 if others
                 else "--from-trl takes a file, and a folder alone"
             )
-            raise RLHFError("C11", text, hint="rlhf init --from-trl train.py runs/mine")
-        from rlhf_cli import from_trl as moving
-
-        moving.init(from_trl, Path(preset), trl)
+            raise RLHFError("C11", text, hint="rlhf convert train.py runs/mine")
+        convert(from_trl, Path(preset), trl)
         return
     from rlhf_cli import presets
 
@@ -76,7 +76,7 @@ def init(
     if folder is None:
         words = " --data pairs.jsonl --base MODEL" if preset == "preferences" else ""
         name = "mine" if words else preset
-        raise RLHFError("C11", "DIR is missing: where to write it", hint=f"rlhf init {preset}{words} runs/{name}")
+        raise RLHFError("C11", "DIR is missing: the folder to create", hint=f"rlhf init {preset}{words} runs/{name}")
     if preset == "preferences":
         presets.init_preferences(
             folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes, seed=seed
@@ -87,17 +87,37 @@ def init(
     presets.init(preset, folder, seed=seed)
 
 
+def convert(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="TRL PPO settings: a Python script, command line, YAML or JSON.")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create, for ppo.yaml.")],
+    trl: Annotated[
+        str | None,
+        typer.Option("--trl", metavar="0.11|1.12", help="TRL version of FILE. Default: detected from option names."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Convert TRL PPO settings to a ppo.yaml; the script is not run."""
+    from rlhf_cli import from_trl
+
+    from_trl.init(file, folder, trl)
+
+
 def check(
     path: FileOrFolder,
     assignments: Trailing = None,
     set_: Set = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Load the models too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone, and the exit code.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Load the models as well.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Look at configs, files, every row of data, tokenizers and batch sizes; show all that is wrong, train nothing."""
+    """Validate configs, data, tokenizers and batch sizes.
+
+    Nothing is trained. All errors are printed together. Exits with 2 if there are any.
+    """
     from rlhf_cli import check
     from rlhf_cli.config import Options
 
@@ -117,29 +137,33 @@ def plan(
         typer.Option(
             "--mode",
             metavar="MODE",
-            help="full, lora, qlora or one-base, for comparison; without it, each stage as its adapters say.",
+            help="Compare another mode: full, lora, qlora or one-base. Default: the adapters of each config.",
         ),
     ] = None,
     prompt: Annotated[
         int | None,
-        typer.Option("--prompt-length", metavar="N", min=1, help="Tokens of the longest prompt; no data is read then."),
+        typer.Option("--prompt-length", metavar="N", min=1, help="Tokens of the longest prompt; the data is not read."),
     ] = None,
     flops: Annotated[
         float | None,
-        typer.Option("--flops", metavar="N", help="Operations a second of a machine; this one's are measured."),
+        typer.Option("--flops", metavar="N", help="Throughput in FLOP/s. Default: measured on this machine."),
     ] = None,
     gpu: Annotated[
         float | None,
-        typer.Option("--gpu", metavar="GIB", min=0.001, help="For GPUs of so much memory; with --flops."),
+        typer.Option("--gpu", metavar="GIB", min=0.001, help="Memory of each GPU in GiB; needs --flops."),
     ] = None,
     nproc: Annotated[
-        int, typer.Option("--nproc", metavar="N", min=1, help="For N processes, one to a GPU; the plan is of each.")
+        int,
+        typer.Option("--nproc", metavar="N", min=1, help="Plan for N processes, one per GPU; figures are per process."),
     ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Estimate memory and time of each stage, loading no weights, and say what to change where it does not fit."""
+    """Estimate memory and time of each stage without loading weights.
+
+    If a stage does not fit, the plan lists the settings that save memory.
+    """
     from rlhf_cli.config import Options
 
     with heavy_imports():
@@ -157,7 +181,7 @@ def schema(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Print the JSON Schema of a stage's config, or of all of them."""
+    """Print the JSON Schema of a config, for editors."""
     from rlhf_cli.config import json_schema
 
     if stage is not None and stage not in STAGES:
@@ -172,14 +196,14 @@ def explain(
         str | None,
         typer.Argument(
             metavar="KEY|CODE",
-            help="kl_coef, ppo.kl_coef, a section such as data, or D10.",
+            help="Key (kl_coef, ppo.kl_coef), section (data) or error code (D10).",
             autocompletion=completion.keys_and_codes,
         ),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every key of every file, and every code.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="All keys and all error codes.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Tell what a config key does, its default and where that comes from; or what an error code means."""
+    """Explain a config key (meaning, default, source) or an error code."""
     from rlhf_cli import explain
 
     if (name is None) != all_:
@@ -191,10 +215,10 @@ def explain(
 
 
 def env(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show versions and devices, for a bug report."""
+    """Print versions and devices, for a bug report."""
     import json
     import os
     import platform

@@ -21,7 +21,8 @@ from rlhf_cli.cli.options import STAGES, config_of
 from rlhf_cli.errors import NOT_THERE, RLHFError, nearest, quoted, shown, unreadable, word
 
 RUNS = ("folder", "folders", "path")  # the arguments that name a run
-RESULT_ALONE = {"status", "ls", "check", "plan", "schema", "explain", "env", "replay"}  # they leave nothing but stdout
+RESULT_ALONE = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay"}  # write only to stdout
+LONGEST = 7  # characters of a command name, so that all groups of --help share one column
 NAMED = 5  # runs, where more could be meant
 SYSTEM = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | room.FULL
 TO_SPEAK = 5.0  # seconds that another process has to say what it found
@@ -47,7 +48,19 @@ def only_run() -> Path:
 
 
 class Commands(TyperGroup):
-    """All commands, inside the one error boundary."""
+    """All commands, inside the one error handler."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by group (Train, Inspect, Ship), each with its whole first sentence."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            if not command.hidden:
+                summary = (command.help or "").split("\n\n")[0]
+                panel = getattr(command, "rich_help_panel", "Commands")
+                groups.setdefault(panel, []).append((name.ljust(LONGEST), " ".join(summary.split())))
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def main(
         self,

@@ -1,4 +1,4 @@
-"""The options that several commands take, and the stages."""
+"""Options shared by several commands, and the stages with their summaries."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,27 +8,27 @@ import typer
 from rlhf_cli.cli import completion
 
 STAGES = {
-    "sft": "Supervised fine-tuning: train a language model on examples.",
-    "reward": "Train a reward model on pairs of a better and a worse answer.",
-    "ppo": "Train the policy by PPO against the reward model.",
+    "sft": "Fine-tune a language model on example answers (SFT).",
+    "reward": "Train a reward model on preference pairs.",
+    "ppo": "Train the policy with PPO against the reward model.",
     "eval": "Compare the models on held-out prompts and write a report.",
 }
 
 
 def config_of(stage: str, place: Path) -> Path | None:
-    """The stage's YAML that a path stands for: the file itself, or the one in that folder."""
+    """Return the YAML file of a stage: the path itself, or STAGE.yaml in that folder."""
     return next((file for file in (place, place / f"{stage}.yaml") if file.is_file()), None)
 
 
 ConfigFile = Annotated[
     Path,
-    typer.Option("--config", "-c", metavar="FILE", help="The stage's YAML file.", autocompletion=completion.config),
+    typer.Option("--config", "-c", metavar="FILE", help="YAML file of the stage.", autocompletion=completion.config),
 ]
 FileOrFolder = Annotated[
     Path,
     typer.Argument(
         metavar="FILE|DIR",
-        help="A stage's YAML file, or a run's folder.",
+        help="YAML file of a stage, or run folder.",
         autocompletion=completion.runs_and_configs,
     ),
 ]
@@ -38,28 +38,28 @@ Set = Annotated[
         "--set",
         "-s",
         metavar="KEY=VALUE",
-        help="Override a key by its full path; may be given again.",
+        help="Override a config key by its full path. Repeatable.",
         autocompletion=completion.assignments,
     ),
 ]
 Trailing = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="The same as --set.", autocompletion=completion.assignments),
+    typer.Argument(metavar="KEY=VALUE", help="Same as --set.", autocompletion=completion.assignments),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Let models run Python code from their own folders.")
+    bool, typer.Option("--trust-remote-code", help="Allow models to run the Python code in their folders.")
 ]
 Nproc = Annotated[
     str | None,
-    typer.Option("--nproc", metavar="N", help="Run in N processes, one to a GPU; auto: as many as there are GPUs."),
+    typer.Option("--nproc", metavar="N", help="Number of processes, one per GPU. auto: one for each GPU."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")]
 Step = Annotated[
     str,
     typer.Option(
         "--step",
         metavar="last|selected|N",
-        help="Of PPO's policies: the evaluation selects one.",
+        help="PPO policy: the last, the one that evaluation selected, or update N.",
         autocompletion=completion.steps,
     ),
 ]

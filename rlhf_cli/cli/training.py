@@ -1,4 +1,4 @@
-"""The commands that train and evaluate: one for each stage, and `run` for all of them."""
+"""Commands that train and evaluate: one per stage, and `run` for the whole chain."""
 
 import io
 import os
@@ -18,17 +18,17 @@ from rlhf_cli.signals import end_with
 
 
 def stage_command(stage: str) -> Callable[..., None]:
-    """The command of one stage."""
+    """Return the command function of one stage."""
 
     def command(
         config: ConfigFile,
         assignments: Trailing = None,
         set_: Set = None,
         dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Print the resolved config and what it would read and write.")
+            bool, typer.Option("--dry-run", help="Print the resolved config, inputs and outputs, and exit.")
         ] = False,
         fresh: Annotated[
-            bool, typer.Option("--fresh", help="Move the old output to RUN/.old/ and start over.")
+            bool, typer.Option("--fresh", help="Move existing output to RUN/.old/ and start over.")
         ] = False,
         nproc: Nproc = None,
         trust_remote_code: TrustRemoteCode = False,
@@ -64,7 +64,7 @@ def stage_command(stage: str) -> Callable[..., None]:
 
 
 def _runner(stage: str) -> Callable[[Any, Any], None]:
-    """The stage's `run(config, options)`: importing it is what brings in torch."""
+    """Import and return the `run(config, options)` of a stage. This import loads torch."""
     import importlib
 
     with heavy_imports(), redirect_stdout(io.StringIO()):  # transformers prints there that WANDB_MODE is offline
@@ -82,7 +82,9 @@ def run(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="Holds sft.yaml, reward.yaml, ppo.yaml, eval.yaml.", autocompletion=completion.runs
+            metavar="DIR",
+            help="Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.",
+            autocompletion=completion.runs,
         ),
     ],
     assignments: Trailing = None,
@@ -92,33 +94,31 @@ def run(
         typer.Option(
             "--only",
             metavar="STAGE",
-            help="Nothing but this stage; may be given again.",
+            help="Run only this stage. Repeatable.",
             autocompletion=completion.stages,
         ),
     ] = None,
     start: Annotated[
         str | None,
-        typer.Option(
-            "--from", metavar="STAGE", help="This stage and those after it.", autocompletion=completion.stages
-        ),
+        typer.Option("--from", metavar="STAGE", help="Start at this stage.", autocompletion=completion.stages),
     ] = None,
     force: Annotated[
         list[str] | None,
         typer.Option(
             "--force",
             metavar="STAGE",
-            help="Run this stage even if it is up to date; may be given again.",
+            help="Run this stage even if it is up to date. Repeatable.",
             autocompletion=completion.stages,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and why; run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which stages would run, and why.")] = False,
     nproc: Nproc = None,
     trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
-    """Run the stages of a folder in order; skip what is up to date.
+    """Run all stages of a folder that are not up to date.
 
-    A key given by --set goes to the stage that has its section; '*.seed=3' goes to every stage.
+    --set applies a key to the stage that has its section; '*.seed=3' applies to every stage.
     """
     from rlhf_cli import pipeline
     from rlhf_cli.config import Options

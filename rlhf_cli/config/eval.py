@@ -93,14 +93,14 @@ class EvalSettings(Section):
         True,
         description=(
             "Whether PPO's snapshots answer too, a round of sampled answers each: what was won and lost on the way. "
-            "[`pytest tests/test_eval_frontier.py::test_the_frontier_is_each_snapshot_alone`]"
+            "[`pytest tests/test_eval_frontier.py -k snapshot_alone`]"
         ),
     )
     select: Name | Select | None = Field(
         None,
         description=(
             "Picks a policy of the frontier: the name of a judge, or {judge, kl_max}; the highest mean wins, and the "
-            "smaller KL among equals. [`pytest tests/test_eval_frontier.py::test_nothing_is_picked_unasked`]"
+            "smaller KL among equals. [`pytest tests/test_eval_frontier.py -k picked_unasked`]"
         ),
     )
     temperature: float | None = Field(

@@ -1,6 +1,6 @@
 """What options of other systems are called here: PPO, GRPO and DPO of TRL, OpenRLHF, verl, transformers, peft.
 
-One table for all who meet such a name: an error's hint (unknown.py), `rlhf explain`, and `rlhf init --from-trl`.
+One table for all who meet such a name: an error's hint (unknown.py), `rlhf explain`, and `rlhf convert`.
 """
 
 from collections.abc import Mapping

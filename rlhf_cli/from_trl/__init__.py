@@ -1,4 +1,4 @@
-"""`rlhf init --from-trl FILE DIR`: a ppo.yaml out of what TRL's PPO was told. Torch-free; nothing of FILE is run."""
+"""`rlhf convert FILE DIR`: write a ppo.yaml from TRL PPO settings. FILE is parsed, never executed; no torch."""
 
 import os
 from dataclasses import replace

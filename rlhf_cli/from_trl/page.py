@@ -10,7 +10,7 @@ from rlhf_cli.terminal import clean
 
 WIDTH = 116
 HEAD = (
-    "PPO as {name} asked TRL {version} for it; written by `rlhf init --from-trl`. Behind a key stands what it was "
+    "PPO as {name} asked TRL {version} for it; written by `rlhf convert`. Behind a key stands what it was "
     "called there, and its value where that differs. `rlhf explain KEY` tells what a key does; docs/from-trl.md, what "
     "is different here and why."
 )

@@ -6,21 +6,21 @@ Needs torch, transformers and pydantic alone.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_cli.models.reading import ValueHead
+    from rlhf_cli.models.forward import ValueHead
     from rlhf_cli.ppo import formulas
     from rlhf_cli.ppo.records import Experience, Prompts, Rollout
-    from rlhf_cli.ppo.rewards import FunctionReward, ModelReward
     from rlhf_cli.ppo.rollout import HFEngine
     from rlhf_cli.ppo.settings import PPOSettings
     from rlhf_cli.ppo.trainer import PPOTrainer
     from rlhf_cli.ppo.watchdog import Watchdog
+    from rlhf_cli.rewards import FunctionReward, ModelReward
 
 _HOMES = {
     "Experience": "ppo.records",
     "Prompts": "ppo.records",
     "Rollout": "ppo.records",
-    "FunctionReward": "ppo.rewards",
-    "ModelReward": "ppo.rewards",
+    "FunctionReward": "rewards",
+    "ModelReward": "rewards",
     "HFEngine": "ppo.rollout",
     "PPOSettings": "ppo.settings",
     "PPOTrainer": "ppo.trainer",

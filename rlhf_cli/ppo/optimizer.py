@@ -1,13 +1,13 @@
 """The default optimizer and schedule of a PPO run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from rlhf_cli.models import eight_bits, sharing
+from rlhf_cli.models.sharding import is_sharded_tensor
 from rlhf_cli.ppo.settings import PPOSettings
 
 
@@ -28,11 +28,35 @@ def adamw(models: dict[str, nn.Module], settings: PPOSettings) -> torch.optim.Op
         "eps": settings.adam_epsilon,
     }
     if settings.optim == "adamw_8bit":
-        return eight_bits.adamw(groups, words=eight_bits.embeddings(models.values()), **same)
-    if any(sharing.is_cut(weight) for group in groups for weight in group["params"]):
+        return adamw_8bit(groups, full_precision=embedding_weights(models.values()), **same)
+    if any(is_sharded_tensor(weight) for group in groups for weight in group["params"]):
         # No kernel takes whole weights and parts (FSDP2) at once.
         return torch.optim.AdamW(groups, foreach=False, **same)
     return torch.optim.AdamW(groups, fused=settings.optim == "adamw_torch_fused", **same)
+
+
+def embedding_weights(models: Iterable[nn.Module]) -> set[torch.Tensor]:
+    """Return the embedding weights, whose moments stay in 32 bits as in transformers: their gradients vary too much."""
+    return {module.weight for model in models for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def adamw_8bit(
+    groups: list[dict[str, Any]], *, full_precision: set[torch.Tensor], **options: Any
+) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW with 8-bit moments (Dettmers et al. 2021, arXiv 2110.02861).
+
+    The moments of `full_precision` weights, and of small ones, are stored in 32 bits.
+    """
+    import bitsandbytes as bnb
+
+    class AdamW8bit(bnb.optim.AdamW8bit):
+        """bitsandbytes registers exceptions by id, for the whole process and for good; this override needs none."""
+
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            override = {"optim_bits": 32} if group["params"][pindex] in full_precision else {}
+            return {**super().get_config(gindex, pindex, group), **override}
+
+    return AdamW8bit(groups, **options)
 
 
 def schedule(optimizer: torch.optim.Optimizer, settings: PPOSettings, updates: int) -> LRScheduler:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.models import packing, reading, vocabulary
+from rlhf_cli.models import forward, packing
 from rlhf_cli.ppo import finite, formulas
 from rlhf_cli.ppo.losses import Gauges, PolicyLosses, policy_losses, value_losses
 from rlhf_cli.ppo.records import MicroBatch, Told
@@ -75,24 +75,24 @@ class Passes:
 
     def __init__(self, policy: Any, ref: Any, value: Any, settings: PPOSettings):
         self.policy, self.ref, self.value, self.settings = policy, ref, value, settings
-        self.head_on_policy = isinstance(value, reading.ValueHead)
+        self.head_on_policy = isinstance(value, forward.ValueHead)
         readers = [policy, ref] if self.head_on_policy else [policy, ref, value]
         self.packed = settings.packing and packing.enable(readers)
 
     def read(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Log-probs of policy and reference, KL and values of the response tokens, (N,) each."""
         with self._autocast():
-            hidden = reading.response_hidden(self.policy, micro)
-            values = reading.response_values(self.value, micro, hidden)
-            ref_hidden = reading.response_hidden(self.ref, micro)
+            hidden = forward.response_hidden_states(self.policy, micro)
+            values = forward.response_values(self.value, micro, hidden)
+            ref_hidden = forward.response_hidden_states(self.ref, micro)
         parts = [self._read_part(micro.targets, hidden, ref_hidden, part) for part in self.parts(len(hidden))]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} | {"values": values}
 
     def _read_part(self, ids: Tensor, hidden: Tensor, ref_hidden: Tensor, part: slice) -> dict[str, Tensor]:
         temperature, kind = self.settings.temperature, self.settings.kl_estimator
         with self._autocast():
-            logits = reading.head_logits(self.policy, hidden[part])
-            ref_logits = reading.head_logits(self.ref, ref_hidden[part])
+            logits = forward.lm_head_logits(self.policy, hidden[part])
+            ref_logits = forward.lm_head_logits(self.ref, ref_hidden[part])
         logprobs = formulas.token_logprobs(logits, ids[part], temperature)
         ref_logprobs = formulas.token_logprobs(ref_logits, ids[part], temperature)
         if kind == "full":
@@ -111,7 +111,7 @@ class Passes:
         if not self.head_on_policy:  # before the policy's activations take their memory
             value_loss, gauges = self._backward_value(told, micro, None, share)
         with torch.set_grad_enabled(learn_policy), self._autocast():
-            hidden = reading.response_hidden(self.policy, micro)
+            hidden = forward.response_hidden_states(self.policy, micro)
         leaf, ref_hidden = hidden.detach().requires_grad_(learn_policy), self._ref_hidden(micro)
         found = []
         for part in self.parts(len(leaf)):
@@ -130,16 +130,16 @@ class Passes:
 
     def _policy_losses(self, told: Told, hidden: Tensor, ref_hidden: Tensor, kl_coef: float) -> PolicyLosses:
         with self._autocast():
-            logits = reading.head_logits(self.policy, hidden)
+            logits = forward.lm_head_logits(self.policy, hidden)
             with torch.no_grad():
-                ref_logits = reading.head_logits(self.ref, ref_hidden) if self.exact_kl_in_loss else None
+                ref_logits = forward.lm_head_logits(self.ref, ref_hidden) if self.exact_kl_in_loss else None
         return policy_losses(told, logits, ref_logits, kl_coef, self.settings)
 
     def _backward_value(
         self, told: Told, micro: MicroBatch, hidden: Tensor | None, share: float
     ) -> tuple[Tensor, Gauges]:
         with self._autocast():
-            values = reading.response_values(self.value, micro, hidden)
+            values = forward.response_values(self.value, micro, hidden)
         loss, gauges = value_losses(told, values, self.settings)
         (self.settings.vf_coef * loss.sum() * share).backward()
         return loss.detach(), gauges
@@ -150,7 +150,7 @@ class Passes:
         if not self.exact_kl_in_loss:
             return torch.empty(len(micro.targets), 0, device=micro.ids.device)
         with self._autocast():
-            return reading.response_hidden(self.ref, micro)
+            return forward.response_hidden_states(self.ref, micro)
 
     @property
     def exact_kl_in_loss(self) -> bool:
@@ -162,11 +162,11 @@ class Passes:
         `share`; returns it without the coefficient.
         """
         with self._autocast():
-            hidden = reading.response_hidden(self.policy, micro)
+            hidden = forward.response_hidden_states(self.policy, micro)
         leaf, total = hidden.detach().requires_grad_(), 0.0
         for part in self.parts(len(leaf)):
             with self._autocast():
-                logits = reading.head_logits(self.policy, leaf[part])
+                logits = forward.lm_head_logits(self.policy, leaf[part])
             loss = -formulas.token_logprobs(logits, micro.targets[part], 1.0).sum() * share
             (self.settings.ptx_coef * loss).backward()
             total += float(loss.detach())
@@ -183,7 +183,7 @@ class Passes:
         """Within, the gradients of embeddings and heads are added in place, but with logits_at_a_time `all`."""
         if self.settings.logits_at_a_time == "all":
             return nullcontext()
-        return vocabulary.gradients_in_place(self.policy, *([] if self.head_on_policy else [self.value]))
+        return forward.in_place_embedding_gradients(self.policy, *([] if self.head_on_policy else [self.value]))
 
     def _autocast(self) -> AbstractContextManager:
         return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16)

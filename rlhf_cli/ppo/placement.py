@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.models import sharing
+from rlhf_cli.models import sharding
 from rlhf_cli.ppo.ranks import Ranks
 
 T = TypeVar("T")
@@ -71,20 +71,20 @@ class Cut(Whole):
     def learning(self) -> Iterator[None]:
         with ExitStack() as stack:
             for model in self.trained:
-                stack.enter_context(self.sharding.words_together(model, self.ranks.add))
+                stack.enter_context(self.sharding.gathered_embeddings(model, self.ranks.add))
             yield
 
     def writing(self, model: Any) -> AbstractContextManager:
-        return self.sharding.together(model, self.ranks.add) if self.sharding.is_sharded(model) else nullcontext()
+        return self.sharding.gathered(model, self.ranks.add) if self.sharding.is_sharded(model) else nullcontext()
 
     def add_gradients(self, model: nn.Module) -> None:
-        self.ranks.add_gradients(weight for weight in model.parameters() if not sharing.is_cut(weight))
+        self.ranks.add_gradients(weight for weight in model.parameters() if not sharding.is_sharded_tensor(weight))
 
     def clip(self, model: nn.Module, most: float) -> Tensor:
-        return self.sharding.clip(model.parameters(), most, self.ranks.add)
+        return self.sharding.clip_grad_norm(model.parameters(), most, self.ranks.add)
 
     def fill(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        self.sharding.fill(model, state)
+        self.sharding.load_full_state_dict(model, state)
 
     def norm(self, model: nn.Module) -> Tensor:
         return self.sharding.total_norm((w for w in model.parameters() if w.requires_grad), self.ranks.add)

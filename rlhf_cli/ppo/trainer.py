@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import offload, reading, sharing
+from rlhf_cli.models import forward, sharding
 from rlhf_cli.ppo import finite, formulas, metrics, scoring
 from rlhf_cli.ppo import optimizer as default
 from rlhf_cli.ppo.advantages import gae
@@ -22,11 +22,11 @@ from rlhf_cli.ppo.passes import Learned, Made, Passes, most_tokens
 from rlhf_cli.ppo.placement import Cut, Whole
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.ppo.records import Experience, Opinions, Prompts, Rollout, Scored, micro_batches
-from rlhf_cli.ppo.rewards import RewardSource
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 from rlhf_cli.progress import counted
+from rlhf_cli.rewards import RewardSource
 
 Minibatch = tuple[Tensor, ...]  # micro-batches, each the rows of the rollout that are in it
 
@@ -80,20 +80,20 @@ class PPOTrainer:
         self.rewards, self.engine, self.settings, self.seed, self.ranks = rewards, engine, settings, seed, ranks
         self.weights, self.clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
         for model in (policy, ref, value):
-            reading.disable_dropout(model)
+            forward.disable_dropout(model)
         if settings.num_shared_layers:
-            sharing.share_layers(policy, ref, settings.num_shared_layers)
+            sharding.share_layers(policy, ref, settings.num_shared_layers)
         self.passes = Passes(policy, ref, value, settings)
         if settings.offload:
-            offload.wait_on_cpu(ref)
+            sharding.offload_to_cpu(ref)
         self.placement = Whole(ranks)
         if settings.fsdp and ranks.count > 1:
             trained = [policy] if self.passes.head_on_policy else [policy, value]
             self.placement = Cut(ranks, trained, [] if settings.offload else [ref])
         if settings.gradient_checkpointing:
-            reading.checkpoint_activations(policy)
+            forward.enable_gradient_checkpointing(policy)
             if not self.passes.head_on_policy:
-                reading.checkpoint_activations(value)
+                forward.enable_gradient_checkpointing(value)
         self.optimizer = optimizer or default.adamw({"policy": policy, "value": value}, settings)
         self.scheduler = scheduler or default.schedule(self.optimizer, settings, num_updates or settings.num_updates())
         self.updates, self.kl_coef, self.moments = 0, settings.kl_coef, Moments()
@@ -193,10 +193,10 @@ class PPOTrainer:
         return Scored(raw, opinions, summed, moments, placed)
 
     def _ask(self, source: RewardSource, rollout: Rollout) -> Any:
-        """What a source says of all rows: each rank asks for its part where rows are told `by_row`, else the first."""
+        """Score all rows: ranks share the rows of a `shardable` source, else the first rank scores all."""
         if self.ranks.count == 1:
             return source(rollout)
-        if not getattr(source, "by_row", False):
+        if not getattr(source, "shardable", False):
             return self.ranks.first(lambda: _on_cpu(source(rollout)))
         parts: list[Any] = self.ranks.parted(len(rollout), lambda part: _on_cpu(source(rollout.rows(part))))
         return Opinions.joined(parts) if isinstance(parts[0], Opinions) else torch.cat(parts)
@@ -224,7 +224,7 @@ class PPOTrainer:
 
     def reference_at_hand(self) -> AbstractContextManager:
         """Within, the reference can be read where the policy is; with settings.offload it waits elsewhere."""
-        return offload.visiting(self.ref, self.policy.device) if self.settings.offload else nullcontext()
+        return sharding.on_device(self.ref, self.policy.device) if self.settings.offload else nullcontext()
 
     def _read(self, rollout: Rollout, plan: tuple[Minibatch, ...]) -> dict[str, Tensor]:
         """What the models say of each response token, (B, R) each, 0 elsewhere; on the update's own micro-batches."""
@@ -284,7 +284,7 @@ class PPOTrainer:
         """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         self.optimizer.zero_grad(set_to_none=True)
-        with self.placement.learning(), reading.recomputing(self.policy, self.value), self.passes.adding():
+        with self.placement.learning(), forward.gradient_checkpointing(self.policy, self.value), self.passes.adding():
             turns = self.placement.turns(minibatch)
             found = [
                 self._backward(experience, rows, counts / tokens) for rows, counts in counted("micro-batch", turns)

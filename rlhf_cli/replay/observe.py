@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.models.reading import ValueHead
+from rlhf_cli.models.forward import ValueHead
 from rlhf_cli.ppo.records import Rollout
-from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RetoldReward, TextReward, answers
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.replay import float64, naive
+from rlhf_cli.rewards import EnsembleReward, FunctionReward, ModelReward, RetokenizingReward, RewardFn, call_reward_fn
 
 Weights = dict[str, dict[str, Tensor]]  # model -> parameter -> its weights, float64 on the CPU
 Numbers = dict[str, Tensor]  # quantity -> its numbers, float64 on the CPU, one dimension
@@ -139,14 +139,14 @@ class Remembered:
     What it answers is no arithmetic of ours; it may be slow, or far away, or answer otherwise each time.
     """
 
-    function: TextReward
+    function: RewardFn
     answers: dict[str, list[float]] = field(default_factory=dict)
 
     def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
         key = repr((prompts, responses))
         if key not in self.answers:
             with float64.suspended():
-                self.answers[key] = answers(self.function, prompts, responses)
+                self.answers[key] = call_reward_fn(self.function, prompts, responses)
         return self.answers[key]
 
 
@@ -171,8 +171,8 @@ def _source(trainer: PPOTrainer, name: str, models: dict[str, Any]) -> naive.Sou
 
     def scorer(each: str, said: ModelReward | FunctionReward) -> naive.Scorer:
         if isinstance(said, ModelReward):
-            if isinstance(said, RetoldReward):
-                return lambda prompts, responses: naive.model_scores(models[each], *said.retold(prompts, responses))
+            if isinstance(said, RetokenizingReward):
+                return lambda prompts, responses: naive.model_scores(models[each], *said.retokenize(prompts, responses))
             return partial(naive.model_scores, models[each])
         return partial(naive.function_scores, said.function, said.tokenizer)
 

@@ -15,20 +15,21 @@ import torch
 import trl
 from transformers import set_seed
 
-from rlhf_cli import checkpoints, data, reward_card, terminal
+from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, RewardConfig
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.inputs import adapters, machine, models
+from rlhf_cli.evaluation import reward_model
+from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
+from rlhf_cli.evaluation.reward_model_table import print_card
+from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import reward as inputs
-from rlhf_cli.models import devices, embeddings, loading, saving, tokenizers
+from rlhf_cli.models import devices, load, lora, save, tokenizers
 from rlhf_cli.ppo.ranks import ALONE, Ranks, group
 from rlhf_cli.ppo.records import Prompts, right_pad
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.progress import Progress, counted
-from rlhf_cli.reward_card import ScoredPair
-from rlhf_cli.reward_card.probes import POLITE
 from rlhf_cli.stages import trl_training
 
 PROBES = 8
@@ -74,9 +75,9 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
         steps, log = trl_training.train(
             make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward", rows, trackers
         )
-        saving.set_special_ids(model, tokenizer, stop)
+        save.set_special_token_ids(model, tokenizer, stop)
         text = readme(config, parent, len(rows), steps)
-        ranks.each(partial(saving.save_model, model, tokenizer, config.folder / "model", text))
+        ranks.each(partial(save.save_model, model, tokenizer, config.folder / "model", text))
         del model
         gc.collect()  # it is read again
         scorer = saved_scorer(config, options)
@@ -90,9 +91,9 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
             bar.advance()
             scale = normalise(config, scorer, answers, ranks)
             bar.advance()
-        ranks.first(lambda: saving.save_config(scorer, config.folder / "model"))
+        ranks.first(lambda: save.save_config(scorer, config.folder / "model"))
     fields = {
-        **tokenizers.token_fields(tokenizer, stop),
+        **tokenizers.manifest_fields(tokenizer, stop),
         "metrics": {name: card[name] for name in HEADLINE} if card else {},
         **({"card": card} if card else {}),
         "probes": probes(scorer, eval_rows or rows),
@@ -102,7 +103,7 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     }
     ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
     if card:
-        reward_card.print_card({**card, "ci95": card["accuracy_ci95"]})
+        print_card({**card, "ci95": card["accuracy_ci95"]})
 
 
 def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
@@ -110,9 +111,9 @@ def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, 
     given = models.tokenizer(config, options, parent)
     set_seed(config.seed)  # the fresh head is drawn here
     model = models.scorer_to_train(config, options, parent, given)
-    inputs.check_body(config, loading.read_config(parent.model, options.trust_remote_code))
+    inputs.check_body(config, load.read_config(parent.model, options.trust_remote_code))
     tokenizer = inputs.tokenizer(config, given, parent.stage)
-    return tokenizer, adapters.to_train(config, parent, model, tokenizer)
+    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
 
 def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:
@@ -151,7 +152,9 @@ def make_trainer(
 
 def saved_scorer(config: RewardConfig, options: Options) -> Any:
     """What was written to model/: what is measured from here on is what a reader of the folder gets."""
-    scorer = loading.load_scorer(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
+    scorer = load.load_reward_model(
+        config.folder / "model", **load.load_kwargs(config.model, options.trust_remote_code)
+    )
     return scorer.to(devices.device()).eval().requires_grad_(False)
 
 
@@ -177,8 +180,8 @@ def sampled(
 
     Each rank writes a part.
     """
-    model = loading.load_causal(parent.model, **loading.how(config.model, options.trust_remote_code))
-    embeddings.fit_embeddings(model, tokenizer)
+    model = load.load_causal_lm(parent.model, **load.load_kwargs(config.model, options.trust_remote_code))
+    tokenizers.resize_to_tokenizer(model, tokenizer)
     model.to(devices.device()).eval()
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
     picked = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
@@ -220,9 +223,9 @@ def report_card(
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
         return {}, {}
-    picked = reward_card.spread(rows)
+    picked = reward_model.probe_rows(rows)
     asked = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
-    asked |= adversarial(tokenizer, [rows[i] for i in picked], loading.context_of(scorer.config), config.seed)
+    asked |= adversarial(tokenizer, [rows[i] for i in picked], load.context_length(scorer.config), config.seed)
     scores = {}
     with Progress("reward: report card", len(asked), "pass", brief=True) as bar:
         for name, answers in asked.items():
@@ -231,9 +234,9 @@ def report_card(
     chosen, rejected = scores.pop("chosen_ids"), scores.pop("rejected_ids")
     lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]
     pairs = [ScoredPair(good, bad, *length) for good, bad, length in zip(chosen, rejected, lengths, strict=True)]
-    card = reward_card.measure(pairs, seed=config.seed)
-    card["adversarial"] = reward_card.judge(scores, [chosen[i] for i in picked])
-    faults = reward_card.flags(card)
+    card = reward_model.evaluate_pairs(pairs, seed=config.seed)
+    card["adversarial"] = reward_model.score_probes(scores, [chosen[i] for i in picked])
+    faults = reward_model.flags(card)
     for fault in faults:
         terminal.warn(fault.code, fault.text, where=shown(config.folder), hint=fault.hint)
     card["flags"] = [{"code": fault.code, "text": fault.text} for fault in faults]
@@ -262,9 +265,9 @@ def _loss(config: RewardConfig, pairs: Sequence[ScoredPair], wanted: Sequence[fl
 def adversarial(tokenizer: Any, rows: Rows, context: int | None, seed: int) -> dict[str, list[list[int]]]:
     """Probe -> tokens of each row. Politeness begins as the chosen answer does: after a space, or not."""
     answers = tokenizer.batch_decode([row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows])
-    texts = [answer[: len(answer) - len(answer.lstrip())] + POLITE for answer in answers]
+    texts = [answer[: len(answer) - len(answer.lstrip())] + POLITE_ANSWER for answer in answers]
     polite = [ids[:-1] for _, ids in data.encode_many(tokenizer, [None] * len(texts), texts)]
-    return reward_card.build(rows, polite, context=context, seed=seed)
+    return reward_model.build_probes(rows, polite, context=context, seed=seed)
 
 
 def finite_scores(config: RewardConfig, scorer: Any, rows: Sequence[list[int]], ranks: Ranks) -> list[float]:

@@ -21,10 +21,10 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, SFTConfig
 from rlhf_cli.errors import RLHFError, placed, shown
-from rlhf_cli.inputs import adapters, machine, models
+from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import sft as inputs
 from rlhf_cli.inputs.sft import IGNORED
-from rlhf_cli.models import devices, fresh, loading, saving, tokenizers
+from rlhf_cli.models import build, devices, load, lora, save, tokenizers
 from rlhf_cli.ppo.ranks import ALONE, Ranks, group
 from rlhf_cli.ppo.records import right_pad
 from rlhf_cli.progress import Progress, counted
@@ -118,9 +118,9 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
         steps, log = trl_training.train(
             make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft", rows, trackers
         )
-        saving.set_special_ids(model, tokenizer, stop)
+        save.set_special_token_ids(model, tokenizer, stop)
         text = card(config, parents, len(rows), steps)
-        ranks.each(functools.partial(saving.save_model, model, tokenizer, config.folder / "model", text))
+        ranks.each(functools.partial(save.save_model, model, tokenizer, config.folder / "model", text))
         del model
         gc.collect()  # it is read again
         measured = headline(config, options, eval_rows, tokenizer.pad_token_id, ranks) if eval_rows else {}
@@ -128,7 +128,7 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
             own = {name: measured[f"eval_{name}"] for name in ("loss", "entropy")}
             trl_training.log_last(log, steps, {**own, "mean_token_accuracy": measured["eval_token_accuracy"]})
     fields = {
-        **tokenizers.token_fields(tokenizer, stop),
+        **tokenizers.manifest_fields(tokenizer, stop),
         "metrics": measured,
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
@@ -155,8 +155,8 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
         assert new is not None
         with placed(config.where("model.new")):
             attention = config.model.attn_implementation
-            model = fresh.new_causal(new.config_fields(), tokenizer, attn_implementation=attention)
-    return tokenizer, adapters.to_train(config, parent, model, tokenizer)
+            model = build.new_causal_lm(new.config_fields(), tokenizer, attn_implementation=attention)
+    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
 
 def read(config: SFTConfig, tokenizer: Any, body: Any, strategy: str | None) -> tuple[Rows, Rows]:
@@ -198,7 +198,7 @@ def make_trainer(
 
 def headline(config: SFTConfig, options: Options, rows: Rows, pad: int, ranks: Ranks) -> dict[str, float]:
     """Loss per trained token of the saved model over the evaluation rows, in nats, by our own pass, shared by all."""
-    model = loading.load_causal(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
+    model = load.load_causal_lm(config.folder / "model", **load.load_kwargs(config.model, options.trust_remote_code))
     model.to(devices.device()).eval()
     width = config.sft.max_length
     cut = [

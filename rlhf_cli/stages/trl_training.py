@@ -19,7 +19,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import batches, limits
-from rlhf_cli.models import devices, zero3
+from rlhf_cli.models import devices, sharding
 from rlhf_cli.ppo.ranks import ALONE, Ranks
 from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
@@ -83,7 +83,7 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "seed": config.seed,
         "max_steps": ours.max_steps or -1,
         "warmup_steps": ours.warmup_steps if ours.warmup_steps is not None else ours.warmup_ratio,  # below 1: a share
-        "bf16": devices.computes_in_bf16(ours.bf16),
+        "bf16": devices.use_bf16(ours.bf16),
         "use_cpu": not gpu,
         "ddp_find_unused_parameters": False,  # what learns takes part in each pass; the search for others takes time
         "dataloader_pin_memory": gpu,
@@ -167,7 +167,7 @@ def train(
             trainer._load_from_checkpoint(str(best or checkpoint))  # train() would take one step too many
     else:
         steps = _take_steps(trainer, checkpoint, log, label, sums)
-    zero3.end()
+    sharding.disable_zero3()
     return steps, log
 
 
@@ -263,7 +263,7 @@ class Follower(TrainerCallback, ExportableState):
             control.should_evaluate |= state.epoch == int(state.epoch)
         control.should_evaluate &= not last or args.load_best_model_at_end
         if control.should_save and not all(
-            bool(zero3.own_part(w).isfinite().all()) for w in self.trainer.model.parameters()
+            bool(sharding.zero3_shard(w).isfinite().all()) for w in self.trainer.model.parameters()
         ):
             raise _not_finite("a weight", math.nan, args, state)
 
