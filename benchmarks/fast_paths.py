@@ -71,7 +71,7 @@ def head(policy: LlamaForCausalLM, *, at_once: int, in_place: bool) -> Callable[
                 log_probs = formulas.log_probs(policy.lm_head(part), 1.0)
                 with torch.no_grad():
                     formulas.entropy(log_probs)
-                formulas.picked(log_probs, ids[first : first + at_once]).sum().backward()
+                formulas.gather_logprobs(log_probs, ids[first : first + at_once]).sum().backward()
 
     return run
 

@@ -385,7 +385,7 @@ def _timed_update(
     rollout = responses(bench)
     scores = torch.linspace(-1, 1, sizes.update_rows, device=bench.device)
     for _ in range(sizes.timed + 1):
-        judging.append(bench.seconds(lambda: judged.append(trainer.judge(rollout, scores))))
+        judging.append(bench.seconds(lambda: judged.append(trainer.make_experience(rollout, scores))))
         learning.append(bench.seconds(lambda: trainer.update(judged.pop())))
     judge_s, update_s = min(judging[1:]), min(learning[1:])
     shape, lengths = config(name, sizes.vocabulary), rollout.lengths.tolist()

@@ -20,10 +20,10 @@ from rlhf_cli.chat.turns import Form, Numbers, Reply, Sampling, Turn
 from rlhf_cli.checkpoints import locks
 from rlhf_cli.cli import app
 from rlhf_cli.config import Options
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import load, tokenizers
 from rlhf_cli.ppo import HFEngine, Prompts
-from rlhf_cli.ppo.seeds import derive
 
 pytestmark = pytest.mark.training
 
@@ -76,7 +76,7 @@ def test_the_numbers_are_the_evaluations(run: Path) -> None:
         voice = next(voice for voice in talk.voices if voice.name == row["model"])
         ids = talk.form.encode(row["prompt"])
         asked = Prompts.from_lists([ids])
-        asked = replace(asked, seeds=(derive(0, "eval/sampled", 0, row["index"]),), response_length=12)
+        asked = replace(asked, seeds=(derive_seed(0, "eval/sampled", 0, row["index"]),), response_length=12)
         response = list(HFEngine(voice.model, talk.stop_token_id, 0, talk.how.temperature).stream(asked))
         assert talk.form.tokenizer.decode(response, skip_special_tokens=True) == row["response"]
         numbers = talk.judge.numbers(voice.model, row["prompt"], ids, response)

@@ -167,9 +167,9 @@ def test_every_option_of_the_algorithm_is_on_the_page() -> None:
 
 
 def test_every_formula_of_the_code_is_on_the_page() -> None:
-    helpers = {"scaled", "masked_sum", "masked_mean", "masked_var", "approx_kl", "explained_variance"}
-    public = {name for name in names(ROOT / "rlhf_cli/ppo/formulas.py") if not name.startswith("_")}
-    assert sorted(name for name in public - helpers if f"`ppo/formulas.py:{name}`" not in ALGORITHM) == []
+    helpers = {"apply_temperature", "masked_sum", "masked_mean", "masked_var", "approx_kl", "explained_variance"}
+    public = {name for name in names(ROOT / "rlhf_cli/ppo/losses.py") if not name.startswith("_")}
+    assert sorted(name for name in public - helpers if f"`ppo/losses.py:{name}`" not in ALGORITHM) == []
 
 
 def test_the_recipes_are_the_table_of_ppo_md() -> None:

@@ -20,8 +20,8 @@ from rlhf_cli import checkpoints
 from rlhf_cli.config import Options, load
 from rlhf_cli.inputs import machine
 from rlhf_cli.models import save
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
-from rlhf_cli.ppo.records import Prompts
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.stages.ppo_setup import PPOComponents, load_components
 

@@ -60,8 +60,8 @@ def test_one_base_is_four_separate_copies(family: str, packing: bool, checkpoint
     ones, others = ({p.data_ptr() for m in each.values() for p in m.parameters()} for each in (shared, separate))
     assert not ones & others and len(ones) < len(others)
     made = [trainer(m, packing=packing, gradient_checkpointing=checkpointing) for m in (shared, separate)]
-    assert [each.passes.packed for each in made] == [packing, packing]
-    one, other = (each.judge(tiny.rollout()) for each in made)
+    assert [each.model_runner.packed for each in made] == [packing, packing]
+    one, other = (each.make_experience(tiny.rollout()) for each in made)
     for name in ("logprobs", "ref_logprobs", "values", "scores"):
         found, wanted = getattr(one, name), getattr(other, name)
         assert wanted.abs().max() > 1e-2 and torch.allclose(found, wanted, atol=1e-5), name

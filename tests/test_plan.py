@@ -27,7 +27,7 @@ from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.tally import META, Tally
 from rlhf_cli.plan.target import Target
-from rlhf_cli.ppo.passes import Passes
+from rlhf_cli.ppo.forward_backward import ModelRunner
 from rlhf_cli.rows import append_jsonl, read_jsonl
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
@@ -432,14 +432,14 @@ def test_the_rate_of_this_machine_is_measured() -> None:
 def test_a_small_models_phases_are_run(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no matrix product counts, in the threads that the stage will have. 64 episodes, 16 rows at a time."""
     threads = set()
-    plain = Passes.read
+    plain = ModelRunner.forward
 
     def slow(*args: Any) -> Any:
         threads.add(torch.get_num_threads())
         time.sleep(0.05)
         return plain(*args)
 
-    monkeypatch.setattr(Passes, "read", slow)
+    monkeypatch.setattr(ModelRunner, "forward", slow)
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
     before = torch.get_num_threads()

@@ -74,7 +74,7 @@ def test_a_copy_is_on_the_device_while_a_model_is_read_and_at_no_other_time(exac
     phase = "rollout"
     rollout = made.generate(tiny.prompts())
     phase = "judge"
-    experience = made.judge(rollout)
+    experience = made.make_experience(rollout)
     phase = "update"
     made.update(experience)
     assert away == {"judge": {"ref", "reward"}} | ({"update": {"ref"}} if exact else {})
@@ -159,7 +159,7 @@ def test_steps_of_8_bits_are_near_those_of_32():
     for name in ("adamw_torch", "adamw_8bit"):
         made = wide(optim=name, learning_rate=1e-3, weight_decay=0.1)
         before = torch.cat([tiny.weights(made.policy), tiny.weights(made.value)])
-        experience = made.judge(made.generate(tiny.prompts()))
+        experience = made.make_experience(made.generate(tiny.prompts()))
         made.update(experience)  # four epochs: four steps
         moved[name] = torch.cat([tiny.weights(made.policy), tiny.weights(made.value)]) - before
     one, other = moved.values()

@@ -74,7 +74,7 @@ def decay(name: str, k: int, warm: int) -> float:
 def test_every_lr_scheduler_type_with_a_value_warmup_of_its_own(name):
     warm = {} if name == "constant" else {"warmup_steps": WARM, "value_warmup_steps": VALUE_WARM}
     made = tiny.trainer(total_episodes=80, learning_rate=PEAK, lr_scheduler_type=name, num_ppo_epochs=1, **warm)
-    judged = made.judge(tiny.rollout())
+    judged = made.make_experience(tiny.rollout())
     seen = [made.update(judged) for _ in range(UPDATES)]
     assert [s["lr"] for s in seen] == pytest.approx([PEAK * decay(name, k, WARM) for k in range(UPDATES)], abs=1e-12)
     assert [s["value/lr"] for s in seen] == pytest.approx(
@@ -142,10 +142,10 @@ def count_forwards(made) -> dict[str, int]:
 
 def test_a_value_head_costs_no_forward_pass_of_its_own():
     made, rows = tiny.trainer(head=True, num_ppo_epochs=3, micro_batch_tokens=12), tiny.rollout()
-    parts = len(made._plan(rows, 0)[0])
+    parts = len(made._make_minibatches(rows, 0)[0])
     assert parts > 1
     calls = count_forwards(made)
-    judged = made.judge(rows, scores=torch.tensor(tiny.SCORES))
+    judged = made.make_experience(rows, scores=torch.tensor(tiny.SCORES))
     assert calls == {"policy": parts, "ref": parts, "value": parts}
     made.update(judged)
     assert calls == {"policy": 4 * parts, "ref": parts, "value": 4 * parts}
@@ -154,11 +154,11 @@ def test_a_value_head_costs_no_forward_pass_of_its_own():
 
 def test_a_value_head_starts_at_zero_and_learns():
     made = tiny.trainer(head=True)
-    judged = made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+    judged = made.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
     assert (judged.values == 0).all()
     first = made.update(judged)
     assert first["policy/first_ratio_error"] == 0.0 and first["val/explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    later = [made.update(made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES))) for _ in range(10)]
+    later = [made.update(made.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))) for _ in range(10)]
     assert later[-1]["loss/value_avg"] < 0.5 * first["loss/value_avg"]
 
 
@@ -166,7 +166,7 @@ def test_a_value_head_reads_what_the_output_head_reads():
     """Values by hand: the last hidden state before each response token, times the head."""
     made = tiny.trainer(head=True)
     torch.nn.init.normal_(made.value.score.weight)
-    judged = made.judge(tiny.rollout(), scores=torch.zeros(4))
+    judged = made.make_experience(tiny.rollout(), scores=torch.zeros(4))
     for row, (query, response) in enumerate(zip(tiny.QUERIES, tiny.RESPONSES, strict=True)):
         with torch.no_grad():
             hidden = made.policy.model(input_ids=torch.tensor([query + response])).last_hidden_state[0]

@@ -5,7 +5,7 @@ import tiny
 import torch
 
 from rlhf_cli.models import forward
-from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.models.batch import Rollout
 
 QUERIES = [[5, 6, 7], [8], [9, 4, 5, 6]]
 RESPONSES = [[3, 4, 2], [7, 8, 9, 10, 2], [2]]
@@ -23,7 +23,7 @@ def test_response_logits_are_the_full_forwards(family):
     logits = forward.response_logits(model, micro)
     for row in range(3):
         full, first = plain_outputs(model, row).logits[0], len(QUERIES[row]) - 1
-        mine = logits[micro.rows[micro.row] == row]
+        mine = logits[micro.rows[micro.row_index] == row]
         torch.testing.assert_close(mine, full[first : first + len(RESPONSES[row])], atol=1e-5, rtol=1e-5)
     assert micro.targets.tolist() == [2, 3, 4, 2, 7, 8, 9, 10, 2]
 
@@ -55,7 +55,7 @@ def test_values_end_where_the_score_begins():
     model, rollout = tiny.scorer(), Rollout.from_lists(QUERIES, RESPONSES)
     longer = Rollout.from_lists(QUERIES, [[*row, 3] for row in RESPONSES])
     micro = longer.micro_batch(torch.arange(3))
-    last = torch.cat([micro.row[1:] != micro.row[:-1], torch.tensor([True])])
+    last = torch.cat([micro.row_index[1:] != micro.row_index[:-1], torch.tensor([True])])
     torch.testing.assert_close(
         forward.response_values(model, micro)[last],
         forward.rollout_scores(model, rollout, max_rows=3),

@@ -17,9 +17,9 @@ from torch import nn
 
 from rlhf_cli import rows
 from rlhf_cli.models import forward
-from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas, scoring
+from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas
 from rlhf_cli.ppo import trainer as trainer_module
-from rlhf_cli.ppo.moments import Moments
+from rlhf_cli.ppo.scores import RunningMeanStd
 from rlhf_cli.ppo.settings.training import SCHEDULERS
 from rlhf_cli.replay import naive
 from rlhf_cli.replay.compare import Quantity, difference, only_rounding, side_by_side, worst
@@ -258,7 +258,10 @@ def test_the_naive_update_shares_no_arithmetic_with_the_trainer() -> None:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     found -= {f"rlhf_cli.replay.naive.{path.stem}" for path in NAIVE}
-    assert {name for name in found if name.startswith("rlhf_cli")} == {"rlhf_cli.ppo.seeds", "rlhf_cli.ppo.settings"}
+    assert {name for name in found if name.startswith("rlhf_cli")} == {
+        "rlhf_cli.data.sampling",
+        "rlhf_cli.ppo.settings",
+    }
     assert not any(name.startswith(("torch.optim", "torch.nn.utils", "transformers")) for name in found)
 
 
@@ -286,7 +289,7 @@ def keyed(purpose: str, change: Callable[..., tuple[int, ...]]) -> Callable[[pyt
     def wrong(derive: Any) -> Any:
         return lambda seed, what, *keys: derive(seed, what, *(change(*keys) if what == purpose else keys))
 
-    return at(trainer_module, "derive", wrong)
+    return at(trainer_module, "derive_seed", wrong)
 
 
 def a_token_early(shape: Any) -> Any:
@@ -307,7 +310,7 @@ def ratio_with_gradient(_: Any) -> Any:
 
 # What is wrong -> the first quantity that shows it, settings in which it does, how it is planted
 ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None]]] = {
-    "lambda": ("advantages", {}, at(trainer_module, "gae", lambda gae: lambda *a: gae(*a[:4], a[4] * 0.999))),
+    "lambda": ("advantages", {}, at(formulas, "gae", lambda gae: lambda *a: gae(*a[:4], a[4] * 0.999))),
     "biased variance in whitening": (
         "advantages",
         {},
@@ -324,7 +327,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
         {},
         at(formulas, "token_logprobs", lambda logprobs: lambda logits, ids, _: logprobs(logits, ids, 1.0)),
     ),
-    "score a token early": ("rewards", {}, at(formulas, "shape_rewards", a_token_early)),
+    "score a token early": ("rewards", {}, at(formulas, "compute_token_rewards", a_token_early)),
     "value of another token": (
         "values",
         {},
@@ -353,22 +356,22 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "gradient through the ratio of the KL": (
         "policy/grad_norm, each step",
         {"kl_in": "loss", "kl_estimator": "k2", "num_ppo_epochs": 1},
-        at(formulas, "kl_loss_tokens", ratio_with_gradient),
+        at(formulas, "token_kl_loss", ratio_with_gradient),
     ),
     "moments of this update alone": (
         "scores",
         {"use_score_scaling": True},
-        at(Moments, "merged", lambda merged: lambda self, scores: merged(Moments(), scores)),
+        at(RunningMeanStd, "updated", lambda updated: lambda self, scores: updated(RunningMeanStd(), scores)),
     ),
     "penalty for those that ended": (
         "scores",
         {"response_length": 3},
-        at(scoring, "penalised", lambda penalised: lambda scores, *rest: 2 * scores - penalised(scores, *rest)),
+        at(trainer_module, "apply_penalties", lambda apply: lambda scores, *rest: 2 * scores - apply(scores, *rest)),
     ),
     "controller the wrong way": (
         "next kl_coef",
         {"adap_kl_ctrl": True},
-        at(formulas, "adapted_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest)),
+        at(formulas, "adapt_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest)),
     ),
     "other minibatches": (
         "loss/policy_avg, each step",
@@ -502,7 +505,7 @@ def test_replay_of_a_run(run_folder: Path) -> None:
 @pytest.mark.training
 def test_replay_exits_1_and_tells_where(ppo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that came into the code after the run: neither the run's numbers nor the naive ones come out."""
-    plant(monkeypatch, trainer_module, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
+    plant(monkeypatch, formulas, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
     result = rlhf("verify", ppo_run)
     assert result.exit_code == 1
     assert "replay    update 3 differs: advantages is the first of" in result.stdout

@@ -44,7 +44,7 @@ def test_an_ensemble_by_hand(how, wanted):
 
 def test_an_ensemble_is_one_source_and_its_members_are_logged():
     trainer = tiny.trainer(rewards={"vote": ensemble(combine="min")}, kl_coef=0.0, learning_rate=0.0)
-    experience = trainer.judge(ROLLOUT)
+    experience = trainer.make_experience(ROLLOUT)
     assert experience.scores.tolist() == [1.0, -2.0]
     stats = trainer.update(experience)
     assert stats["objective/score/vote"] == -0.5 and stats["objective/score/vote/c"] == 3.0
@@ -56,13 +56,13 @@ def test_a_member_that_is_not_finite_stops_the_run_also_where_the_others_hide_it
     broken = {**SAYS, "b": torch.tensor([bad, 0.0])}
     members = {name: lambda rollout, scores=scores: scores for name, scores in broken.items()}
     with pytest.raises(RLHFError, match=r"R01.*score `vote/b`.*row 0"):
-        tiny.trainer(rewards={"vote": EnsembleReward(members, combine)}).judge(ROLLOUT)
+        tiny.trainer(rewards={"vote": EnsembleReward(members, combine)}).make_experience(ROLLOUT)
 
 
 def test_a_source_is_clipped_before_it_is_weighted():
     trainer = tiny.trainer(rewards={"a": lambda rollout: SAYS["a"], "c": lambda rollout: SAYS["c"]})
     trainer.weights, trainer.clips = {"a": 10.0, "c": 1.0}, {"a": 1.5}
-    assert trainer.judge(ROLLOUT).scores.tolist() == [10 * 1.0 + 5.0, 10 * -1.5 + 1.0]
+    assert trainer.make_experience(ROLLOUT).scores.tolist() == [10 * 1.0 + 5.0, 10 * -1.5 + 1.0]
 
 
 @pytest.mark.training

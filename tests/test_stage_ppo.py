@@ -255,13 +255,13 @@ def test_r05_a_reward_function_that_misbehaves(run_folder, body, says):
 
 
 def test_rollout_options_reach_the_engine(run_folder, monkeypatch):
-    batches, plain = [], HFEngine._write
+    batches, plain = [], HFEngine._generate_ids
 
     def spy(engine, prompts):
         batches.append((len(prompts), engine.temperature, engine.stop_token_id))
         return plain(engine, prompts)
 
-    monkeypatch.setattr(HFEngine, "_write", spy)
+    monkeypatch.setattr(HFEngine, "_generate_ids", spy)
     options = ("ppo.stop_token=none", "ppo.local_rollout_forward_batch_size=3", "ppo.temperature=0.9")
     assert ppo(run_folder, *(part for option in options for part in ("-s", option))).exit_code == 0
     assert set(batches) == {(3, 0.9, None), (2, 0.9, None)}

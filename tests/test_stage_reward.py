@@ -22,8 +22,8 @@ from rlhf_cli.config import Options, RewardConfig, load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import reward as inputs
 from rlhf_cli.models import forward, tokenizers
+from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
-from rlhf_cli.ppo.records import Rollout
 from rlhf_cli.stages import reward, sft, trl_training
 from rlhf_cli.statistics import wilson
 

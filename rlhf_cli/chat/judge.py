@@ -12,8 +12,8 @@ from rlhf_cli.config import Options
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import models
-from rlhf_cli.ppo import scoring
-from rlhf_cli.ppo.records import Opinions, Rollout
+from rlhf_cli.models.batch import EnsembleScores, Rollout
+from rlhf_cli.ppo.scores import weighted_sum
 from rlhf_cli.rewards import EnsembleReward, RetokenizingReward, RewardFn, RewardSource
 from rlhf_cli.stages import ppo_setup
 from rlhf_cli.stages.eval import sequence_kl
@@ -69,7 +69,7 @@ class Judge:
 
     def _score(self, name: str, source: RewardSource, rollout: Rollout) -> float:
         said = source(rollout)
-        score = float(said.score if isinstance(said, Opinions) else said)
+        score = float(said.score if isinstance(said, EnsembleScores) else said)
         if not math.isfinite(score):
             raise RLHFError("R05", f"reward `{name}` gave {score}", hint="return a finite number")
         return score
@@ -83,4 +83,4 @@ class Judge:
         raw = {name: torch.tensor([scores[name]]) for name in parts_of_it}
         weights = {name: source.weight for name, source in parts_of_it.items()}
         clips = {name: source.clip for name, source in parts_of_it.items() if source.clip is not None}
-        return float(scoring.weighted(raw, weights, clips))
+        return float(weighted_sum(raw, weights, clips))

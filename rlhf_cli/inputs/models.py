@@ -13,7 +13,7 @@ from rlhf_cli.config import Config, Options
 from rlhf_cli.errors import RLHFError, placed
 from rlhf_cli.inputs.machine import POLICIES
 from rlhf_cli.models import forward, load, tokenizers
-from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards import ModelReward, RetokenizingReward
 
 # Another padding moves a score by about 1e-6 in float32; in bfloat16, with deviation 1, by some hundredths.

@@ -13,10 +13,10 @@ from torch import nn
 from rlhf_cli import checkpoints, room, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import models
 from rlhf_cli.models import devices, load, lora, sharding
-from rlhf_cli.ppo.seeds import derive
 
 KEY = "models.adapters"
 
@@ -82,7 +82,7 @@ class OneBase:
         ours = self.config.models.adapters
         assert ours is not None
         with placed(self.config.where(f"{KEY}.target_modules")), torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(derive(self.config.seed, f"adapters of the {role}"))
+            torch.random.default_generator.manual_seed(derive_seed(self.config.seed, f"adapters of the {role}"))
             made = lora.add_adapters(
                 model, ours, vocab_size=0, base=below.hub or below.model, revision=below.revision,
                 device=devices.device(), bf16=False, key=KEY,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlhf_cli.models import packing
-from rlhf_cli.ppo.records import MicroBatch, Rollout, micro_batches
+from rlhf_cli.models.batch import MicroBatch, Rollout, micro_batches
 from rlhf_cli.progress import counted
 
 
@@ -48,7 +48,7 @@ def response_hidden_states(model: Any, micro: MicroBatch) -> Tensor:
 
 def _hidden_before_responses(backbone: Any, micro: MicroBatch) -> Tensor:
     """Return the hidden states (N, H) before each response token. A row's last token is not passed to the model."""
-    return packing.hidden_states_at(backbone, micro.ids, micro.lengths - 1, micro.row, micro.column)
+    return packing.hidden_states_at(backbone, micro.ids, micro.lengths - 1, micro.row_index, micro.logit_position)
 
 
 def lm_head_logits(model: Any, hidden: Tensor) -> Tensor:

@@ -43,8 +43,10 @@ from rlhf_cli.plan import modes
 from rlhf_cli.plan.clock import Clock
 from rlhf_cli.plan.ghosts import Lengths, prime, rollout
 from rlhf_cli.plan.tally import Tally
-from rlhf_cli.ppo import formulas, noise, passes
+from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tokens
 from rlhf_cli.ppo.optimizer import adamw_8bit, embedding_weights
+from rlhf_cli.ppo.rollout import NOISE_CHUNK_ELEMENTS_CPU, gumbel_sample, token_counters
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards import ModelReward
@@ -100,10 +102,10 @@ def ppo(
     """The phases of an update, with what the one before it left; of several processes, what each of them makes."""
     vocabulary, episodes = _vocabulary(models.policy), settings.episodes_per_update
     minibatch = episodes // settings.num_mini_batches
-    tokens = passes.most_tokens(settings, on_cpu=not gpu) or sys.maxsize
+    tokens = max_micro_batch_tokens(settings, on_cpu=not gpu) or sys.maxsize
     size = max(1, min(settings.per_device_train_batch_size, tokens // lengths.row))
     rows = min(minibatch, count.together * size)
-    held = passes.logits_held(settings, vocabulary, on_cpu=not gpu) or "all"
+    held = logits_chunk_size(settings, vocabulary, on_cpu=not gpu) or "all"
     once = settings.model_copy(
         update={
             "num_mini_batches": 1, "num_ppo_epochs": 1, "value_only_updates": 0, "logits_at_a_time": held,
@@ -137,11 +139,11 @@ def ppo(
             ModelReward(model, at_once, packed=settings.packing)(ghosts)
         judged.append(scored)
     with tally(models.ref) as read:
-        experience = trainer.judge(ghosts, torch.zeros(rows, device=count.device))
+        experience = trainer.make_experience(ghosts, torch.zeros(rows, device=count.device))
     judged.append(read)
     work = sum(each.work for each in judged) * episodes / rows
     found.append(Phase("judge", min(size, rows), _together(*(each.moments for each in judged)), work))
-    with tally(*[models.ref] * trainer.passes.exact_kl_in_loss) as learnt:
+    with tally(*[models.ref] * trainer.model_runner.exact_kl_in_loss) as learnt:
         trainer.update(experience)
     work = learnt.work * episodes / rows * settings.num_ppo_epochs
     found.append(Phase("update", min(size, rows), learnt.moments, work))
@@ -240,9 +242,9 @@ def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0, *, gpu
     mask = torch.ones(rows, before + width, dtype=torch.int64, device=model.device)
     made = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     scaled = made.logits[:, -1].float() / 1.0
-    at_once = rows if gpu else min(rows, max(1, noise.CELLS // scaled.shape[1]))
-    keys, counters = ids.new_zeros(at_once, 2, dtype=torch.int32), noise.counters(scaled.shape[1], ids.device)
-    return noise.drawn(scaled[:at_once], keys, 0, counters)
+    at_once = rows if gpu else min(rows, max(1, NOISE_CHUNK_ELEMENTS_CPU // scaled.shape[1]))
+    keys, counters = ids.new_zeros(at_once, 2, dtype=torch.int32), token_counters(scaled.shape[1], ids.device)
+    return gumbel_sample(scaled[:at_once], keys, 0, counters)
 
 
 # SFT, reward
@@ -326,7 +328,7 @@ def evaluation(
         for judge in judges:
             ModelReward(judge, rows)(ghosts)
         micro = ghosts.micro_batch(torch.arange(rows, device=count.device))
-        kept = [formulas.token_logprobs(forward.response_logits(each, micro), micro.targets, 1.0) for each in policies]
+        kept = [losses.token_logprobs(forward.response_logits(each, micro), micro.targets, 1.0) for each in policies]
         del kept
     return [*found, Phase("judge", rows, scored.moments, scored.work * in_all / rows)]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlhf_cli.models import devices, load
-from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 
 ROWS, TOKENS, WRITTEN = 8, 64, 16

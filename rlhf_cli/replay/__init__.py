@@ -17,7 +17,7 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.progress import Progress
 from rlhf_cli.replay import observe
 from rlhf_cli.replay.compare import TOLERANCE, Quantity, only_rounding, side_by_side, worst
@@ -130,7 +130,7 @@ def _samples(
     found = {"samples: other texts": ([0.0] * len(rows), other)}
     for name in ("kl", "score"):
         found[f"samples: {name}"] = ([then[name] for then, _ in pairs], [now[name] for _, now in pairs])
-    for name in experience.scored.sources:
+    for name in experience.score_result.raw:
         scores = [(then["scores"][name], now["scores"][name]) for then, now in pairs]
         found[f"samples: score {name}"] = ([then for then, _ in scores], [now for _, now in scores])
     return found

@@ -1,4 +1,4 @@
-"""Reward sources. A source is any callable `Rollout -> (B,) float32`, or `-> Opinions` for an ensemble.
+"""Reward sources. A source is any callable `Rollout -> (B,) float32`, or `-> EnsembleScores` for an ensemble.
 
 `source.py` has the protocol. `model.py` has reward models and ensembles; every other file has one kind of reward that
 reads text, with a `make` that builds it from its section in ppo.yaml.

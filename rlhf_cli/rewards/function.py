@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.source import RewardContext, RewardError, RewardFn
 
 

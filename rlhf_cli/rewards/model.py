@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, packing, sharding
-from rlhf_cli.ppo.records import Opinions, Rollout
+from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 # (prompts, responses) -> token ids of both per row, each response with the stop token appended (data.encode_many).
 PromptText = str | list[dict[str, Any]] | None
@@ -63,7 +63,7 @@ class RetokenizingReward(ModelReward):
         rows = range(len(rollout))
         lists = self.retokenize(
             *([tokens(row) for row in rows] for tokens in (rollout.prompt_tokens, rollout.response_tokens)),
-            row_offset=rollout.first,
+            row_offset=rollout.row_offset,
         )
         return super().__call__(Rollout.from_lists(*lists).to(rollout.ids.device))
 
@@ -117,14 +117,14 @@ class EnsembleReward:
     std_coef: float = 1.0
     shardable: ClassVar[bool] = True
 
-    def __call__(self, rollout: Rollout) -> Opinions:
+    def __call__(self, rollout: Rollout) -> EnsembleScores:
         scores = {name: member(rollout) for name, member in self.members.items()}
-        ensemble = Opinions(torch.stack(list(scores.values())).mean(0), scores)
+        ensemble = EnsembleScores(torch.stack(list(scores.values())).mean(0), scores)
         return replace(ensemble, score=COMBINE[self.combine](ensemble, self.std_coef))
 
 
 # Name -> the combined score (B,), of an ensemble whose `score` is the mean of its members.
-COMBINE: dict[str, Callable[[Opinions, float], Tensor]] = {
+COMBINE: dict[str, Callable[[EnsembleScores, float], Tensor]] = {
     "mean": lambda ensemble, _: ensemble.score,
     "min": lambda ensemble, _: torch.stack(list(ensemble.members.values())).amin(0),
     "mean_minus_std": lambda ensemble, std_coef: ensemble.score - std_coef * ensemble.disagreement,

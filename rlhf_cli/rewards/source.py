@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rlhf_cli.ppo.records import Opinions, Rollout
+from rlhf_cli.models.batch import EnsembleScores, Rollout
 
 RewardFn = Callable[[list[str], list[str]], Sequence[float]]  # (prompts, responses) -> one score per response
 # Key of a rewards section -> the module of this package whose `make` builds its reward function.
@@ -16,7 +16,7 @@ MODULES = {"function": "function", "builtin": "builtin", "url": "http", "pipelin
 
 
 class RewardSource(Protocol):
-    def __call__(self, rollout: Rollout) -> Tensor | Opinions:
+    def __call__(self, rollout: Rollout) -> Tensor | EnsembleScores:
         """Return the raw score of each row, (B,) float32."""
         ...
 

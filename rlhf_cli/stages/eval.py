@@ -11,6 +11,7 @@ from torch import Tensor
 from rlhf_cli import checkpoints, data, rows, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.responses import (
     EvalResponses,
@@ -23,11 +24,10 @@ from rlhf_cli.evaluation.responses import (
 from rlhf_cli.evaluation.summary import build_report
 from rlhf_cli.inputs import batches, machine, models
 from rlhf_cli.models import devices, forward, load
-from rlhf_cli.ppo import formulas
-from rlhf_cli.ppo.ranks import ALONE, Ranks, group
-from rlhf_cli.ppo.records import Prompts, Rollout, micro_batches
+from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
+from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.progress import Progress, counted
 from rlhf_cli.report import write_beside
 from rlhf_cli.report.frontier import draw as draw_frontier
@@ -43,32 +43,34 @@ JudgeFn = Callable[[list[str], list[str]], list[float]]  # (prompts, responses) 
 def run(config: EvalConfig, options: Options) -> None:
     """Write RUN/eval with report, samples and HTML page, print the result, and check `eval.require` (R06).
 
-    Raises RLHFError E04 and R14 as `Ranks` does.
+    Raises RLHFError E04 and R14 as `ProcessGroup` does.
     """
-    with group() as ranks:
-        _run(config, options, ranks)
+    with open_process_group() as process_group:
+        _run(config, options, process_group)
 
 
-def _run(config: EvalConfig, options: Options, ranks: Ranks) -> None:
+def _run(config: EvalConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
-    status = ranks.first(
+    status = process_group.run_on_main(
         lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"eval     finished already: {checkpoints.shown(config.folder)}")
         report = render.read_report(config.folder)
     else:
-        report = _evaluate(config, options, parents, ranks)
+        report = _evaluate(config, options, parents, process_group)
         metrics = {"win_rate": report["win_rate"], "models": report["models"]}
         fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
-        ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
-    ranks.first(lambda: write_beside(config.folder))
+        process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: write_beside(config.folder))
     render.print_report(config.folder)
     render.check_requirements(report, config.eval.require, where=config.where)
 
 
-def _evaluate(config: EvalConfig, options: Options, parents: dict[str, Parent], ranks: Ranks) -> dict[str, Any]:
+def _evaluate(
+    config: EvalConfig, options: Options, parents: dict[str, Parent], process_group: ProcessGroup
+) -> dict[str, Any]:
     """Write samples.jsonl and report.json; return the report. All ranks sample, the first rank writes."""
     machine.check(config, parents)
     models.check_alike(config, options, parents)
@@ -77,7 +79,7 @@ def _evaluate(config: EvalConfig, options: Options, parents: dict[str, Parent], 
     settings = eval_setup.ppo_settings(ppo)
     sampling = eval_setup.sampling_params(config, settings, ppo.path, data.stop_token_id(tokenizer))
     model_config = load.read_config(sft.model, options.trust_remote_code)
-    with ranks.after_the_first():
+    with process_group.main_process_first():
         usable = eval_setup.read_prompts(config, tokenizer, model_config, sampling.response_length)
     if usable.left_out or len(usable) < config.eval.n:
         available = batches.counted(usable, "held-out prompts")
@@ -85,7 +87,7 @@ def _evaluate(config: EvalConfig, options: Options, parents: dict[str, Parent], 
     prompts = usable[: config.eval.n]
     eval_setup.warn_of_selection_by_reward(config)
     series = eval_setup.find_snapshots(config, ppo)
-    evaluated = evaluate_policies(config, options, parents, tokenizer, prompts, sampling, series, ranks)
+    evaluated = evaluate_policies(config, options, parents, tokenizer, prompts, sampling, series, process_group)
     checkpoints.require_unchanged(parents)
 
     def write() -> dict[str, Any]:
@@ -97,7 +99,7 @@ def _evaluate(config: EvalConfig, options: Options, parents: dict[str, Parent], 
         track(config, report, evaluated)  # after report.json: a tracker's failure must not change the report
         return report
 
-    return ranks.first(write)
+    return process_group.run_on_main(write)
 
 
 # Sampling and scoring
@@ -119,7 +121,7 @@ def evaluate_policies(
     prompts: list[data.Prompt],
     sampling: SamplingParams,
     series: SnapshotSeries,
-    ranks: Ranks = ALONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[EvalResponses]:
     """Sample and score each policy in each mode, PPO's snapshots, and best of n of the SFT policy.
 
@@ -127,7 +129,7 @@ def evaluate_policies(
     """
     writing = models.Writing(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts)
     judges = load_judges(config, options, parents, writing)
-    evaluator = PolicyEvaluator(config, tokenizer, prompts, sampling, judges, ranks)
+    evaluator = PolicyEvaluator(config, tokenizer, prompts, sampling, judges, process_group)
     policies, num_draws = _policies(config, parents, series), max(config.eval.best_of, default=0)
     evaluated: list[EvalResponses] = []
     draws: list[EvalResponses] = []
@@ -194,7 +196,7 @@ class PolicyEvaluator:
     prompts: list[data.Prompt]
     sampling: SamplingParams
     judges: dict[str, JudgeFn | ModelReward]
-    ranks: Ranks
+    process_group: ProcessGroup
 
     def evaluate(self, name: str, mode: str, policy: Any, sft: Any, draw: int = 0) -> EvalResponses:
         """Sample and score one response per prompt.
@@ -203,22 +205,22 @@ class PolicyEvaluator:
         Model judges score each rank's own rows; functions are called once, by the first rank, with all rows.
         """
         temperature = self.sampling.temperature if mode == "sampled" else NEAR_GREEDY_TEMPERATURE
-        seeds = tuple(derive(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts)))
+        seeds = tuple(derive_seed(self.config.seed, f"eval/{mode}", draw, row) for row in range(len(self.prompts)))
         prompts = replace(
             Prompts.from_lists([prompt.ids for prompt in self.prompts]),
             seeds=seeds,
             response_length=self.sampling.response_length,
         )
         responses = concat_responses(
-            self.ranks.parted(
+            self.process_group.map_rows(
                 len(prompts),
-                lambda part: self._sample(name, mode, policy, sft, prompts.rows(part.start, part.stop), temperature),
+                lambda part: self._sample(name, mode, policy, sft, prompts.rows(part), temperature),
             )
         )
         scores = {
             judge: responses.scores[judge]
             if isinstance(source, ModelReward)
-            else self.ranks.first(partial(source, responses.prompts, responses.responses))
+            else self.process_group.run_on_main(partial(source, responses.prompts, responses.responses))
             for judge, source in self.judges.items()
         }
         return replace(responses, scores=scores)
@@ -254,10 +256,10 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
     for micro_rows in counted("kl: micro-batch", micro_batches(rollout.lengths, row_index, max_rows=max_rows)):
         micro = rollout.micro_batch(micro_rows)
         logprobs, ref_logprobs = (
-            formulas.token_logprobs(forward.response_logits(model, micro), micro.targets, temperature)
+            losses.token_logprobs(forward.response_logits(model, micro), micro.targets, temperature)
             for model in (policy, ref)
         )
-        totals.index_add_(0, micro.cells[0], (logprobs - ref_logprobs).double())
+        totals.index_add_(0, micro.response_index[0], (logprobs - ref_logprobs).double())
     return totals.tolist()
 
 

@@ -13,12 +13,10 @@ from rlhf_cli.evaluation import reward_cards
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
 from rlhf_cli.inputs import machine
 from rlhf_cli.models import devices, forward, load, save, tokenizers
-from rlhf_cli.ppo.alarms import Alarms, RunStop
-from rlhf_cli.ppo.finite import NotFinite
-from rlhf_cli.ppo.metrics import Stats, distributions, objective
-from rlhf_cli.ppo.ranks import Ranks, group
-from rlhf_cli.ppo.records import Prompts
-from rlhf_cli.ppo.watchdog import Firing, Watchdog
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.models.parallel import ProcessGroup, open_process_group
+from rlhf_cli.ppo.metrics import Stats, rollout_histograms, rollout_metrics
+from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, TrainingMonitor, Watchdog
 from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
 from rlhf_cli.stages.ppo_samples import SampleTables, Snapshots
@@ -40,37 +38,37 @@ def run(config: PPOConfig, options: Options) -> None:
     """Train a policy by PPO and write RUN/ppo; resume from the last checkpoint if there is one.
 
     If ppo.kl_stop or the watchdog stops the run, RUN/ppo is completed with the best policy so far, and R04 or R13 is
-    raised. Raises M05 if that policy's snapshot is corrupt, E04 and R14 as `Ranks` does.
+    raised. Raises M05 if that policy's snapshot is corrupt, E04 and R14 as `ProcessGroup` does.
     """
-    with group() as ranks:
-        _run(config, options, ranks)
+    with open_process_group() as process_group:
+        _run(config, options, process_group)
 
 
-def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
+def _run(config: PPOConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
     if options.fresh or checkpoints.examine(config, identity).state != "finished":
         reward_cards.check_required(config, parents)  # before --fresh archives anything
-    status = ranks.first(
+    status = process_group.run_on_main(
         lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")
         return
     memory = machine.check(config, parents)
-    config = scale_to_world_size(config, ranks.count)
-    components = load_components(config, options, parents, ranks)
+    config = scale_to_world_size(config, process_group.world_size)
+    components = load_components(config, options, parents, process_group)
     checkpoints.require_unchanged(parents)
     if memory:
         terminal.say(f"ppo      {memory}")
     runner = PPORunner(config, components, resume=status == "resume")
-    stopped: RunStop | None = None
+    stopped: StopTraining | None = None
     step, outcome = components.num_updates, {"model_is": "the last step"}
     try:
         runner.run()
-    except RunStop as stop:
+    except StopTraining as stop:
         stopped, step = stop, runner.snapshots.best_step
-        ranks.wait()  # until the first rank has written the snapshot
+        process_group.barrier()  # until the first rank has written the snapshot
         restore_policy(config, options, components, checkpoints.state_at(runner.snapshots.folder, step))
         outcome = {"model_is": "the best step", "stopped": stop.problems[0].text}
         runner.snapshots.prune(components.trainer.updates, finished=True)
@@ -84,7 +82,7 @@ def _run(config: PPOConfig, options: Options, ranks: Ranks) -> None:
         **runner.snapshots.manifest_fields(),
         "trust_remote_code": options.trust_remote_code,
     }
-    ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
     terminal.say(f"ppo      {format_reward(metrics, TRAINING)} ({UNPENALISED}), KL {metrics['objective/kl_k1']:.2f}")
     if stopped:
         raise _stop_error(stopped, config, step)
@@ -95,7 +93,7 @@ class PPORunner:
 
     def __init__(self, config: PPOConfig, components: PPOComponents, *, resume: bool):
         self.config, self.components, self.trainer = config, components, components.trainer
-        self.state_folder, self.alarms, self.cost = config.folder / "state", Alarms(), checkpoints.Cost()
+        self.state_folder, self.monitor, self.cost = config.folder / "state", TrainingMonitor(), checkpoints.Cost()
         self.watchdog = Watchdog(config.ppo, config.held_out)
         self.snapshots = Snapshots(config, components, self.cost)
         state = checkpoints.latest_state(self.state_folder) if resume else None
@@ -103,7 +101,7 @@ class PPORunner:
         if state:
             tree = save.load_tree(state)
             self.trainer.load_state_dict(tree["trainer"])
-            self.alarms = Alarms(**tree["alarms"])
+            self.monitor = TrainingMonitor(**tree["alarms"])
             self.watchdog.load_state_dict(tree["watchdog"])
             self.snapshots.load_state_dict(tree["best"])
             log_positions = tree["logs"]
@@ -124,11 +122,11 @@ class PPORunner:
     def run(self) -> None:
         """Make the remaining updates. After SIGTERM or SIGINT, save after the step and exit with 143 or 130.
 
-        Raises RLHFError R01, R02, R05, RunStop R04 and R13.
+        Raises RLHFError R01, R02, R05, StopTraining R04 and R13.
         """
         config, trainer, num_updates = self.config, self.trainer, self.components.num_updates
-        terminal.say(f"ppo      {describe_batches(config, self.components.prompts, trainer.ranks.count)}")
-        if config.ppo.packing and not trainer.passes.packed:
+        terminal.say(f"ppo      {describe_batches(config, self.components.prompts, trainer.process_group.world_size)}")
+        if config.ppo.packing and not trainer.model_runner.packed:
             terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
         self._warn_of_biased_kl_estimator()
         save_interval = config.output.save_steps or max(1, num_updates // 10)
@@ -143,7 +141,7 @@ class PPORunner:
                 stats = self._update()
                 step = trainer.updates
                 bar.advance(note=status_line(stats))
-                stop.settle(trainer.ranks.told)
+                stop.settle(trainer.process_group.all_gather_object)
                 if step % save_interval == 0 or step == num_updates or stop.wished:
                     self._save_checkpoint()
                 if stop.wished and step < num_updates:
@@ -151,7 +149,7 @@ class PPORunner:
                         f"ppo      stopped at step {step} of {num_updates}, saved; the same command goes on from here"
                     )
                     terminal.say(text)
-                    trainer.ranks.wait()  # the first process to exit terminates the others
+                    trainer.process_group.barrier()  # the first process to exit terminates the others
                     raise SystemExit(stop.exit_code)
         terminal.say(f"ppo      {self.cost}")
 
@@ -165,7 +163,7 @@ class PPORunner:
             self.metrics.log(step, stats)
         assert trainer.experience is not None
         if self.trackers:
-            self.trackers.histograms(step, distributions(trainer.experience))
+            self.trackers.histograms(step, rollout_histograms(trainer.experience))
         with self._error_context():
             self.samples.show(step)
         self._check(step, stats)
@@ -174,23 +172,23 @@ class PPORunner:
         return stats
 
     def _check(self, step: int, stats: Stats) -> None:
-        """Warn of problems that the update's metrics show. Raises RLHFError R02, RunStop R04 and R13."""
+        """Warn of problems that the update's metrics show. Raises RLHFError R02, StopTraining R04 and R13."""
         if (error := stats["policy/first_ratio_error"]) > RATIO_TOLERANCE:
             text = f"the first ratio of an update is off 1 by {error:.2g}"
             terminal.warn("R07", text, where=f"step {step}", hint="another precision or attention code may help")
         assert self.trainer.experience is not None
-        for problem in self.alarms.look(step, self.trainer.experience, stats, self.config.ppo):
+        for problem in self.monitor.check(step, self.trainer.experience, stats, self.config.ppo):
             terminal.warn(problem.code, problem.text, hint=problem.hint)
-        self._handle_firings(self.watchdog.look(step, self.trainer.experience))
+        self._handle_firings(self.watchdog.check(step, self.trainer.experience))
 
-    def _handle_firings(self, firings: Sequence[Firing]) -> None:
-        """Log the watchdog's firings and take the configured actions. Raises RunStop R13."""
+    def _handle_firings(self, firings: Sequence[Alert]) -> None:
+        """Log the watchdog's firings and take the configured actions. Raises StopTraining R13."""
         hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/reward-hacking.md)"
         for firing in firings:
             self.watchdog_log.append(asdict(firing) | {"kl_coef": self.trainer.kl_coef})
         for firing in firings:
             if firing.action == "stop":
-                raise RunStop("R13", firing.text, key=f"ppo.watchdog.{firing.signal}", hint=hint)
+                raise StopTraining("R13", firing.text, key=f"ppo.watchdog.{firing.signal}", hint=hint)
             effect = ""
             if firing.action == "raise_kl_coef":
                 assert self.watchdog.settings is not None  # required for a firing
@@ -204,14 +202,14 @@ class PPORunner:
         self.saved_step = step = self.trainer.updates
         tree = {
             "trainer": self.trainer.state_dict(),
-            "alarms": self.alarms.state_dict(),
+            "alarms": self.monitor.state_dict(),
             "watchdog": self.watchdog.state_dict(),
             "best": self.snapshots.state_dict(),
             "logs": {name: log.mark(step) for name, log in self.logs.items()},
         }
 
         def write(path: Path) -> None:
-            save.save_tree(self.trainer.ranks.told(path)[0], tree)
+            save.save_tree(self.trainer.process_group.all_gather_object(path)[0], tree)
 
         with self.cost.one():
             checkpoints.commit_state(self.state_folder, f"step_{step:06d}", write, keep=self.config.output.keep)
@@ -225,7 +223,7 @@ class PPORunner:
         """
         try:
             yield
-        except NotFinite as error:
+        except NonFiniteError as error:
             (problem,) = error.problems
             text, last = problem.text, checkpoints.latest_state(self.state_folder)
             if batch and error.row is not None:
@@ -267,12 +265,12 @@ def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None
 def headline_metrics(config: PPOConfig, components: PPOComponents) -> Stats:
     """Compute score, KL and length of the finished policy on new responses to the run's first prompts."""
     prompts = Prompts.from_lists([prompt.ids for prompt in components.prompts[: config.ppo.episodes_per_update]])
-    experience = components.trainer.judge(components.trainer.generate(prompts, purpose="headline"))
-    metrics = objective(experience, in_reward=config.ppo.kl_in == "reward")
+    experience = components.trainer.make_experience(components.trainer.generate(prompts, purpose="headline"))
+    metrics = rollout_metrics(experience, kl_in_reward=config.ppo.kl_in == "reward")
     return {name: metrics[name] for name in HEADLINE}
 
 
-def _stop_error(stop: RunStop, config: PPOConfig, step: int) -> RLHFError:
+def _stop_error(stop: StopTraining, config: PPOConfig, step: int) -> RLHFError:
     """Return the error of a stopped run, whose hint names the policy that was kept."""
     (problem,) = stop.problems
     kept = f"{checkpoints.shown(config.folder / 'model')} holds the best policy, of step {step}"

@@ -8,9 +8,10 @@ from typing import Any
 from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.config import PPOConfig
 from rlhf_cli.models import hub, save
-from rlhf_cli.ppo import scoring
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.ppo.metrics import Stats
-from rlhf_cli.ppo.records import Experience, Prompts, Rollout
+from rlhf_cli.ppo.scores import unscaled_scores
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.stages.ppo_setup import PPOComponents
 from rlhf_cli.trackers import Trackers
@@ -63,9 +64,9 @@ class SampleTables:
         """Sample and score the reference model's responses to the same prompts, with the same seeds."""
         trainer, count = self.components.trainer, min(ROWS_LOGGED, len(rollout))
         prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
-        with trainer.reference_at_hand():
+        with trainer.ref_on_device():
             rollout = trainer.generate(prompts, "show", self.components.ref_engine)
-        experience = trainer.judge(rollout)
+        experience = trainer.make_experience(rollout)
         rows = [sample_row(self.components.tokenizer, experience, row) for row in range(count)]
         return [{"ref_response": row["response"], "ref_score": row["score"]} for row in rows]
 
@@ -81,7 +82,9 @@ def experience_to_show(components: PPOComponents) -> Experience:
         assert trainer.experience is not None
         return trainer.experience
     selected = prompts[:: max(1, len(prompts) // ROWS_LOGGED)][:ROWS_LOGGED]  # adjacent rows of a file may be similar
-    return trainer.judge(trainer.generate(Prompts.from_lists([prompt.ids for prompt in selected]), purpose="show"))
+    return trainer.make_experience(
+        trainer.generate(Prompts.from_lists([prompt.ids for prompt in selected]), purpose="show")
+    )
 
 
 def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, An
         "length": int(rollout.response_lengths[row]),
         "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
         "score": float(experience.scores[row]),
-        "scores": {name: float(raw[row]) for name, raw in experience.scored.sources.items()},
+        "scores": {name: float(raw[row]) for name, raw in experience.score_result.raw.items()},
     }
 
 
@@ -183,7 +186,7 @@ class Snapshots:
             return stats["objective/scores"] - stats["objective/kl_coef"] * stats["objective/kl"]
         score = stats["objective/scores"]
         if self.settings.use_score_scaling:
-            score = float(scoring.unscaled(experience.scored, self.settings).mean())
+            score = float(unscaled_scores(experience.score_result, self.settings).mean())
         return score - self.settings.kl_coef * stats["objective/kl"]
 
     def prune(self, step: int, *, finished: bool = False) -> None:

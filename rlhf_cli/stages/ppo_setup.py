@@ -18,7 +18,7 @@ from rlhf_cli.errors import RLHFError, all_of
 from rlhf_cli.inputs import batches, limits, machine, models, one_base
 from rlhf_cli.inputs.one_base import OneBase
 from rlhf_cli.models import devices, forward, hub, load, lora, sharding
-from rlhf_cli.ppo.ranks import ALONE, Ranks
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards import EnsembleReward, FunctionReward, ModelReward, RewardFn, RewardSource
@@ -41,7 +41,7 @@ class PPOComponents:
 
 
 def load_components(
-    config: PPOConfig, options: Options, parents: Mapping[str, Parent], ranks: Ranks = ALONE
+    config: PPOConfig, options: Options, parents: Mapping[str, Parent], process_group: ProcessGroup = SINGLE_PROCESS
 ) -> PPOComponents:
     """Load and check everything a run needs. `config` has the batch sizes of all ranks together.
 
@@ -84,7 +84,7 @@ def load_components(
         ptx=_read_ptx_pairs(config, tokenizer, policy.config),
         num_updates=num_updates,
         seed=config.seed,
-        ranks=ranks,
+        process_group=process_group,
     )
     return PPOComponents(
         tokenizer,
@@ -106,7 +106,7 @@ def restore_policy(config: PPOConfig, options: Options, components: PPOComponent
         lora.load_adapter_weights(components.policy, folder)
     else:
         saved = load.load_causal_lm(folder, **load.load_kwargs(config.models, options.trust_remote_code))
-        components.trainer.placement.fill(components.trainer.policy, saved.state_dict())
+        components.trainer.parallel.load_full_state_dict(components.trainer.policy, saved.state_dict())
 
 
 # Reward and value models

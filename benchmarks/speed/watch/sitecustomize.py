@@ -33,7 +33,7 @@ WATCHED = {
     "rlhf_cli.models.forward": [("rollout_scores", "judge", None)],
     "rlhf_cli.stages.eval": [("sequence_kl", "KL", None)],
     "rlhf_cli.ppo.rollout": [("HFEngine.generate", "rollout", None)],
-    "rlhf_cli.ppo.trainer": [("PPOTrainer.judge", "judge", None), ("PPOTrainer.update", "update", None)],
+    "rlhf_cli.ppo.trainer": [("PPOTrainer.make_experience", "judge", None), ("PPOTrainer.update", "update", None)],
 }
 
 

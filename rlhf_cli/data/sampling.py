@@ -1,11 +1,20 @@
-"""Which rows come when: a function of seed and step or epoch alone, so nothing has to be carried along to resume."""
+"""Order of rows as a function of seed and step or epoch: resuming needs no generator state."""
 
 import random
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import chain
 
-from rlhf_cli.ppo.seeds import derive
+
+def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
+    """Return a 63-bit seed for `purpose` ("sample", "shuffle", ...), keyed by `numbers` (step, row, ...).
+
+    A row is the episode's number in the whole update, not in a micro-batch or on a rank. No generator is shared, so
+    logging more, evaluating more or resuming changes no other random number.
+    """
+    text = "/".join([str(seed), purpose, *map(str, numbers)])
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def prompt_batch(count: int, step: int, size: int, seed: int) -> list[int]:
@@ -18,11 +27,11 @@ def prompt_batch(count: int, step: int, size: int, seed: int) -> list[int]:
 @lru_cache(maxsize=2)
 def _permutation(count: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(count))
-    random.Random(derive(seed, "prompts", epoch)).shuffle(order)
+    random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
     return tuple(order)
 
 
-class LikeLengths:
+class LengthGroupedSampler:
     """A sampler for DataLoaders that cut it into batches: each batch holds rows of like length, in random order.
 
     transformers' own sampler gives the long batches of 50 first and the short ones last, over and over, and draws from
@@ -43,7 +52,7 @@ class LikeLengths:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        draw = random.Random(derive(self.seed, "lengths", self.epoch))
+        draw = random.Random(derive_seed(self.seed, "lengths", self.epoch))
         order = list(range(len(self)))
         draw.shuffle(order)
         batches = []
