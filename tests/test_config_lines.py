@@ -151,7 +151,7 @@ response_length: [3]
     C05 ppo.response_length: expected a whole number >= 1 or keys and values, got a list
 response_length: {min: 3}
     C05 ppo.response_length.max is missing
-    hint: max: Longest length in tokens
+    hint: max: Maximum length limit in tokens
 response_length: {min: 3, max: 2}
     C06 ppo.response_length: min is above max
     hint: swap the two
@@ -307,7 +307,7 @@ model: {path: a, new: {tokenizer: {train: t, vocab_size: 9}}}
     hint: path: starts from a model, new: from fresh weights
 model: {new: {hidden_size: 8}}
     C05 model.new.tokenizer is missing
-    hint: tokenizer: The tokenizer to train for it
+    hint: tokenizer: Tokenizer to train for the new model
 model: {path: a, chat_template: t.jinja}
     C07 model: chat_template t.jinja is no file, no template text and not chatml
 """
