@@ -377,11 +377,11 @@ def test_a_field_of_trls_is_told_as_that() -> None:
         ("qqqq", "unknown key qqqq", "rlhf explain --all lists all keys and codes"),
         ("D99", "unknown code D99", "there are D01 to D16"),
         ("X01", "unknown code X01", "rlhf explain --all lists all codes"),
-        ("vllm", "there is no key vllm", "responses are drawn by the model that is trained"),
-        ("use_vllm", "there is no key use_vllm", "responses are drawn by the model that is trained"),
-        ("ppo.vllm_mode", "there is no key ppo.vllm_mode", "responses are drawn by the model that is trained"),
-        ("gpu_memory_utilization", "there is no key gpu_memory_utilization", "responses are drawn by"),
-        ("liger", "there is no key liger", "sft.yaml and reward.yaml take trainer.use_liger_kernel: true"),
+        ("vllm", "there is no key vllm", "the trained model generates the responses"),
+        ("use_vllm", "there is no key use_vllm", "the trained model generates the responses"),
+        ("ppo.vllm_mode", "there is no key ppo.vllm_mode", "the trained model generates the responses"),
+        ("gpu_memory_utilization", "there is no key gpu_memory_utilization", "the trained model generates"),
+        ("liger", "there is no key liger", "only sft.yaml and reward.yaml accept trainer.use_liger_kernel: true"),
     ],
 )
 def test_what_is_unknown_is_told_with_the_nearest(name: str, text: str, hint: str) -> None:

@@ -196,8 +196,8 @@ def test_repetition_is_the_share_of_runs_of_three_tokens_that_stood_before():
     [
         ({"watchdog": {"actions": {"kl": "stop"}, "kl": None}}, "actions.kl has no effect: watchdog.kl is null"),
         ({"watchdog": {"kl_factor": 2.0}}, "kl_factor has no effect: no action is raise_kl_coef"),
-        ({"watchdog": {"action": "raise_kl_coef"}, "kl_coef": 0.0}, "raise_kl_coef multiplies kl_coef, and 0 stays 0"),
-        ({"watchdog": {"actions": {"eos": "raise_kl_coef"}}, "kl_coef": 0.0}, "and 0 stays 0"),
+        ({"watchdog": {"action": "raise_kl_coef"}, "kl_coef": 0.0}, "raise_kl_coef multiplies kl_coef, which is 0"),
+        ({"watchdog": {"actions": {"eos": "raise_kl_coef"}}, "kl_coef": 0.0}, "and which is 0"),
     ],
 )
 def test_settings_without_effect_are_refused(keys, said):

@@ -26,7 +26,7 @@ def _plain_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise PydanticCustomError(
             "S03",
-            "this is no plain name",
+            "not a valid name",
             {"hint": "use letters, digits, `_`, `-` and `.`, starting with a letter or digit"},
         )
     return name
@@ -35,11 +35,11 @@ def _plain_name(name: str) -> str:
 def _path_that_can_be(path: str) -> str:
     longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
     if longest > LONGEST_NAME:
-        text = f"a name in it has {longest} bytes, a file system takes {LONGEST_NAME} at most"
-        raise PydanticCustomError("S03", text, {"hint": "name a folder with a shorter name"})
+        text = f"a path component has {longest} bytes; file systems allow {LONGEST_NAME}"
+        raise PydanticCustomError("S03", text, {"hint": "set a folder with a shorter name"})
     if (length := len(os.fsencode(path))) > LONGEST_PATH:
-        text = f"it has {length} bytes, {LONGEST_PATH} leave room for the names of a stage's files"
-        raise PydanticCustomError("S03", text, {"hint": "name a folder that lies less deep"})
+        text = f"the path has {length} bytes; at most {LONGEST_PATH} are allowed"
+        raise PydanticCustomError("S03", text, {"hint": "set a folder with a shorter path"})
     return path
 
 

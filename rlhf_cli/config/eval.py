@@ -53,7 +53,7 @@ class EvalModels(Section):
 
 def _comparison(text: str) -> str:
     if not COMPARISON.fullmatch(text.strip()):
-        raise PydanticCustomError("C07", "expected a comparison and a number", {"hint": 'for example ">= 0.6"'})
+        raise PydanticCustomError("C07", "expected a comparison operator and a number", {"hint": 'e.g. ">= 0.6"'})
     return text
 
 
@@ -141,7 +141,7 @@ class EvalSettings(Section):
     def _headline_is_sampled(self) -> Self:
         if "sampled" not in self.modes:
             raise PydanticCustomError(
-                "C17", "the report's headline is of sampled answers", {"hint": "add sampled to modes"}
+                "C17", "the summary of the report needs sampled answers", {"hint": "add sampled to eval.modes"}
             )
         return self
 
@@ -153,8 +153,8 @@ class EvalSettings(Section):
     @model_validator(mode="after")
     def _selected_of_something(self) -> Self:
         if self.select is not None and not self.frontier:
-            hint = "set eval.frontier: true, or take eval.select out"
-            text = "eval.select picks a policy of the frontier"
+            hint = "set eval.frontier: true, or remove eval.select"
+            text = "eval.select needs the frontier"
             raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": "select"})
         asked = next((key for key in self.require if key.split(".")[0] in ("selected", "selected_step")), None)
         if asked is not None and self.select is None:
@@ -191,14 +191,14 @@ class EvalConfig(Config):
         if "reward" in self.judges and self.models.reward is not None:
             raise PydanticCustomError(
                 "C17",
-                "judges.reward: the name reward belongs to models.reward",
-                {"hint": "give the judge another name, or set models.reward: null", "key": "judges.reward"},
+                "judges.reward: the name reward is reserved for models.reward",
+                {"hint": "rename the judge, or set models.reward: null", "key": "judges.reward"},
             )
         if self.eval.best_of and self.models.reward is None and "reward" not in self.judges:
             raise PydanticCustomError(
                 "C17",
-                "eval.best_of picks answers by the reward, and models.reward is null",
-                {"hint": "name a judge `reward`, or set eval.best_of: []", "key": "eval.best_of"},
+                "eval.best_of needs a reward, but models.reward is null",
+                {"hint": "add a judge named `reward`, or set eval.best_of: []", "key": "eval.best_of"},
             )
         return self
 
@@ -211,8 +211,8 @@ class EvalConfig(Config):
         for place, key, judge in named:
             if judge is not None and judge not in judges:
                 near = nearest(judge, judges)
-                hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(judges)) or 'none'}"
-                text = f"{place}: {key} names no judge of this file"
+                hint = f"did you mean {near}?" if near else f"available judges: {', '.join(sorted(judges)) or 'none'}"
+                text = f"{place}: {key} does not name a judge of this file"
                 raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": place})
         return self
 

@@ -91,7 +91,7 @@ class PPOConfig(TrainingConfig):
             missing, given = (
                 ("data.ptx_data", "ppo.ptx_coef") if self.ppo.ptx_coef else ("ppo.ptx_coef", "data.ptx_data")
             )
-            hint = "name SFT's rows, e.g. data/sft.jsonl" if self.ppo.ptx_coef else "e.g. 27.8, as InstructGPT"
+            hint = "the rows of SFT, e.g. data/sft.jsonl" if self.ppo.ptx_coef else "e.g. 27.8, as in InstructGPT"
             context = {
                 "text": f"{given} has no effect without {missing}",
                 "hint": f"set {missing}: {hint}",
@@ -104,15 +104,15 @@ class PPOConfig(TrainingConfig):
     def _one_base_is_shared_already(self) -> Self:
         for key in ("num_shared_layers", "offload", "fsdp"):
             if self.models.adapters and getattr(self.ppo, key):
-                text = f"{key} does not go with models.adapters, which share all layers"
-                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "take it out", "key": f"ppo.{key}"})
+                text = f"{key} cannot be combined with models.adapters, which share all layers"
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "remove it", "key": f"ppo.{key}"})
         return self
 
     @model_validator(mode="after")
     def _something_is_optimised(self) -> Self:
         if self.rewards and len(self.held_out) == len(self.rewards):
-            text = "all rewards have weight 0: there is nothing to optimise"
-            raise PydanticCustomError("C17", text, {"hint": "give one of them a weight", "key": "rewards"})
+            text = "all rewards have weight 0, so there is nothing to optimise"
+            raise PydanticCustomError("C17", text, {"hint": "set the weight of at least one of them", "key": "rewards"})
         return self
 
     @model_validator(mode="after")
@@ -129,7 +129,7 @@ class PPOConfig(TrainingConfig):
             if not found and (acts or getattr(watchdog, signal) != WatchdogSettings.model_fields[signal].default):
                 key = f"ppo.watchdog.{'actions.' if acts else ''}{signal}"
                 text = f"{key} has no effect without {what}"
-                context = {"text": text, "hint": "docs/reward-hacking.md shows one", "key": key}
+                context = {"text": text, "hint": "docs/rewards.md has an example", "key": key}
                 raise PydanticCustomError("C17", "{text}", context)
         return self
 

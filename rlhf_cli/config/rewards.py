@@ -30,8 +30,8 @@ def _env_name(name: str) -> str:
     if not ENV_NAME.fullmatch(name):  # not shown: it may be the secret itself
         raise PydanticCustomError(
             "C16",
-            "this is no name of an environment variable",
-            {"hint": "put the value into the environment, and the variable's name here"},
+            "not the name of an environment variable",
+            {"hint": "set the value in the environment, and write the variable's name here"},
         )
     return name
 
@@ -179,21 +179,23 @@ class RewardSource(Section):
         if sum(bool(getattr(self, kind)) for kind in KINDS) != 1:
             raise PydanticCustomError(
                 "C17",
-                "give one of {kinds}",
+                "set exactly one of {kinds}",
                 {
                     "kinds": f"{', '.join(KINDS[:-1])} and {KINDS[-1]}",
-                    "hint": "the name `reward` alone means the reward model",
+                    "hint": "a source named `reward` without a kind is the reward model",
                 },
             )
         if len(self.models) == 1:
-            raise PydanticCustomError("C17", "an ensemble needs two models", {"hint": "write model: for a single one"})
+            raise PydanticCustomError(
+                "C17", "an ensemble needs at least two models", {"hint": "use model for a single one"}
+            )
         if self.clip is not None and self.weight == 0:
             text = "clip has no effect on a source of weight 0"
-            raise PydanticCustomError("C17", text, {"hint": "take it out", "key": "clip"})
+            raise PydanticCustomError("C17", text, {"hint": "remove it", "key": "clip"})
         for key, kinds in OPTIONS.items():
             needs = "combine: mean_minus_std" if key == "std_coef" else " or ".join(kinds)
             used = self.kind in kinds and (key != "std_coef" or self.combine == "mean_minus_std")
             if not used and getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
                 text = f"{key} has no effect without {needs}"
-                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "take it out", "key": key})
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "remove it", "key": key})
         return self

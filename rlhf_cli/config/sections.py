@@ -106,7 +106,7 @@ class _ModelKeys(Section):
             return self
         raise PydanticCustomError(
             "C07",
-            "chat_template {template} is no file, no template text and not chatml",
+            "chat_template `{template}` is not a file, the text of a template, or chatml",
             {"template": template[:80], "key": "chat_template"},
         )
 
@@ -127,11 +127,13 @@ class SFTModel(_ModelKeys):
     @model_validator(mode="after")
     def _one_start(self) -> Self:
         if (self.path is None) == (self.new is None):
-            text = "give model.path or model.new, not both" if self.path else "give model.path or model.new"
-            raise PydanticCustomError("C17", text, {"hint": "path: starts from a model, new: from fresh weights"})
+            text = "set model.path or model.new, not both" if self.path else "set model.path or model.new"
+            raise PydanticCustomError(
+                "C17", text, {"hint": "path starts from an existing model, new from random weights"}
+            )
         if self.new is not None and self.adapters is not None:
-            text = "model.adapters needs trained weights to stand beside, and model.new draws fresh ones"
-            raise PydanticCustomError("C17", text, {"hint": "take model.adapters out", "key": "adapters"})
+            text = "model.adapters needs a trained model, but model.new creates random weights"
+            raise PydanticCustomError("C17", text, {"hint": "remove model.adapters", "key": "adapters"})
         return self
 
 
@@ -223,8 +225,8 @@ class _Data(Section):
     def _one_way_to_hold_out(self) -> Self:
         named = self.LEARNT and getattr(self, self.HELD_OUT) is not None
         if self.eval_fraction is not None and named:
-            text = f"data.{self.HELD_OUT} and data.eval_fraction both say what is held out"
-            raise PydanticCustomError("C17", text, {"hint": "keep one of the two", "key": "eval_fraction"})
+            text = f"data.{self.HELD_OUT} and data.eval_fraction both define the held-out data"
+            raise PydanticCustomError("C17", text, {"hint": "remove one of them", "key": "eval_fraction"})
         if self.split_seed is not None and self.eval_fraction is None:
             text = "data.split_seed has no effect without data.eval_fraction"
             raise PydanticCustomError("C17", text, {"hint": "add eval_fraction: 0.05", "key": "split_seed"})

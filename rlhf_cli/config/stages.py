@@ -54,7 +54,7 @@ class RewardConfig(TrainingConfig):
         adapters = self.model.adapters
         if adapters and adapters.lora_dropout and self.trainer.get("disable_dropout") is not False:
             text = "model.adapters.lora_dropout has no effect: reward training turns dropout off"
-            hint = "set trainer.disable_dropout: false, or take lora_dropout out"
+            hint = "set trainer.disable_dropout: false, or remove lora_dropout"
             raise PydanticCustomError("C17", text, {"hint": hint, "key": "model.adapters.lora_dropout"})
         return self
 

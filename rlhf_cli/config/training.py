@@ -160,8 +160,8 @@ class TrainerSettings(Section):
         if self.warmup_steps is not None and self.warmup_ratio > 0:
             raise PydanticCustomError(
                 "C17",
-                "warmup_steps and warmup_ratio say the same thing twice",
-                {"hint": "keep one of the two", "key": "warmup_ratio"},
+                "warmup_steps and warmup_ratio cannot be combined",
+                {"hint": "remove one of them", "key": "warmup_ratio"},
             )
         return self
 

@@ -75,7 +75,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     def _one_length(self) -> Self:
         if (self.total_episodes is None) == (self.num_train_epochs is None):
             raise PydanticCustomError(
-                "C17", "give one of total_episodes and num_train_epochs", {"hint": "e.g. total_episodes: 10000"}
+                "C17", "set exactly one of total_episodes and num_train_epochs", {"hint": "e.g. total_episodes: 10000"}
             )
         return self
 
@@ -91,7 +91,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     def _the_watchdog_has_something_to_multiply(self) -> Self:
         acting = {self.watchdog.action, *self.watchdog.actions.values()} if self.watchdog else set()
         if self.kl_coef == 0 and "raise_kl_coef" in acting:
-            text = "watchdog: raise_kl_coef multiplies kl_coef, and 0 stays 0"
+            text = "watchdog: raise_kl_coef multiplies kl_coef, which is 0"
             raise PydanticCustomError("C17", text, {"hint": "set kl_coef above 0, e.g. 0.01", "key": "watchdog"})
         return self
 
@@ -128,10 +128,10 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         return math.ceil(self.num_train_epochs * prompt_count / self.prompts_per_update)
 
     def no_turn(self, updates: int) -> tuple[str, str] | None:
-        """Return (error, hint) if value_only_updates leaves the policy none of the `updates`, else None."""
+        """Return (error, hint) if value_only_updates leaves none of the `updates` to the policy, else None."""
         if self.value_only_updates < updates:
             return None
-        text = f"value_only_updates {self.value_only_updates} leaves the policy none of {updates} updates"
+        text = f"value_only_updates {self.value_only_updates} leaves no updates for the policy out of {updates} updates"
         longer = "total_episodes" if self.total_episodes is not None else "num_train_epochs"
         return text, f"at most {updates - 1}" if updates > 1 else f"raise {longer}"
 

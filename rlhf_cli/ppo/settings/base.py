@@ -26,5 +26,5 @@ class Range(Settings):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min > self.max:
-            raise PydanticCustomError("C06", "min is above max", {"hint": "swap the two"})
+            raise PydanticCustomError("C06", "min is greater than max", {"hint": "swap them"})
         return self

@@ -197,7 +197,7 @@ class ObjectiveSettings(Settings):
         if self.kl_in == "loss" and self.kl_estimator in ("k1", "abs"):
             raise PydanticCustomError(
                 "C17",
-                "kl_estimator {kind} in the loss does not have the KL's gradient (k1's is zero on average)",
+                "kl_estimator {kind} in the loss does not have the gradient of the KL (that of k1 is zero on average)",
                 {"kind": self.kl_estimator, "hint": "set kl_estimator: full, k2 or k3"},
             )
         return self
@@ -205,6 +205,6 @@ class ObjectiveSettings(Settings):
     @model_validator(mode="after")
     def _controller_has_something_to_multiply(self) -> Self:
         if self.adap_kl_ctrl and self.kl_coef == 0:
-            text = "adap_kl_ctrl multiplies kl_coef, and 0 stays 0"
-            raise PydanticCustomError("C17", text, {"hint": "set kl_coef: 0.2, where TRL's controller began"})
+            text = "adap_kl_ctrl multiplies kl_coef, which is 0"
+            raise PydanticCustomError("C17", text, {"hint": "set kl_coef: 0.2, the default of TRL's controller"})
         return self

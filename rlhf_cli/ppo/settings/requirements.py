@@ -44,6 +44,6 @@ class RewardRequirements(Settings):
     @model_validator(mode="after")
     def _asks_something(self) -> Self:
         if not self.model_dump(exclude_none=True):
-            hint = f"give one of {', '.join(type(self).model_fields)}, or take it out"
-            raise PydanticCustomError("C17", "require_reward asks for nothing", {"hint": hint})
+            hint = f"set one of {', '.join(type(self).model_fields)}, or remove it"
+            raise PydanticCustomError("C17", "require_reward has no requirement", {"hint": hint})
         return self

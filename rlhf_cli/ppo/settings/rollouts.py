@@ -187,8 +187,8 @@ class RolloutSettings(Settings):
     @model_validator(mode="after")
     def _stops_one_way(self) -> Self:
         if self.stop_token == "none" and self.stop_token_id is not None:
-            text = "stop_token none and a stop_token_id contradict each other"
-            raise PydanticCustomError("C17", text, {"hint": "take one of them out"})
+            text = "stop_token none and stop_token_id cannot be combined"
+            raise PydanticCustomError("C17", text, {"hint": "remove one of them"})
         return self
 
     @model_validator(mode="after")
@@ -208,8 +208,8 @@ class RolloutSettings(Settings):
                 divisors = [divisor for divisor in range(1, batch + 1) if batch % divisor == 0]
                 near = sorted(sorted(divisors, key=lambda divisor: abs(divisor - parts))[:2])
                 sizes = f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"
-                text = f"{sizes} = {batch} episodes an update cannot be divided by {key} {parts}"
-                hint = f"nearest that fit: {' or '.join(map(str, near))}"
+                text = f"{sizes} = {batch} episodes per update cannot be divided by {key} {parts}"
+                hint = f"nearest values that fit: {' or '.join(map(str, near))}"
                 raise PydanticCustomError("C12", "{text}", {"text": text, "hint": hint, "key": key})
         return self
 

@@ -14,7 +14,7 @@ SCHEDULERS = Literal[
 
 def _refuse_fp16(value: object) -> object:
     if value is True:
-        text = "fp16 cannot train PPO: log-prob differences underflow and there is no loss scaler"
+        text = "PPO cannot train in fp16: log-prob differences underflow, and there is no loss scaler"
         raise PydanticCustomError("C17", text, {"hint": "set bf16: true"})
     return value
 
@@ -146,8 +146,8 @@ class TrainingSettings(Settings):
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            text = "warmup_steps and warmup_ratio say the same thing twice"
-            raise PydanticCustomError("C17", text, {"hint": "keep warmup_steps"})
+            text = "warmup_steps and warmup_ratio cannot be combined"
+            raise PydanticCustomError("C17", text, {"hint": "remove warmup_ratio"})
         given = [key for key in ("warmup_steps", "warmup_ratio", "value_warmup_steps") if getattr(self, key)]
         if given and self.lr_scheduler_type == "constant":
             text = f"{given[0]} has no effect with lr_scheduler_type constant"
@@ -157,15 +157,17 @@ class TrainingSettings(Settings):
     @model_validator(mode="after")
     def _what_is_cut_up_stands_alone(self) -> Self:
         if self.fsdp and self.num_shared_layers:
-            text = "fsdp cuts up layers, which num_shared_layers lets two models use"
-            raise PydanticCustomError("C17", text, {"hint": "keep one of them"})
+            text = "fsdp shards layers and cannot be combined with num_shared_layers, which shares them between models"
+            raise PydanticCustomError("C17", text, {"hint": "remove one of them"})
         if self.fsdp and self.optim == "adamw_8bit":
-            raise PydanticCustomError("C17", "fsdp does not go with averages in 8 bits", {"hint": "keep one of them"})
+            raise PydanticCustomError(
+                "C17", "fsdp cannot be combined with optim: adamw_8bit", {"hint": "remove one of them"}
+            )
         return self
 
     @model_validator(mode="after")
     def _nothing_shared_leaves(self) -> Self:
         if self.offload and self.num_shared_layers:
-            text = "offload cannot send away layers that num_shared_layers lets the policy use"
-            raise PydanticCustomError("C17", text, {"hint": "keep one of them; num_shared_layers saves more"})
+            text = "offload cannot be combined with num_shared_layers, whose layers the policy uses"
+            raise PydanticCustomError("C17", text, {"hint": "remove offload; num_shared_layers saves more"})
         return self

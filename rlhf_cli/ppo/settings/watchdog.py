@@ -19,7 +19,7 @@ SAYS: dict[Signal, str] = {
     "kl": "KL to the SFT policy is {reading:.4g} nats per token; limit: {limit:g}",
     "length": "the mean response length is {reading:.4g} tokens, the SFT policy's {reference:.4g}; limit: a factor of "
     "{limit:g}",
-    "repetition": "{reading:.1%} of the 3-grams are repeated, the SFT policy's {reference:.1%}; limit: {limit:.1%} more",
+    "repetition": "{reading:.1%} of the 3-grams are repeated, the SFT policy's {reference:.1%}; limit: +{limit:.1%}",
     "eos": "{reading:.1%} of the responses have a stop token, of the SFT policy's {reference:.1%}; limit: {limit:.1%} "
     "less",
 }
@@ -116,7 +116,7 @@ class WatchdogSettings(Settings):
         for signal in self.actions:
             if getattr(self, signal) is None:
                 text = f"watchdog.actions.{signal} has no effect: watchdog.{signal} is null"
-                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": f"give {signal} a limit"})
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": f"set a limit for {signal}"})
         acting = {self.action_on(signal) for signal in SIGNALS if getattr(self, signal) is not None}
         if self.kl_factor != type(self).model_fields["kl_factor"].default and "raise_kl_coef" not in acting:
             text = "watchdog.kl_factor has no effect: no action is raise_kl_coef"
