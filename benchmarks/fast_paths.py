@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from rlhf_cli import terminal
-from rlhf_cli.models import packing, vocabulary
+from rlhf_cli.models import forward, packing
 from rlhf_cli.ppo import formulas
 
 RAGGED = [60, 52, 40, 36, 33, 30, 28, 25, 22, 20, 18, 15, 12, 10, 8, 8]  # lengths of a micro-batch's rows
@@ -39,20 +39,20 @@ def least(*calls: Callable[[], None]) -> list[float]:
 
 
 def attention(lengths: list[int]) -> list[float]:
-    """Of a layer: all rows in one rectangle, and each length by itself."""
+    """Of a layer: all rows in one batch, and each length by itself."""
     tokens, cpu = sum(lengths), torch.device("cpu")
     x, back = torch.randn(1, 4, tokens, 64, requires_grad=True), torch.randn(1, tokens, 4, 64)
 
-    def run(rows: packing.Rows) -> None:
-        parts = zip(rows.rectangles, rows.split(x), strict=True)
+    def run(rows: packing.PackedRows) -> None:
+        parts = zip(rows.batches, rows.split(x), strict=True)
         found = [
-            rectangle.pack(F.scaled_dot_product_attention(part, part, part, is_causal=True).transpose(1, 2))
-            for rectangle, part in parts
+            batch.unpad(F.scaled_dot_product_attention(part, part, part, is_causal=True).transpose(1, 2))
+            for batch, part in parts
         ]
         torch.cat(found, dim=1).backward(back)
 
-    one = packing.Rows([packing.Rectangle.of(lengths, cpu)])
-    return least(lambda: run(one), lambda: run(packing.Rows.of(lengths, cpu)))
+    one = packing.PackedRows([packing.PaddedBatch.from_lengths(lengths, cpu)])
+    return least(lambda: run(one), lambda: run(packing.PackedRows.from_lengths(lengths, cpu)))
 
 
 def model() -> LlamaForCausalLM:
@@ -65,13 +65,13 @@ def head(policy: LlamaForCausalLM, *, at_once: int, in_place: bool) -> Callable[
     hidden, ids = torch.randn(352, 256), torch.randint(8192, (352,))
 
     def run() -> None:
-        with vocabulary.gradients_in_place(policy) if in_place else nullcontext():
+        with forward.in_place_embedding_gradients(policy) if in_place else nullcontext():
             for first in range(0, len(ids), at_once):
                 part = hidden[first : first + at_once].requires_grad_()
                 log_probs = formulas.log_probs(policy.lm_head(part), 1.0)
                 with torch.no_grad():
                     formulas.entropy(log_probs)
-                formulas.picked(log_probs, ids[first : first + at_once]).sum().backward()
+                formulas.gather_logprobs(log_probs, ids[first : first + at_once]).sum().backward()
 
     return run
 
@@ -81,7 +81,7 @@ def embedding(policy: LlamaForCausalLM, *, in_place: bool) -> Callable[[], None]
     ids, back = torch.randint(8192, (1, 600)), torch.randn(1, 600, 256)
 
     def run() -> None:
-        with vocabulary.gradients_in_place(policy) if in_place else nullcontext():
+        with forward.in_place_embedding_gradients(policy) if in_place else nullcontext():
             policy.get_input_embeddings()(ids).backward(back)
 
     return run
@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     policy, rows = model(), []
-    names = "attention of a layer: one rectangle, by length"
+    names = "attention of a layer: one batch, by length"
     rows += [(f"{names} ({kind})", *attention(of)) for kind, of in (("ragged", RAGGED), ("dense", DENSE))]
     heads = [head(policy, at_once=size, in_place=place) for size, place in ((352, False), (128, False), (128, True))]
     whole, parts, in_place = least(*heads)

@@ -42,7 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.generation import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import HFEngine, PPOSettings, PPOTrainer, Prompts, Rollout
 
 STOP, PAD = 1, 0
@@ -368,7 +368,7 @@ def _timed_update(
     ref = copy.deepcopy(policy)
     if lora:
         policy = with_lora(policy)
-    value = reading.ValueHead(policy) if head else model(bench, name, scorer=True)
+    value = forward.ValueHead(policy) if head else model(bench, name, scorer=True)
     settings = PPOSettings(
         total_episodes=sizes.update_rows * (sizes.timed + 1),
         per_device_train_batch_size=sizes.micro_batch_rows,
@@ -385,7 +385,7 @@ def _timed_update(
     rollout = responses(bench)
     scores = torch.linspace(-1, 1, sizes.update_rows, device=bench.device)
     for _ in range(sizes.timed + 1):
-        judging.append(bench.seconds(lambda: judged.append(trainer.judge(rollout, scores))))
+        judging.append(bench.seconds(lambda: judged.append(trainer.make_experience(rollout, scores))))
         learning.append(bench.seconds(lambda: trainer.update(judged.pop())))
     judge_s, update_s = min(judging[1:]), min(learning[1:])
     shape, lengths = config(name, sizes.vocabulary), rollout.lengths.tolist()

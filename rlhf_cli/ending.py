@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlhf_cli import checkpoints, report, terminal, verdict
+from rlhf_cli import checkpoints, report, terminal
 from rlhf_cli.checkpoints.outputs import REPORT
 from rlhf_cli.config import Config, load
 from rlhf_cli.errors import RLHFError, quoted, shown, word
+from rlhf_cli.evaluation import render
 
 
 def show(
@@ -27,7 +28,7 @@ def _show_ways_on(folder: Path, configs: Mapping[str, Config], *, met: bool) -> 
         if not met or page.suspect:
             ways.append(f"open {quoted(judged / REPORT)} in a browser")
     if met and "ppo" in configs:
-        selected = " --step selected" if "selected_step" in verdict.read_report(judged) else ""
+        selected = " --step selected" if "selected_step" in render.read_report(judged) else ""
         name = quoted(folder)
         ways += [f"rlhf chat {name} --compare sft,ppo", f"rlhf export {name} --out DIR{selected}"]
     if ways:

@@ -14,12 +14,13 @@ from types import FrameType
 
 import yaml
 
-from rlhf_cli import checkpoints, ending, sources, terminal, verdict
+from rlhf_cli import checkpoints, ending, sources, terminal
 from rlhf_cli.checkpoints import Parent, Status
 from rlhf_cli.checkpoints.outputs import REPORT
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, keys, load, takes
 from rlhf_cli.config.overrides import malformed
 from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_folder, quoted, shown
+from rlhf_cli.evaluation import render
 from rlhf_cli.processes import OURSELVES
 from rlhf_cli.report import write_beside
 from rlhf_cli.run_folders import configs_in
@@ -96,10 +97,10 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
             # What the stage itself shows, and holds against its requirements, when it runs.
             if not (config.folder / REPORT).exists():  # a kill came between the manifest and the page
                 write_beside(config.folder)
-            verdict.print_verdict(config.folder)
-            report = verdict.read_report(config.folder)
+            render.print_report(config.folder)
+            report = render.read_report(config.folder)
             try:
-                verdict.check_requirements(report, config.eval.require, where=config.where)
+                render.check_requirements(report, config.eval.require, where=config.where)
             except RLHFError:
                 ending.show(folder, configs, routed, met=False)
                 raise

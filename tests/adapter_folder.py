@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bad_inputs import rlhf
 
-from rlhf_cli.models import fresh, saving
+from rlhf_cli.models import build, save
 
 SFT = """model: {path: BASE, adapters: {kind: lora, r: 4}}
 data: {train: rows.jsonl, eval: rows.jsonl}
@@ -47,8 +47,8 @@ def widen(folder: Path, world: Any) -> None:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = fresh.new_causal({**sizes, "initializer_range": 0.1, "max_position_embeddings": 128}, world.tokenizer())
-    saving.save_model(model, world.tokenizer(), folder / "model", "A wider base model.")
+    model = build.new_causal_lm({**sizes, "initializer_range": 0.1, "max_position_embeddings": 128}, world.tokenizer())
+    save.save_model(model, world.tokenizer(), folder / "model", "A wider base model.")
 
 
 def run(folder: Path, stage: str, *arguments: str) -> dict[str, Any]:

@@ -44,10 +44,10 @@ def foreign_scorer(folder: Path, **changes: Any) -> None:
     """scorer/: a one-label classifier on the base model, as somebody else would hand it on."""
     import torch
 
-    from rlhf_cli.models import loading, saving, tokenizers
+    from rlhf_cli.models import load, save, tokenizers
 
     torch.manual_seed(0)
-    model = loading.scorer_from_causal(folder / "model")
+    model = load.init_reward_model(folder / "model")
     for name, value in changes.items():
         setattr(model.config, name, value)
-    saving.save_model(model, tokenizers.load_tokenizer(folder / "model"), folder / "scorer", "A scorer.")
+    save.save_model(model, tokenizers.load_tokenizer(folder / "model"), folder / "scorer", "A scorer.")

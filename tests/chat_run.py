@@ -17,7 +17,7 @@ import tiny
 from ppo_folder import PROMPTS, as_stage, rlhf, write
 
 from rlhf_cli import rows
-from rlhf_cli.models import saving, tokenizers
+from rlhf_cli.models import save, tokenizers
 
 PROMPT = "\x1b[?2004h> "  # behind what lets a paste of several lines come as one
 ROOT = Path(__file__).parent.parent
@@ -57,8 +57,8 @@ def make(folder: Path, *, template: str | None = None) -> Path:
         model, name = kind(**size, **special), f"{stage}_model"
         if stage == "sft":
             model.lm_head.weight.data[1] = 0  # it is never the most likely one: at temperature 0 a reply has no end
-        saving.set_special_ids(model, tokenizer, 1)
-        saving.save_model(model, tokenizer, folder / name, "A tiny model.")
+        save.set_special_token_ids(model, tokenizer, 1)
+        save.save_model(model, tokenizer, folder / name, "A tiny model.")
         as_stage(folder, stage, folder / name, {"model": {"path": name}, "data": {"train": data}})
     return folder
 

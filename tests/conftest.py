@@ -22,7 +22,14 @@ from adapter_folder import adapters_copy, adapters_run  # noqa: F401  (fixtures 
 from chat_run import chat_origin  # noqa: F401  (a fixture of the tests of chat)
 from damage_chain import chain, make_chain, other_chain  # noqa: F401  (fixtures of the tests of damages)
 from damages import summary
-from ppo_folder import no_page, origin, run_folder, trained_folder, trained_once  # noqa: F401  (of the stage tests)
+from ppo_folder import (  # noqa: F401  (fixtures of the stage tests)
+    no_page,
+    origin,
+    ppo_run,
+    run_folder,
+    trained_folder,
+    trained_once,
+)
 
 from rlhf_cli import checkpoints, rows, terminal
 
@@ -134,13 +141,13 @@ def _turns(*texts: str) -> list[dict[str, str]]:
 def _make_base(world: World) -> None:
     import torch
 
-    from rlhf_cli.models import fresh, saving, tokenizers
+    from rlhf_cli.models import build, save, tokenizers
 
     tokenizer = tokenizers.train_tokenizer(world.text, 340)
     torch.manual_seed(0)
-    model = fresh.new_causal(SIZES, tokenizer)
-    saving.set_special_ids(model, tokenizer, tokenizer.eos_token_id)
-    saving.save_model(model, tokenizer, world.base, "A tiny base model.")
+    model = build.new_causal_lm(SIZES, tokenizer)
+    save.set_special_token_ids(model, tokenizer, tokenizer.eos_token_id)
+    save.save_model(model, tokenizer, world.base, "A tiny base model.")
 
 
 def pytest_collection_finish() -> None:

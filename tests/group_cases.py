@@ -1,7 +1,7 @@
 """What one process and two of half the batch make of the same, for tests/test_group_ppo.py.
 
-`torchrun group_cases.py OUT` leaves what rank 0 found in OUT, and that of rank 1 in OUT.1; here `found(Ranks())` is one
-process.
+`torchrun group_cases.py OUT` leaves what rank 0 found in OUT, and that of rank 1 in OUT.1; here `found(ProcessGroup())`
+is one process.
 """
 
 import sys
@@ -12,11 +12,11 @@ import tiny
 import torch
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
+from rlhf_cli.models.batch import EnsembleScores
+from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOTrainer
-from rlhf_cli.ppo.ranks import Ranks, group
-from rlhf_cli.ppo.records import Opinions
-from rlhf_cli.ppo.rewards import EnsembleReward
+from rlhf_cli.rewards import EnsembleReward
 
 PTX = [([5, 6], [7, 8, 2]), ([4], [9, 9, 9, 2]), ([3, 3, 3], [2])]
 # Name -> settings beside the usual ones. Of a batch of 8 rows micro-batches hold 4 in one process, 2 in each of two.
@@ -40,12 +40,15 @@ ROUGHLY = ("plain", "few tokens, unlike numbers of micro-batches", "minibatches 
 UPDATES = 2
 
 
-def trainer(ranks: Ranks, dtype: torch.dtype, head: bool = False, **changes: Any) -> PPOTrainer:
+def trainer(process_group: ProcessGroup, dtype: torch.dtype, head: bool = False, **changes: Any) -> PPOTrainer:
     """As tiny.trainer makes it, with SGD, so that weights tell of gradients."""
-    sizes = {"per_device_train_batch_size": 4 // ranks.count, "gradient_accumulation_steps": 2 * ranks.count}
+    sizes = {
+        "per_device_train_batch_size": 4 // process_group.world_size,
+        "gradient_accumulation_steps": 2 * process_group.world_size,
+    }
     settings = tiny.settings(**sizes, **changes)
     policy, ref = tiny.causal("llama", 3).to(dtype), tiny.causal("llama", 0).to(dtype)
-    value = reading.ValueHead(policy) if head else tiny.scorer().to(dtype)
+    value = forward.ValueHead(policy) if head else tiny.scorer().to(dtype)
     # Scores are float32: those of a row by itself do not depend on who reads it.
     wide = dtype == torch.float64
     members = {
@@ -54,7 +57,9 @@ def trainer(ranks: Ranks, dtype: torch.dtype, head: bool = False, **changes: Any
     rewards = {"model": members["m1"], "both": EnsembleReward(members), "length": length}
     engine = HFEngine(policy, tiny.EOS, tiny.PAD, settings.temperature)
     ptx = PTX if settings.ptx_coef else ()
-    made = PPOTrainer(policy, ref, value, rewards, engine, settings, ptx=ptx, num_updates=4, ranks=ranks)
+    made = PPOTrainer(
+        policy, ref, value, rewards, engine, settings, ptx=ptx, num_updates=4, process_group=process_group
+    )
     learnt = [*policy.parameters(), *value.parameters()]  # as the trainer has cut them up
     made.optimizer = torch.optim.SGD(learnt, lr=settings.learning_rate, foreach=False)
     made.scheduler = torch.optim.lr_scheduler.ConstantLR(made.optimizer, 1.0)
@@ -90,32 +95,32 @@ def told(made: PPOTrainer) -> dict[str, Any]:
         rollout = made.experience.rollout
         rollouts.append([(rollout.prompt_tokens(row), rollout.response_tokens(row)) for row in range(len(rollout))])
     learnt = {"policy": weights(made.policy), "value": weights(made.value), "held": held(made)}
-    return {"stats": stats, "rollouts": rollouts, **learnt, "kl_coef": made.kl_coef, "moments": made.moments}
+    return {"stats": stats, "rollouts": rollouts, **learnt, "kl_coef": made.kl_coef, "moments": made.score_stats}
 
 
-def found(ranks: Ranks, **more: Any) -> dict[str, Any]:
+def found(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
     made = {}
     for name, changes in CASES.items():
         changes = {**changes, **more}
-        made[f"{name}, {torch.float64}"] = told(trainer(ranks, torch.float64, **changes))
+        made[f"{name}, {torch.float64}"] = told(trainer(process_group, torch.float64, **changes))
         if name in ROUGHLY:
-            made[f"{name}, {torch.float32}"] = told(trainer(ranks, torch.float32, **changes))
-    made["a head on the policy, torch.float64"] = told(trainer(ranks, torch.float64, head=True, **more))
-    made["nobody has a row to spare, torch.float64"] = small(ranks, **more)
+            made[f"{name}, {torch.float32}"] = told(trainer(process_group, torch.float32, **changes))
+    made["a head on the policy, torch.float64"] = told(trainer(process_group, torch.float64, head=True, **more))
+    made["nobody has a row to spare, torch.float64"] = small(process_group, **more)
     for name, spoilt in (("loss", spoil_loss), ("reward", spoil_reward), ("reward model", spoil_model)):
-        made[f"error in the {name}"] = error(spoilt(trainer(ranks, torch.float32, **more)))
+        made[f"error in the {name}"] = error(spoilt(trainer(process_group, torch.float32, **more)))
     return made
 
 
-def small(ranks: Ranks, **more: Any) -> dict[str, Any]:
+def small(process_group: ProcessGroup, **more: Any) -> dict[str, Any]:
     """A rollout of one row: the second rank has nothing to write, read or learn."""
-    made = trainer(ranks, torch.float64, **more)
+    made = trainer(process_group, torch.float64, **more)
     made.rewards.pop("length")
     rollout = made.generate(tiny.prompts(1))
-    experience = made.judge(rollout)
+    experience = made.make_experience(rollout)
     stats = made.update(experience)
     return {"stats": [stats], "rollouts": [rollout.response_tokens(0)], "policy": weights(made.policy),
-            "value": weights(made.value), "kl_coef": made.kl_coef, "moments": made.moments}  # fmt: skip
+            "value": weights(made.value), "kl_coef": made.kl_coef, "moments": made.score_stats}  # fmt: skip
 
 
 def error(made: PPOTrainer) -> dict[str, Any]:
@@ -129,22 +134,22 @@ def error(made: PPOTrainer) -> dict[str, Any]:
 
 def spoil_loss(made: PPOTrainer) -> PPOTrainer:
     """Not finite in one row alone, which one rank alone has."""
-    backward = made.passes.backward
+    backward = made.model_runner.backward
 
     def spoilt(told: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
         learned = backward(told, micro, *args, **kwargs)
         if 5 in micro.rows.tolist():
-            learned.loss[micro.rows[micro.row] == 5] = torch.nan
+            learned.loss[micro.rows[micro.row_index] == 5] = torch.nan
         return learned
 
-    made.passes.backward = spoilt  # type: ignore[method-assign]
+    made.model_runner.backward = spoilt  # type: ignore[method-assign]
     return made
 
 
 def spoil_reward(made: PPOTrainer) -> PPOTrainer:
     """A function, which the first rank alone asks."""
 
-    def fails(rollout: Any) -> Opinions:
+    def fails(rollout: Any) -> EnsembleScores:
         raise RLHFError("R05", "reward `length` raised ValueError", where="ppo.yaml:3", hint="mend it")
 
     made.rewards["length"] = fails
@@ -156,7 +161,7 @@ def spoil_model(made: PPOTrainer) -> PPOTrainer:
     model = made.rewards["model"]
 
     class Fails:
-        by_row = True
+        shardable = True
 
         def __call__(self, rollout: Any) -> Any:
             if rollout.first <= 5 < rollout.first + len(rollout):
@@ -169,5 +174,5 @@ def spoil_model(made: PPOTrainer) -> PPOTrainer:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with group() as here:
+    with open_process_group() as here:
         torch.save(found(here, fsdp="fsdp" in sys.argv), Path(f"{sys.argv[1]}.{here.rank}"))

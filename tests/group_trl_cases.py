@@ -16,15 +16,15 @@ import transformers
 
 from rlhf_cli import checkpoints
 from rlhf_cli.config import Options, load
-from rlhf_cli.ppo.ranks import Ranks, group
+from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.stages import eval as evaluation
 from rlhf_cli.stages import reward, sft
 
 STAGES: dict[str, ModuleType] = {"sft": sft, "reward": reward, "eval": evaluation}
 
 
-def run(path: Path, ranks: Ranks) -> None:
-    STAGES[path.stem]._run(load(path.stem, path), Options(), ranks)  # type: ignore[arg-type]
+def run(path: Path, process_group: ProcessGroup) -> None:
+    STAGES[path.stem]._run(load(path.stem, path), Options(), process_group)  # type: ignore[arg-type]
 
 
 def forget(folder: Path, step: int) -> None:
@@ -51,7 +51,7 @@ def dawdle(rank: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with group() as here:
+    with open_process_group() as here:
         for word in sys.argv[1:]:
             name, _, step = word.partition("@")
             config = Path(name)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rlhf_cli import rows
-from rlhf_cli.models import loading, saving
+from rlhf_cli.models import load, save
 
 # The most memory that a process ever held, less what it held once the same stage had run on next to nothing: the
 # libraries, all of which are loaded by then.
@@ -58,9 +58,9 @@ def write(case: Case, folder: Path) -> Path:
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
     body = AutoConfig.for_model(case.family, **{"max_position_embeddings": 2048, **case.sizes, **ids})
-    saving.save_model(AutoModelForCausalLM.from_config(body), tokenizer, folder / "base", "A model.")
-    scorer = loading.scorer_from_causal(folder / "base")
-    saving.save_model(scorer, tokenizer, folder / "scorer", "A scorer.")
+    save.save_model(AutoModelForCausalLM.from_config(body), tokenizer, folder / "base", "A model.")
+    scorer = load.init_reward_model(folder / "base")
+    save.save_model(scorer, tokenizer, folder / "scorer", "A scorer.")
     texts = [" ".join(words[(n * 31 + k) % len(words)] for k in range(case.prompt)) for n in range(64)]
     answers = [" ".join(words[(n * 17 + k) % len(words)] for k in range(case.answer)) for n in range(64)]
     rows.write_jsonl(folder / "prompts.jsonl", [{"prompt": text} for text in texts])

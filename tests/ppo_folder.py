@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from rlhf_cli import checkpoints, rows
 from rlhf_cli.cli import app
 from rlhf_cli.config import load
-from rlhf_cli.models import saving, tokenizers
+from rlhf_cli.models import save, tokenizers
 
 PROMPTS = [
     f"tell me about the {thing} number {n}" for n in range(4) for thing in ("sea", "moon", "bread", "cat", "hill")
@@ -45,7 +45,7 @@ EVAL = {
 def no_page() -> Iterator[None]:
     """An evaluation draws no page, which takes longer than a small one itself: for tests that look at none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf_cli.stages.eval.write_beside", lambda folder: None)
+        patch.setattr("rlhf_cli.report.write_beside", lambda folder: None)
         yield
 
 
@@ -61,8 +61,8 @@ def origin(tmp_path_factory) -> Path:
     tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
     for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
         model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None)
-        saving.set_special_ids(model, tokenizer, 1)
-        saving.save_model(model, tokenizer, folder / name, "A tiny model.")
+        save.set_special_token_ids(model, tokenizer, 1)
+        save.save_model(model, tokenizer, folder / name, "A tiny model.")
     return folder
 
 
@@ -83,6 +83,12 @@ def trained_once(origin: Path, tmp_path_factory) -> tuple[Path, Result]:
     result = ppo(folder)
     assert result.exit_code == 0, result.output
     return folder, result
+
+
+@pytest.fixture
+def ppo_run(trained_once: tuple[Path, Result]) -> Path:
+    """The folder of that run. Not to be changed."""
+    return trained_once[0]
 
 
 @pytest.fixture

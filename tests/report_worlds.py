@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_cli import reward_card, statistics, verdict
+from rlhf_cli import statistics
+from rlhf_cli.evaluation import frontier, reward_model
+from rlhf_cli.evaluation.render import summary_sentence
+from rlhf_cli.evaluation.reward_model import ScoredPair
 from rlhf_cli.report import compare, drawn, glance
 from rlhf_cli.report.health import readings
 from rlhf_cli.report.ranges import RULES, Rule
 from rlhf_cli.report.runs import STAGES, Run, Stage
-from rlhf_cli.reward_card import ScoredPair
-from rlhf_cli.stages.eval import frontier
 
 Draw = np.random.Generator
 SIZES = (32, 64, 256)  # prompts of an evaluation, pairs of a card
@@ -36,7 +37,7 @@ def page(one: Run) -> Iterator[str]:
     yield glance.suspect(one, badges)
     if one.report:
         yield from glance.sentences(one)
-        yield verdict.sentence(one.report) or ""
+        yield summary_sentence(one.report) or ""
 
 
 def log(name: str, **series: Any) -> Stage:
@@ -88,7 +89,7 @@ def along(draw: Draw, *, gain: float = 0.0) -> Iterator[str]:
     points = [
         {"step": step, "kl": 0.1 * step, "judges": {"gold": {"mean": float(np.mean(told[step]))}}} for step in steps
     ]
-    picked = frontier._picked(points, told, SimpleNamespace(judge="gold", kl_max=None), 0)
+    picked = frontier._select(points, told, SimpleNamespace(judge="gold", kl_max=None), 0)
     near = {picked["selected_step"], *picked["selected"]["within_noise"]}
     for point in points:
         point["judges"]["gold"]["within_noise"] = point["step"] in near
@@ -110,13 +111,13 @@ def rewarded(
     chosen = np.where(right, said.argmax(1), said.argmin(1))
     columns = [table[rows, side].tolist() for table in (said, rank) for side in (chosen, 1 - chosen)]
     pairs = [ScoredPair(*row) for row in zip(*columns, strict=True)]
-    found = reward_card.measure(pairs)
+    found = reward_model.evaluate_pairs(pairs)
     m = min(128, n)
     limits = {"empty": 1 - accuracy, "repeated_token": 1 - accuracy, "politeness": 1 - accuracy}
     limits = {name: max(0.1, share) for name, share in limits.items()} | {"over_long": 0.5, "swapped_prompt": 0.25}
     won = {name: (draw.random(m) < min(1.0, share + probe)).astype(float) for name, share in limits.items()}
-    found["adversarial"] = reward_card.judge({name: wins.tolist() for name, wins in won.items()}, [0.5] * m)
-    flags = [{"code": problem.code, "text": problem.text} for problem in reward_card.flags(found)]
+    found["adversarial"] = reward_model.score_probes({name: wins.tolist() for name, wins in won.items()}, [0.5] * m)
+    flags = [{"code": problem.code, "text": problem.text} for problem in reward_model.flags(found)]
     card = found | {"flags": flags}
     stage = Stage(
         "reward", Path("reward"), "finished",

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_cli import checkpoints, rows
 from rlhf_cli.config import Options, load
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import tokenizers
+from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.stages import reward, sft, trl_training
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
@@ -61,12 +62,12 @@ def test_a_stage_leaves_the_adapters_alone_and_names_their_base(adapters_run: Pa
 def test_what_is_read_is_peft_s_own_sum(adapters_run: Path) -> None:
     from peft import PeftModel
 
-    ours = loading.load_causal(adapters_run / "sft/model")
+    ours = load_causal_lm(adapters_run / "sft/model")
     plain = AutoModelForCausalLM.from_pretrained(adapters_run / "model", dtype=torch.float32)
     before = logits(plain)
     theirs = logits(PeftModel.from_pretrained(plain, adapters_run / "sft/model"))
     assert torch.allclose(logits(ours), theirs, atol=1e-5) and not torch.allclose(before, theirs, atol=1e-2)
-    assert type(ours) is type(loading.load_causal(adapters_run / "model")) and not hasattr(ours, "peft_config")
+    assert type(ours) is type(load_causal_lm(adapters_run / "model")) and not hasattr(ours, "peft_config")
     assert all(weight.requires_grad for weight in ours.parameters())  # PPO trains them all
     assert (ours.generation_config.eos_token_id, ours.config.pad_token_id) == (1, 0)
 
@@ -76,12 +77,12 @@ def test_plain_from_pretrained_reads_it_from_within_its_folder(
 ) -> None:
     monkeypatch.chdir(adapters_run / "sft/model")  # where the relative name of the base holds
     plain = AutoModelForCausalLM.from_pretrained(".", dtype=torch.float32)
-    assert torch.allclose(logits(plain), logits(loading.load_causal(adapters_run / "sft/model")), atol=1e-5)
+    assert torch.allclose(logits(plain), logits(load_causal_lm(adapters_run / "sft/model")), atol=1e-5)
 
 
 def test_reading_draws_no_random_numbers(adapters_run: Path) -> None:
     torch.manual_seed(7)
-    loading.load_causal(adapters_run / "sft/model")
+    load_causal_lm(adapters_run / "sft/model")
     after = torch.rand(1)
     torch.manual_seed(7)
     assert torch.equal(after, torch.rand(1))
@@ -89,12 +90,12 @@ def test_reading_draws_no_random_numbers(adapters_run: Path) -> None:
 
 def test_the_reward_model_is_read_with_its_own_head_and_scale(adapters_run: Path) -> None:
     manifest = json.loads((adapters_run / "reward/manifest.json").read_text())
-    scorer = loading.load_scorer(adapters_run / "reward/model")
+    scorer = load_reward_model(adapters_run / "reward/model")
     head = load_file(adapters_run / "reward/model/adapter_model.safetensors")["base_model.model.score.weight"]
     assert torch.equal(scorer.score.weight, head) and scorer.num_labels == 1
     assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
     assert manifest["metrics"]["accuracy"] > 0.9
-    body = loading.load_causal(adapters_run / "sft/model").model.layers[0].mlp.up_proj.weight
+    body = load_causal_lm(adapters_run / "sft/model").model.layers[0].mlp.up_proj.weight
     assert not torch.allclose(scorer.model.layers[0].mlp.up_proj.weight, body, atol=1e-4)  # beside SFT's comes its own
 
 
@@ -198,7 +199,7 @@ def test_4_bits_hold_the_sum_of_base_and_adapter(adapters_copy: Path) -> None:
     layer = trainer.model.get_base_model().model.layers[0].mlp
     packed = layer.down_proj.base_layer.weight
     opened = bnb.functional.dequantize_4bit(packed.data, packed.quant_state)
-    both, base = (loading.load_causal(name).model.layers[0].mlp for name in ("sft/model", "model"))
+    both, base = (load_causal_lm(name).model.layers[0].mlp for name in ("sft/model", "model"))
     away = (opened - both.down_proj.weight).norm() / opened.norm()
     assert away < 0.11 < (opened - base.down_proj.weight).norm() / opened.norm()
     # Rows of 32, which bitsandbytes would read wrongly on a CPU, stay as they are.
@@ -219,7 +220,7 @@ def test_other_families_go_through_sft_and_reward(
     scored = run(folder, "reward")
     assert scored["metrics"]["accuracy"] > 0.6 and scored["tokenizer_sha256"] == manifest["tokenizer_sha256"]
     run(folder, "ppo")
-    assert loading.load_causal(folder / "ppo/model").get_input_embeddings().weight.shape[0] == (
+    assert load_causal_lm(folder / "ppo/model").get_input_embeddings().weight.shape[0] == (
         manifest["special_tokens"]["pad"] + 1
     )
 
@@ -233,7 +234,7 @@ def test_rows_for_a_new_pad_token_are_the_same_for_every_reader(
     settings.pop("pad_token")
     Path("model/tokenizer_config.json").write_text(json.dumps(settings))
     run(tmp_path / "run", "sft")
-    one, two = (loading.load_causal("sft/model").get_input_embeddings().weight for _ in range(2))
+    one, two = (load_causal_lm("sft/model").get_input_embeddings().weight for _ in range(2))
     known = len(world.tokenizer())
     assert one.shape[0] == known + 1 and torch.equal(one, two)
     assert torch.allclose(one[known], one[:known].mean(0), atol=1e-6)
@@ -291,7 +292,7 @@ def test_the_chain_goes_on_from_adapters_wherever_the_run_lies(adapters_copy: Pa
     assert (adapters_copy / "ppo/model/model.safetensors").is_file() and (
         adapters_copy / "ppo/value/model.safetensors"
     ).is_file()
-    policy, start = loading.load_causal("ppo/model"), loading.load_causal("sft/model")
+    policy, start = load_causal_lm("ppo/model"), load_causal_lm("sft/model")
     moved = [not torch.equal(a, b) for a, b in zip(policy.parameters(), start.parameters(), strict=True)]
     assert all(moved)  # PPO trains all weights of the sum
     for stage in ("sft", "reward", "ppo"):
@@ -333,7 +334,7 @@ def test_m04_a_base_of_the_hub_goes_by_its_id(world: World, tmp_path: Path, monk
     told = json.loads((folder / "sft/model/adapter_config.json").read_text())
     assert (told["base_model_name_or_path"], told["revision"]) == ("some/model", "b" * 40)
     assert manifest["parents"]["model.path"]["revision"] == "b" * 40
-    assert logits(loading.load_causal(folder / "sft/model")).isfinite().all()
+    assert logits(load_causal_lm(folder / "sft/model")).isfinite().all()
     assert run(folder, "reward", "-s", "reward.max_steps=1")["parents"]["model.path"]["path"] == "../sft"
     shutil.rmtree(tmp_path / "hub/models--some--model/snapshots" / ("b" * 40))
     monkeypatch.chdir(folder)
@@ -376,8 +377,8 @@ def test_neither_library_is_imported_by_what_reads_whole_models(adapters_run: Pa
     """Of ours. transformers' schedules and TRL's trainers import peft themselves where it is installed."""
     code = (
         "import sys\nfrom rlhf_cli import cli\nfrom rlhf_cli.check import trial\nfrom rlhf_cli.stages import eval\n"
-        "from rlhf_cli.models import loading\n"
-        f"loading.load_causal({str(adapters_run / 'model')!r})\nprint({{'peft', 'bitsandbytes'}} & sys.modules.keys())"
+        "from rlhf_cli.models import load\n"
+        f"load.load_causal_lm({str(adapters_run / 'model')!r})\nprint({{'peft', 'bitsandbytes'}} & sys.modules.keys())"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.config import load
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import fresh, loading, saving
+from rlhf_cli.models import build, save
+from rlhf_cli.models.load import load_causal_lm
 
 pytestmark = pytest.mark.training
 
@@ -28,7 +29,7 @@ def test_m04_the_base_is_gone(adapters_copy: Path) -> None:
     seen = check("ppo.yaml")
     assert seen.exit_code == 2 and "error[M04]" in seen.stdout + seen.stderr
     with pytest.raises(RLHFError, match="M04"):
-        loading.load_causal(adapters_copy / "sft/model")
+        load_causal_lm(adapters_copy / "sft/model")
 
 
 def test_m04_the_base_has_changed_since(adapters_copy: Path) -> None:
@@ -66,7 +67,7 @@ def test_m01_an_adapter_of_another_model(adapters_copy: Path) -> None:
         kept = {name: tensor for name, tensor in {**tensors, **changed}.items() if tensor is not None}
         save_file(kept, "sft/model/adapter_model.safetensors")
         with pytest.raises(RLHFError, match="does not fit its base"):
-            loading.load_causal("sft/model")
+            load_causal_lm("sft/model")
 
 
 # Keys
@@ -118,8 +119,8 @@ def test_c17_a_model_of_which_4_bits_can_hold_nothing(
 ) -> None:
     monkeypatch.chdir(write(tmp_path / "run", world))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = fresh.new_causal(sizes, world.tokenizer())
-    saving.save_model(model, world.tokenizer(), Path("model"), "A narrow base model.")
+    model = build.new_causal_lm(sizes, world.tokenizer())
+    save.save_model(model, world.tokenizer(), Path("model"), "A narrow base model.")
     says = ("4 bits hold layers of a width that 64 divides, and the model has none", "hint: set it to lora")
     result = rlhf("sft", "-s", "model.adapters.kind=qlora")
     assert result.exit_code == 2 and "error[C17]" in result.stderr and all(text in result.stderr for text in says)

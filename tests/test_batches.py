@@ -8,8 +8,9 @@ import yaml
 
 from rlhf_cli.config import load
 from rlhf_cli.data import Prompt
-from rlhf_cli.inputs import batches, ppo
+from rlhf_cli.inputs import batches
 from rlhf_cli.sources import Place
+from rlhf_cli.stages import ppo_setup
 
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2}
 
@@ -48,9 +49,9 @@ def test_pairs_have_the_tokens_of_both_answers(tmp_path: Path) -> None:
 
 def test_ppo_in_two_processes(tmp_path: Path) -> None:
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "total_episodes": 64}
-    config = ppo.of_group(config_of(tmp_path, "ppo", **sizes), 2)
+    config = ppo_setup.scale_to_world_size(config_of(tmp_path, "ppo", **sizes), 2)
     said = "20 prompts; an update: 4 x 2 x 2 processes = 16 episodes, 1 to a prompt; 4 epochs x 1 minibatches = 4 "
     assert (
-        ppo.arithmetic(config, [Prompt([1], "a", Place(Path("p"), 1))] * 20, 2)
+        ppo_setup.describe_batches(config, [Prompt([1], "a", Place(Path("p"), 1))] * 20, 2)
         == f"{said}optimizer steps; in all 4 updates, 64 episodes"
     )

@@ -64,7 +64,7 @@ def test_a_whole_run_fills_table_and_file(tmp_path, capsys, monkeypatch):
     def full(model):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
 
-    monkeypatch.setattr(gpu.reading, "checkpoint_activations", full)
+    monkeypatch.setattr(gpu.forward, "enable_gradient_checkpointing", full)
     monkeypatch.setitem(gpu.OTHERS, "generate_batch", lambda *_: 1 / 0)
     monkeypatch.setattr(gpu, "version", {"torch": "2", "transformers": "5"}.get)
     assert gpu.main(["--tiny", "--device", "cpu", "--json", str(tmp_path / "gpu.json")]) == 1

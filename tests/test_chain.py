@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bad_inputs import replace
 from canaries import PICKLES, is_pickle, leaks, run
 from typer.testing import CliRunner, Result
 
@@ -31,9 +32,11 @@ def told(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A folder with a run of the `ci` preset in run/, and what its first `rlhf run` said."""
+    """A folder with a run of the `ci` preset in run/, of fewer steps of SFT, and what its first `rlhf run` said."""
     folder = tmp_path_factory.mktemp("chain")
     assert rlhf(folder, "init", "ci", "run").returncode == 0
+    replace(str(folder / "run/sft.yaml"), "max_steps: 200", "max_steps: 40")
+    replace(str(folder / "run/sft.yaml"), "save_steps: 100", "save_steps: 20")
     return folder, rlhf(folder, "run", "run")
 
 

@@ -20,10 +20,10 @@ from rlhf_cli.chat.turns import Form, Numbers, Reply, Sampling, Turn
 from rlhf_cli.checkpoints import locks
 from rlhf_cli.cli import app
 from rlhf_cli.config import Options
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import load, tokenizers
 from rlhf_cli.ppo import HFEngine, Prompts
-from rlhf_cli.ppo.seeds import derive
 
 pytestmark = pytest.mark.training
 
@@ -76,7 +76,7 @@ def test_the_numbers_are_the_evaluations(run: Path) -> None:
         voice = next(voice for voice in talk.voices if voice.name == row["model"])
         ids = talk.form.encode(row["prompt"])
         asked = Prompts.from_lists([ids])
-        asked = replace(asked, seeds=(derive(0, "eval/sampled", 0, row["index"]),), response_length=12)
+        asked = replace(asked, seeds=(derive_seed(0, "eval/sampled", 0, row["index"]),), response_length=12)
         response = list(HFEngine(voice.model, talk.stop_token_id, 0, talk.how.temperature).stream(asked))
         assert talk.form.tokenizer.decode(response, skip_special_tokens=True) == row["response"]
         numbers = talk.judge.numbers(voice.model, row["prompt"], ids, response)
@@ -421,7 +421,7 @@ def test_what_is_not_as_it_was_in_training_is_left_out_and_said(
     assert "sft: sft_model" in whole and "reward (reward_model), short (judges:short), KL from sft_model" in whole
     assert "  short -" in whole and "sum" not in whole  # which is not optimised
     Path("judges.py").write_text("def short(prompts, responses):\n    return [1.0 for _ in responses]\n")
-    replaced = loading.load_causal("sft_model")
+    replaced = load.load_causal_lm("sft_model")
     replaced.lm_head.weight.data += 0.1
     replaced.save_pretrained("sft_model")
     shutil.rmtree("reward_model")

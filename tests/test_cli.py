@@ -87,7 +87,8 @@ def test_help_shows_each_command_in_its_group_with_a_whole_sentence(monkeypatch:
         "Ship": ["export"],
     }
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    assert {name for name, command in commands.items() if not command.hidden} == {name for names in shown.values() for name in names}
+    public = {name for name, command in commands.items() if not command.hidden}
+    assert public == {name for names in shown.values() for name in names}
     for line in "\n".join(groups[title] for title in shown).splitlines():
         assert len(line) <= 80 and (not line.startswith("  ") or line.endswith(".")), line
 

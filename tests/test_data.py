@@ -450,7 +450,7 @@ def test_prompt_batches_are_permutations_that_a_step_number_alone_decides() -> N
 
 def test_batches_of_like_length_hold_every_row_once_in_an_order_of_their_own_each_epoch() -> None:
     lengths = [7 * i % 101 for i in range(997)]
-    sampler = data.LikeLengths(lengths, 10, seed=1)
+    sampler = data.LengthGroupedSampler(lengths, 10, seed=1)
     first = list(sampler)
     sampler.set_epoch(1)
     second = list(sampler)

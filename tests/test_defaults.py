@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import SIZES, World
 
-from rlhf_cli import checkpoints, rows, verdict
+from rlhf_cli import checkpoints, rows
 from rlhf_cli.config import Options, SFTConfig, load
+from rlhf_cli.evaluation import render
 from rlhf_cli.statistics import best_of_n_kl, wilson
 
 EVAL = "data: {prompts: prompts.jsonl}\n"
@@ -54,11 +55,11 @@ def eval_config(folder: Path, text: str = EVAL):
 
 
 def test_snapshots_stand_at_the_eighths_of_a_run(tmp_path: Path) -> None:
-    from rlhf_cli.stages.ppo.snapshots import spread
+    from rlhf_cli.stages.ppo_samples import evenly_spaced_steps
 
     count = eval_config(tmp_path).output.snapshots
     for updates in (8, 100, 157, 10_000):
-        steps = sorted(spread(updates, count))
+        steps = sorted(evenly_spaced_steps(updates, count))
         assert len(steps) == 8 and steps[-1] == updates
         assert all(abs(after - before - updates / 8) <= 1 for before, after in pairwise([0, *steps]))
 
@@ -87,13 +88,13 @@ def test_256_answers_tell_mean_and_deviation_to_a_tenth() -> None:
 
 
 def test_fresh_weights_are_a_llama(world: World, tmp_path: Path) -> None:
-    from rlhf_cli.models import fresh
+    from rlhf_cli.models import build
 
     fields = {name: size for name, size in SIZES.items() if name != "model_type"}
     new = {**fields, "tokenizer": {"train": str(world.text), "vocab_size": 320}}
     config = load("sft", world.config(tmp_path, "sft", model={"new": new}, data={"train": str(world.sft)}))
     assert config.model.new
-    model = fresh.new_causal(config.model.new.config_fields(), world.tokenizer())
+    model = build.new_causal_lm(config.model.new.config_fields(), world.tokenizer())
     assert type(model).__name__ == "LlamaForCausalLM"
 
 
@@ -104,4 +105,4 @@ def test_the_reward_model_is_the_one_judge_unasked(tmp_path: Path) -> None:
 
 def test_nothing_is_required_of_a_result_unasked(tmp_path: Path) -> None:
     worst = {"win_rate": {"ppo_vs_sft": {"reward": {"value": 0.0}}}}
-    verdict.check_requirements(worst, eval_config(tmp_path).eval.require, where=lambda key: "eval.yaml")
+    render.check_requirements(worst, eval_config(tmp_path).eval.require, where=lambda key: "eval.yaml")

@@ -27,7 +27,7 @@ from rlhf_cli import config
 from rlhf_cli.cli import app
 from rlhf_cli.config.keys import field_shape, shape
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import trees
+from rlhf_cli.models import save
 from rlhf_cli.ppo import HFEngine, PPOSettings, PPOTrainer, Prompts, Rollout
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +73,7 @@ def test_trl_02_gradient_checkpointing_recomputes_every_layer_of_policy_and_valu
     passes = {}
     for on in (False, True):
         made, judged = tiny.judged(gradient_checkpointing=on, num_ppo_epochs=1)
-        assert len(judged.plan[0]) == 1, "one micro-batch"
+        assert len(judged.minibatches[0]) == 1, "one micro-batch"
         calls: list[int] = []
         for layer in getattr(made, model).model.layers:
             layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
@@ -110,7 +110,7 @@ def test_trl_06_the_value_model_is_saved_and_loads_as_the_one_that_was_trained(t
         run_folder / "ppo/value", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    trained = trees.load_tree(run_folder / "ppo/state/step_000004")["trainer"]
+    trained = save.load_tree(run_folder / "ppo/state/step_000004")["trainer"]
     assert {"policy", "value", "optimizer", "scheduler", "kl_coef", "moments", "updates"} <= set(trained)
     assert all(torch.equal(saved.state_dict()[name], tensor) for name, tensor in trained["value"].items())
     start = AutoModelForSequenceClassification.from_pretrained(run_folder / "reward_model")
@@ -134,7 +134,7 @@ def test_trl_07_pad_equal_to_eos_hides_no_eos_from_training_or_scoring(pad):
     assert torch.equal(runs[0][1], runs[1][1]) and torch.equal(runs[0][2], runs[1][2])
     free = tiny.trainer(kl_coef=0.0)
     ended = Rollout.from_lists([[5]], [[3, tiny.EOS]], stop_token_id=tiny.EOS, pad=tiny.EOS)
-    assert free.judge(ended, scores=[2.0]).rewards.tolist() == [[0.0, 2.0]]
+    assert free.make_experience(ended, scores=[2.0]).rewards.tolist() == [[0.0, 2.0]]
 
 
 # OpenRLHF
@@ -261,7 +261,7 @@ def test_llama_factory_11_what_is_sampled_is_what_the_log_probs_say(temperature)
     engine = HFEngine(policy, None, tiny.PAD, temperature)
     made = PPOTrainer(policy, ref, tiny.scorer(vocab_size=3), {}, engine, chosen)
     drawn = made.generate(Prompts.from_lists([[1, 2]] * 6000)).ids[:, -1]
-    each = made.judge(Rollout.from_lists([[1, 2]] * 3, [[0], [1], [2]]), scores=torch.zeros(3))
+    each = made.make_experience(Rollout.from_lists([[1, 2]] * 3, [[0], [1], [2]]), scores=torch.zeros(3))
     wanted = 6000 * each.logprobs[:, 0].exp()
     assert wanted.sum().item() == pytest.approx(6000, rel=1e-5) and wanted.min() > 100
     counts = torch.bincount(drawn, minlength=3)
@@ -287,7 +287,7 @@ def test_verl_12_the_defaults_hold_a_kl_term():
     policy, ref = tiny.causal(seed=3), tiny.causal()
     engine = HFEngine(policy, tiny.EOS, tiny.PAD, chosen.temperature)
     made = PPOTrainer(policy, ref, tiny.scorer(), {}, engine, chosen)
-    judged = made.judge(tiny.rollout(), scores=torch.zeros(4))
+    judged = made.make_experience(tiny.rollout(), scores=torch.zeros(4))
     paid = 0.05 * (judged.logprobs - judged.ref_logprobs)
     torch.testing.assert_close(judged.rewards[judged.mask], -paid[judged.mask])
     assert paid.abs().max() > 1e-3 and judged.advantages.abs().max() > 0

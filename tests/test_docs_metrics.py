@@ -14,8 +14,8 @@ from conftest import World
 from ppo_folder import PPO, lines, ppo, rlhf, write
 
 from rlhf_cli.ppo import PPOTrainer
-from rlhf_cli.ppo.rewards import EnsembleReward
 from rlhf_cli.ppo.settings import RECIPES, PPOSettings
+from rlhf_cli.rewards import EnsembleReward
 from rlhf_cli.tracking import MetricsLog
 
 ROOT = Path(__file__).parent.parent
@@ -167,9 +167,9 @@ def test_every_option_of_the_algorithm_is_on_the_page() -> None:
 
 
 def test_every_formula_of_the_code_is_on_the_page() -> None:
-    helpers = {"scaled", "masked_sum", "masked_mean", "masked_var", "approx_kl", "explained_variance"}
-    public = {name for name in names(ROOT / "rlhf_cli/ppo/formulas.py") if not name.startswith("_")}
-    assert sorted(name for name in public - helpers if f"`ppo/formulas.py:{name}`" not in ALGORITHM) == []
+    helpers = {"apply_temperature", "masked_sum", "masked_mean", "masked_var", "approx_kl", "explained_variance"}
+    public = {name for name in names(ROOT / "rlhf_cli/ppo/losses.py") if not name.startswith("_")}
+    assert sorted(name for name in public - helpers if f"`ppo/losses.py:{name}`" not in ALGORITHM) == []
 
 
 def test_the_recipes_are_the_table_of_ppo_md() -> None:

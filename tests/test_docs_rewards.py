@@ -9,8 +9,8 @@ import yaml
 
 from rlhf_cli import config
 from rlhf_cli.config.rewards import KINDS
-from rlhf_cli.ppo.rewards import Place, make
-from rlhf_cli.ppo.rewards.builtin import READY
+from rlhf_cli.rewards import RewardContext, make_reward_fn
+from rlhf_cli.rewards.builtin import BUILTIN_REWARDS
 
 PAGE = (Path(__file__).parents[1] / "docs/rewards.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
@@ -27,7 +27,7 @@ def test_an_example_loads(text: str, tmp_path: Path) -> None:
     found = loaded(tmp_path, text)
     for source in found.rewards.values():
         if source.kind == "builtin":
-            scores = make("builtin", source, Place(tmp_path, str))(["p"], ["a b c"])
+            scores = make_reward_fn("builtin", source, RewardContext(tmp_path, str))(["p"], ["a b c"])
             assert len(list(scores)) == 1
 
 
@@ -40,9 +40,9 @@ def test_every_kind_and_every_option_has_an_example(tmp_path: Path) -> None:
 
 def test_every_parameter_of_a_builtin_is_told() -> None:
     written = {s["builtin"]: s["parameters"] for text in EXAMPLES for s in yaml.safe_load(text)["rewards"].values()
-               if s and len(yaml.safe_load(text)["rewards"]) == len(READY) and "builtin" in s}  # fmt: skip
-    assert written.keys() == READY.keys()
-    for name, ready in READY.items():
+               if s and len(yaml.safe_load(text)["rewards"]) == len(BUILTIN_REWARDS) and "builtin" in s}  # fmt: skip
+    assert written.keys() == BUILTIN_REWARDS.keys()
+    for name, ready in BUILTIN_REWARDS.items():
         (line,) = re.findall(rf"^\| `{name}` \|.*$", PAGE, re.MULTILINE)
         parameters = set(inspect.signature(ready).parameters)
         assert set(written[name]) == parameters and all(f"`{each}`" in line for each in parameters)

@@ -10,9 +10,9 @@ from ppo_folder import EVAL, PPO, lines, ppo, rlhf, write
 from safetensors.torch import load_file, save_file
 
 from rlhf_cli import checkpoints, rows
+from rlhf_cli.evaluation.aggregate import win_rates
+from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.models import tokenizers
-from rlhf_cli.stages.eval.answers import Answers
-from rlhf_cli.stages.eval.numbers import win_rates
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 # The planted reward likes the letter e without end; the truth wants it to be half of a response.
@@ -118,7 +118,7 @@ def test_a_point_is_its_snapshot_alone_and_nothing_is_picked_unasked(run: Path) 
     assert set(told) == {"sft", "ppo", "best_of_2"} | others and all(told.count(name) == 10 for name in others)
     rounds = 2 + len(others) + 2
     assert f"eval {rounds}/{rounds} round" in result.stderr
-    assert "frontier.svg" in json.loads((run / "eval/manifest.json").read_text())["files"]
+    assert (run / "eval/frontier.svg").is_file()
     assert not {"selected_step", "selected", "no_frontier"} & report.keys() and "selected" not in result.stdout
     assert "The frontier: PPO's policies along the way" in result.stdout
     report, result = evaluate(run, "--fresh", "-s", "eval.frontier=false")
@@ -234,7 +234,7 @@ def test_lengths_of_the_answers_control_the_win_rate() -> None:
     theirs = [20 + row % 7 for row in range(100)]
     ours = [length + (-1 if row % 10 == 0 else 1 + row % 5) for row, length in enumerate(theirs)]
     both = [
-        Answers(
+        EvalResponses(
             "m", "sampled", ["p"] * 100, ["r"] * 100, [True] * 100, lengths, {"long": [float(x) for x in lengths]}, None
         )
         for lengths in (ours, theirs)

@@ -21,7 +21,7 @@ from rlhf_cli.data import transcripts
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.export import card
 from rlhf_cli.export.card import usage
-from rlhf_cli.models import saving, tokenizers
+from rlhf_cli.models import save, tokenizers
 from rlhf_cli.rows import write_jsonl
 
 TEXTS = ["What should I cook tonight?", "A lentil soup: it is quick, and it keeps.", "\n\nHuman: \n\nAssistant:"]
@@ -310,17 +310,17 @@ def test_the_code_runs_and_reads_the_tokens_of_the_training(
 ) -> None:
     kind = families.FAMILIES["gpt2" if family == "transcripts" else family]
     spells = families.tokenizer(kind, TEXTS)
-    tokenizers.prepare_padding(spells, stop_token_id=data.stop_token_id(spells))
+    tokenizers.ensure_pad_token(spells, stop_token_id=data.stop_token_id(spells))
     make, size = (
         tiny.scorer if stage == "reward" else tiny.causal,
         "n_positions" if family == "gpt2" else "max_position_embeddings",
     )
     model = make(kind.architecture, vocab_size=len(spells), pad_token_id=spells.pad_token_id, **{size: 256})
-    saving.set_special_ids(model, spells, data.stop_token_id(spells))
+    save.set_special_token_ids(model, spells, data.stop_token_id(spells))
     if stage == "reward":
         model.config.reward_mean, model.config.reward_std = 0.25, 2.0
     folder = run / "out"
-    saving.save_model(model, spells, folder, "")
+    save.save_model(model, spells, folder, "")
     turn = {"role": "user", "content": 'Say: "it\'s"\n```\nso 😀'}
     shown: Any = [turn] if kind.template or family == "transcripts" else turn["content"]
     prompt: Any = transcripts.render(shown) if family == "transcripts" else shown

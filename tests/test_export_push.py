@@ -14,6 +14,7 @@ import huggingface_hub.constants
 import ppo_folder
 import pytest
 import torch
+from huggingface_hub import HfApi
 from huggingface_hub.utils import are_progress_bars_disabled
 from ppo_folder import rlhf
 from safetensors.torch import load
@@ -22,7 +23,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import Result
 
 from rlhf_cli import __version__, terminal
-from rlhf_cli.models import loading, publishing
 
 pytestmark = pytest.mark.training
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/me/policy")
@@ -190,13 +190,13 @@ def test_no_weights_of_an_older_push_are_taken_for_the_new_ones(
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_the_clients_bars_are_for_a_terminal(run: Path, hub: Hub, seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, upload, before = [], publishing.HfApi.upload_folder, are_progress_bars_disabled()
+    drawn, upload, before = [], HfApi.upload_folder, are_progress_bars_disabled()
 
     def looked_at(*args: object, **how: object) -> object:
         drawn.append(not are_progress_bars_disabled())
         return upload(*args, **how)
 
-    monkeypatch.setattr(publishing.HfApi, "upload_folder", looked_at)
+    monkeypatch.setattr(HfApi, "upload_folder", looked_at)
     monkeypatch.setattr(terminal, "is_terminal", lambda stream: seen)
     result = push(run)
     assert result.exit_code == 0 and drawn == [seen] and ("%|" in result.stderr) <= seen, result.stderr
@@ -219,8 +219,8 @@ def test_what_is_refused_before_any_work(run: Path, hub: Hub, monkeypatch: pytes
     def never(*args: object, **how: object) -> None:
         raise AssertionError("nothing may be loaded")
 
-    monkeypatch.setattr(loading, "load_apart", never)
-    monkeypatch.setattr(publishing, "push", never)
+    monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", never)
+    monkeypatch.setattr("rlhf_cli.models.hub.push", never)
 
     def refused(code: str, *says: str, repo: str = "me/policy", more: tuple[str, ...] = ()) -> None:
         result = rlhf("export", run, "--push", repo, *more)
@@ -244,7 +244,7 @@ def test_what_is_refused_before_any_work(run: Path, hub: Hub, monkeypatch: pytes
         refused("E07", "the hub does not take the token", "`hf auth login`")
         patched.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         refused("C17", "HF_HUB_OFFLINE is set")
-        patched.setattr(publishing, "get_token", lambda: None)
+        patched.setattr("rlhf_cli.models.hub.get_token", lambda: None)
         refused("C17", "pushing to me/policy needs a token of the hub", "`hf auth login`")
     hub.faults["whoami"] = 500
     refused("E07", f"{hub.address} cannot be asked about me/policy", "500")
@@ -318,7 +318,7 @@ def test_a_push_that_is_stopped_leaves_nothing_in_the_run(run: Path, hub: Hub, m
         assert (run / ".export/model.safetensors").is_file()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(publishing, "push", stopped)
+    monkeypatch.setattr("rlhf_cli.models.hub.push", stopped)
     assert push(run).exit_code == 130
     assert not [*run.glob(".*export*"), *run.glob(".tmp*")]
 

@@ -16,7 +16,7 @@ FLOORS = [
     {"rows", "terminal", "statistics", "signals", "room"}
     | {"ppo.settings.*", "ppo.moments", "ppo.formulas", "ppo.noise", "ppo.seeds"},
     {"ppo.records", "progress", "replay.naive.*"},
-    {"config.*", "reward_card.*"},
+    {"config.*"},
     {"sources.*"},
     {"checkpoints.*"},
     {"trackers.*"},
@@ -24,7 +24,7 @@ FLOORS = [
         "models.*",
         "data.*",
         "tracking",
-        "verdict.*",
+        "evaluation.*",
         "from_trl.*",
         "ppo.advantages",
         "ppo.finite",
@@ -34,12 +34,14 @@ FLOORS = [
     },
     {"ppo.ranks", "report.*"},
     {"ppo.placement", "explain", "ending", "init_folder"},
-    {"ppo.rollout", "ppo.rewards.*", "ppo.passes", "ppo.optimizer", "ppo.alarms", "ppo.watchdog"},
+    {"ppo.rollout", "rewards.*", "ppo.passes", "ppo.optimizer", "ppo.alarms", "ppo.watchdog"},
     {"ppo.trainer"},
     {"ppo"},
     {"inputs.*"},
     {"stages", "stages.trl_training", "demo.*", "preferences.*"},
-    {"stages.sft", "stages.reward", "stages.ppo.*", "stages.eval.*", "pipeline", "presets"},
+    {"stages.ppo_setup", "stages.eval_setup"},
+    {"stages.ppo_samples"},
+    {"stages.sft", "stages.reward", "stages.ppo", "stages.eval", "pipeline", "presets"},
     {
         "check.*",
         "plan.*",
@@ -57,8 +59,9 @@ FLOORS = [
     {"__main__"},
 ]
 TORCH_FREE = (
-    "check cli checkpoints config ending explain from_trl pipeline ppo.settings presets processes progress report "
-    "reward_card room rows run_folders signals sources statistics status terminal times told trackers verdict"
+    "check cli checkpoints config ending evaluation.render evaluation.summary explain from_trl pipeline ppo.settings "
+    "presets processes progress report room rows run_folders signals sources statistics status terminal times told "
+    "trackers"
 )
 FILES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in ROOT.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}

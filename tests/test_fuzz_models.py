@@ -23,7 +23,8 @@ from test_fuzz import outcome
 
 from rlhf_cli.codes import CODES
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import embeddings, loading, tokenizers
+from rlhf_cli.models import tokenizers
+from rlhf_cli.models.load import init_reward_model, load_causal_lm
 
 VALUES = [
     0, 1, -1, 2, 3, 4, 8, 31, 48, 64, 336, 5000, 10**7, 10**12, 0.5, 1e-5, -0.1, 1e400, True, False, None, "", "abc",
@@ -144,11 +145,11 @@ def broken(world: World, tmp_path: Path) -> Callable[[Any], Path]:
     return make
 
 
-@pytest.mark.parametrize("load", [loading.load_causal, loading.scorer_from_causal])
+@pytest.mark.parametrize("load", [load_causal_lm, init_reward_model])
 def test_models_with_faults(load: Any, broken: Callable[[Any], Path]) -> None:
     """160 cases: what is loaded is what is in the files, all of it."""
     ends = Counter[str]()
-    head = {"score.weight"} if load is loading.scorer_from_causal else set()
+    head = {"score.weight"} if load is init_reward_model else set()
 
     @cases(80)
     @given(STEPS)
@@ -156,7 +157,7 @@ def test_models_with_faults(load: Any, broken: Callable[[Any], Path]) -> None:
         folder = broken(steps)
         try:
             tokenizer, model = tokenizers.load_tokenizer(folder), load(folder)
-            embeddings.check_vocabulary(model, tokenizer)
+            tokenizers.check_vocabulary(model, tokenizer)
             tokenizer("Tell me of 12 suns.")
         except RLHFError as error:
             assert error.exit_code == 2 and error.problems[0].code in CODES

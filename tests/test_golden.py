@@ -8,8 +8,7 @@ import torch
 from safetensors import safe_open
 
 from rlhf_cli.ppo import PPOSettings, Rollout, formulas
-from rlhf_cli.ppo.advantages import gae
-from rlhf_cli.ppo.losses import policy_losses, value_losses
+from rlhf_cli.ppo.forward_backward import policy_losses, value_losses
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,7 +64,7 @@ def test_a_recording_is_whole(update, steps):
 def test_advantages_and_returns(update):
     tensors, settings = update
     mask = ~tensors["padding_mask_p1"].bool()
-    advantages, returns = gae(
+    advantages, returns = formulas.gae(
         tensors["rewards"], tensors["values"], mask, float(settings["gamma"]), float(settings["lam"])
     )
     torch.testing.assert_close(returns[mask], tensors["returns"][mask], **close)
@@ -76,10 +75,10 @@ def test_advantages_and_returns(update):
 def test_kl_and_penalty(update):
     tensors, settings = update
     mask = ~tensors["padding_mask"].bool()
-    kl = formulas.kl_tokens(tensors["logprobs"], tensors["ref_logprobs"], settings["kl_estimator"])
+    kl = formulas.token_kl(tensors["logprobs"], tensors["ref_logprobs"], settings["kl_estimator"])
     torch.testing.assert_close(kl[mask], tensors["kl"][mask], **close)
     assert torch.where(mask, kl, 0).sum(1).mean().item() == pytest.approx(float(settings["objective/kl"]), abs=1e-5)
-    shaped = formulas.shape_rewards(torch.zeros(len(kl)), float(settings["kl_coef"]) * kl, mask)
+    shaped = formulas.compute_token_rewards(torch.zeros(len(kl)), float(settings["kl_coef"]) * kl, mask)
     assert shaped.sum(1).mean().item() == pytest.approx(float(settings["objective/non_score_reward"]), abs=1e-5)
     assert torch.where(mask, -tensors["logprobs"], 0).sum(1).mean().item() == pytest.approx(
         float(settings["objective/entropy"]), abs=1e-4
@@ -90,7 +89,7 @@ def test_rewards_but_for_the_place_of_the_score(update):
     """TRL puts the score one position after the EOS; ours lies on it. Row sums and all other places agree."""
     tensors, settings = update
     mask = ~tensors["padding_mask"].bool()
-    ours = formulas.shape_rewards(tensors["scores"], float(settings["kl_coef"]) * tensors["kl"], mask)
+    ours = formulas.compute_token_rewards(tensors["scores"], float(settings["kl_coef"]) * tensors["kl"], mask)
     theirs = torch.where(~tensors["padding_mask_p1"].bool(), tensors["rewards"], 0)
     torch.testing.assert_close(ours.sum(1), theirs.sum(1), **close)
     for row in range(len(ours)):
@@ -154,12 +153,12 @@ def test_the_whole_loss_of_each_micro_batch(steps, epoch, micro):
         # At the one token more there is no log-prob, but a sentinel: any number will do, the value's side is read.
         logprobs = torch.where(step["new_logprobs"] < 0, step["new_logprobs"], -1.0)[mask]
         micro_batch, logits = rollout.micro_batch(torch.arange(len(mask))), two_word_logits(logprobs, temperature)
-        told = judged.of(micro_batch)
+        told = judged.gather(micro_batch)
         parts = policy_losses(told, logits, None, judged.kl_coef, settings)
         errors, gauges = value_losses(told, step["vpred"][mask], settings)
-        means = {name: gauge.mean().item() for name, gauge in (parts.gauges | gauges).items()}
+        means = {name: gauge.mean().item() for name, gauge in (parts.metrics | gauges).items()}
         if kind == "policy":
-            torch.testing.assert_close(parts.gauges["val/ratio"], step["ratio"][mask], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(parts.metrics["val/ratio"], step["ratio"][mask], rtol=1e-4, atol=1e-5)
             assert parts.loss.mean().item() == pytest.approx(step["pg_loss"].item(), abs=1e-5)
             assert means["policy/clipfrac_avg"] == pytest.approx(step["pg_clipfrac"].item(), abs=1e-5)
             total += means["loss/policy_avg"]

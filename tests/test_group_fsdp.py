@@ -14,7 +14,7 @@ from test_group_ppo import NAMES, TWO, child, left, one_and_two, stage, started,
 
 from rlhf_cli import checkpoints
 from rlhf_cli.checkpoints import states
-from rlhf_cli.models import loading, trees
+from rlhf_cli.models import load, save
 
 pytestmark = pytest.mark.distributed
 
@@ -81,9 +81,9 @@ def test_the_stage_leaves_what_it_leaves_uncut(cut: Path, value: str) -> None:
 
 
 def plain_models(folder: Path) -> dict[str, torch.Tensor]:
-    found = {"model": loading.load_causal(folder / "ppo/model"), "value": loading.load_scorer(folder / "ppo/value")}
+    found = {"model": load.load_causal_lm(folder / "ppo/model"), "value": load.load_reward_model(folder / "ppo/value")}
     for path in sorted((folder / "ppo/snapshots").iterdir()):
-        found[path.name] = loading.load_causal(path)
+        found[path.name] = load.load_causal_lm(path)
     return {name: torch.cat([w.detach().reshape(-1) for w in model.parameters()]) for name, model in found.items()}
 
 
@@ -125,7 +125,7 @@ def test_a_list_of_places_that_would_run_code_is_refused(cut: Path, monkeypatch:
     (state / "shards/.metadata").write_bytes(pickle.dumps(Evil()))
     states._write_manifest(state, state.name)
     with pytest.raises(Exception, match="holds something else than numbers, none of which was run"):
-        trees.load_tree(state)
+        save.load_tree(state)
     assert not Path("ran").exists()
 
 

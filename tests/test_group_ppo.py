@@ -17,10 +17,11 @@ import torch
 from ppo_folder import PPO, lines, ppo, rlhf, write
 from test_cli import is_one_error
 
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo import noise, ranks
-from rlhf_cli.ppo.ranks import ALONE
-from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.models import parallel
+from rlhf_cli.models.parallel import SINGLE_PROCESS
+from rlhf_cli.ppo import rollout as rollout_module
 from rlhf_cli.processes import OURSELVES
 
 pytestmark = pytest.mark.distributed
@@ -45,7 +46,9 @@ def one_and_two(folder: Path, *words: str) -> tuple[dict[str, Any], ...]:
     """What one process finds of tests/group_cases.py, and each of two that are told `words`."""
     result = child(*TORCHRUN, HERE / "group_cases.py", folder / "found", *words)
     assert result.returncode == 0, result.stderr[-3000:]
-    return group_cases.found(ALONE), *(torch.load(folder / f"found.{rank}", weights_only=False) for rank in (0, 1))
+    return group_cases.found(SINGLE_PROCESS), *(
+        torch.load(folder / f"found.{rank}", weights_only=False) for rank in (0, 1)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,7 @@ def test_a_flipped_token_is_a_near_tie(both, capsys: pytest.CaptureFixture[str])
     for name in NAMES:
         for ours, theirs in zip(both[0][name]["rollouts"], both[1][name]["rollouts"], strict=True):
             flips += ours != theirs
-    made = group_cases.trainer(ALONE, torch.float32)
+    made = group_cases.trainer(SINGLE_PROCESS, torch.float32)
     rollout = made.generate(tiny.prompts(8))
     gaps = closest(made, rollout)
     near = sum(gap < 1e-5 for gap in gaps)
@@ -118,10 +121,10 @@ def closest(made: Any, rollout: Any) -> list[float]:
         prompt, response = rollout.prompt_tokens(row), rollout.response_tokens(row)
         with torch.no_grad():
             logits = made.policy(input_ids=torch.tensor([prompt + response])).logits[0]
-        keys = noise.keys([derive(0, "sample", 0, row)], torch.device("cpu"))
-        counters = noise.counters(logits.shape[1], torch.device("cpu"))
+        keys = rollout_module.row_keys([derive_seed(0, "sample", 0, row)], torch.device("cpu"))
+        counters = rollout_module.token_counters(logits.shape[1], torch.device("cpu"))
         for step, token in enumerate(response):
-            z = logits[len(prompt) - 1 + step] / 0.7 - noise.log_exponential(keys, step, counters)[0]
+            z = logits[len(prompt) - 1 + step] / 0.7 - rollout_module.log_exponential(keys, step, counters)[0]
             first, second = z.topk(2)[0].tolist()
             assert int(z.argmax()) == token
             found.append(first - second)
@@ -282,7 +285,7 @@ def test_processes_that_do_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ranks, "COMING_UP", 1.0)
+    monkeypatch.setattr(parallel, "RENDEZVOUS_TIMEOUT_S", 1.0)
     with pytest.raises(RLHFError, match="2 processes were asked for, 1 came up") as error:
-        ranks.join()
+        parallel.init_process_group()
     assert error.value.exit_code == 2

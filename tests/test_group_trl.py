@@ -23,7 +23,7 @@ from rlhf_cli import checkpoints, processes, terminal
 from rlhf_cli.cli import boundary
 from rlhf_cli.config import Options, load
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo.ranks import ALONE, Ranks
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.processes import OURSELVES
 from rlhf_cli.stages import sft
 
@@ -119,7 +119,7 @@ def weights(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_learn_what_one_learns(two: dict[str, Path], world: World, tmp_path: Path, name: str) -> None:
     path = config(world, tmp_path / "one", CASES[name], 1)
-    group_trl_cases.run(path, ALONE)
+    group_trl_cases.run(path, SINGLE_PROCESS)
     ours, theirs = path.with_suffix(""), two[name]
     one, other = lines(ours / "metrics.jsonl"), lines(theirs / "metrics.jsonl")
     assert [line["step"] for line in one] == [line["step"] for line in other] and len(one) > 2
@@ -162,7 +162,7 @@ def test_accelerate_must_have_found_the_same_processes(world: World, tmp_path: P
     tokenizer, model = sft.start(loaded, Options(), checkpoints.open_parents(loaded))
     read = sft.read(loaded, tokenizer, model.config, None)
     with pytest.raises(RLHFError, match="accelerate found 1 process, 2 train together"):
-        sft.make_trainer(loaded, model, tokenizer, *read, None, Ranks(0, 2))
+        sft.make_trainer(loaded, model, tokenizer, *read, None, ProcessGroup(0, 2))
 
 
 # The command

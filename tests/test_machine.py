@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rlhf_cli import checkpoints, replay, room, terminal
 from rlhf_cli.cli import app
-from rlhf_cli.models import devices, loading, saving
+from rlhf_cli.models import devices, load, save
 
 SMALL = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8\n  num_ppo_epochs: 1"
 STAGES = ("sft", "reward", "ppo")
@@ -50,12 +50,12 @@ def test_e01_float16_on_the_cpu(folder: Path, stage: str, place: str) -> None:
 @pytest.mark.training
 def test_e01_the_stages_say_it_too_and_train_in_float32(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 where there is none: as a GPU without it answers."""
-    monkeypatch.setattr(devices, "can_use", lambda name: name == "float32")
+    monkeypatch.setattr(devices, "supports_dtype", lambda name: name == "float32")
     replace("ppo.yaml", "ppo:", "ppo:\n  bf16: true")
     result = rlhf("ppo", "-s", "models.dtype=bfloat16")
     assert warned(result, "E01", "--set models.dtype: ", "bfloat16 does not work on the CPU, float32 is used")
     assert warned(result, "E01", "ppo.yaml:5: ", "hint: leave ppo.bf16 out")
-    assert loading.load_causal(three / "ppo/model").dtype == torch.float32
+    assert load.load_causal_lm(three / "ppo/model").dtype == torch.float32
     result = rlhf("sft", "-s", "sft.bf16=true")
     assert warned(result, "E01", "--set sft.bf16: ", "float32 is used")
 
@@ -83,7 +83,7 @@ def test_e03_a_disk_too_small_for_the_states(three: Path, stage: str, monkeypatc
 
 def _numbers(folder: Path) -> int:
     """By transformers' own count, heads left out."""
-    model = loading.load_scorer(folder) if folder.name == "scorer" else loading.load_causal(folder)
+    model = load.load_reward_model(folder) if folder.name == "scorer" else load.load_causal_lm(folder)
     return sum(weight.numel() for weight in model.base_model.parameters())
 
 
@@ -162,7 +162,7 @@ def test_a_file_system_that_does_not_tell_its_size_is_not_full(folder: Path, mon
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(saving, "save_model", full)
+    monkeypatch.setattr(save, "save_model", full)
     result = rlhf("sft")
     assert "error[E03]: sft: the disk cannot take what is to be written: No space left on device\n" in result.stderr
 
@@ -257,7 +257,7 @@ def test_e03_in_the_words_of_each_library(folder: Path, error: Exception, monkey
         raise ValueError("while saving") from error
 
     monkeypatch.setattr(checkpoints, "finish", full)
-    monkeypatch.setattr(saving, "save_model", full)
+    monkeypatch.setattr(save, "save_model", full)
     assert "error[E03]: sft: the disk cannot take what is to be written: " in (result := rlhf("sft")).stderr
     assert result.exit_code == 1 and result.stderr.count("error[") == 1 and "Traceback" not in result.stderr
 
@@ -272,7 +272,7 @@ def test_e03_memory_that_runs_out_on_the_way(folder: Path, error: Exception, mon
     def full(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(loading, "load_causal", full)
+    monkeypatch.setattr(load, "load_causal_lm", full)
     assert refused(rlhf("sft"), "E03", "sft: the memory is full", "hint: lower the batch size", exit_code=1)
 
 
@@ -283,7 +283,7 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
 
-    monkeypatch.setattr(loading, "load_causal", full)
+    monkeypatch.setattr(load, "load_causal_lm", full)
     monkeypatch.setattr(replay, "open_run", full)
     assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: the memory is full", exit_code=1)
 
@@ -292,7 +292,7 @@ def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOENT, "No such file or directory")
 
-    monkeypatch.setattr(loading, "load_causal", fail)
+    monkeypatch.setattr(load, "load_causal_lm", fail)
     assert refused(rlhf("sft"), "R00", "FileNotFoundError", exit_code=1)
 
 

@@ -12,15 +12,15 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer
 
-from rlhf_cli.models import spelling, tokenizers
+from rlhf_cli.models import tokenizer_diff, tokenizers
 
 Change = Callable[[Any], object]
 
 
 def difference(one: Any, other: Any) -> str | None:
-    """That of `spelling`, of two tokenizers whose hash alone is the same."""
+    """That of `tokenizer_diff`, of two tokenizers whose hash alone is the same."""
     assert tokenizers.tokenizer_sha256(one) == tokenizers.tokenizer_sha256(other)
-    return spelling.difference(one, other, tokenizers.PAD)
+    return tokenizer_diff.first_difference(one, other, tokenizers.PAD)
 
 
 def backend(part: str, make: Callable[[Any], Any]) -> Change:
@@ -48,7 +48,7 @@ def begun(tokenizer: Any) -> None:
 
 def padded(tokenizer: Any) -> None:
     tokenizer.pad_token = None
-    tokenizers.prepare_padding(tokenizer, stop_token_id=tokenizer.eos_token_id)
+    tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id)
 
 
 UNLIKE: dict[str, Change] = {

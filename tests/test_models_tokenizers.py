@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_cli import data, rows
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import spelling, tokenizers
+from rlhf_cli.models import tokenizer_diff, tokenizers
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_the_hash_does_not_see_padding_which_no_text_holds(tokenizer: Any, tmp_p
     """A base model without a pad token reads text like the SFT model that was given one."""
     tokenizer.pad_token = pad
     before = tokenizers.tokenizer_sha256(tokenizer)
-    assert tokenizers.prepare_padding(tokenizer, stop_token_id=tokenizer.eos_token_id) == "[PAD]"
+    assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id) == "[PAD]"
     tokenizer.save_pretrained(tmp_path)
     assert tokenizers.tokenizer_sha256(tokenizers.load_tokenizer(tmp_path)) == before
 
@@ -80,7 +80,7 @@ def test_the_hash_does_not_see_padding_which_no_text_holds(tokenizer: Any, tmp_p
 def test_t02_a_pad_token_is_added_where_there_is_none(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer.pad_token = None
     size = len(tokenizer)
-    assert tokenizers.prepare_padding(tokenizer, stop_token_id=tokenizer.eos_token_id) == "[PAD]"
+    assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id) == "[PAD]"
     assert tokenizer.pad_token == "[PAD]" and tokenizer.pad_token_id == size == len(tokenizer) - 1
     assert capsys.readouterr().err.startswith("warning[T02]")
 
@@ -92,13 +92,13 @@ def test_t01_a_pad_token_that_ends_a_text_is_replaced(
     tokenizers.set_chat_template(tokenizer, "chatml")
     stop = data.stop_token_id(tokenizer)
     tokenizer.pad_token = tokenizer.eos_token if ends == "eos" else "<|im_end|>"
-    assert tokenizers.prepare_padding(tokenizer, stop_token_id=stop) == "[PAD]"
+    assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=stop) == "[PAD]"
     assert tokenizer.pad_token_id not in (stop, tokenizer.eos_token_id)
     assert capsys.readouterr().err.startswith("warning[T01]")
 
 
 def test_a_good_pad_token_is_left_alone(tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tokenizers.prepare_padding(tokenizer, stop_token_id=tokenizer.eos_token_id) is None
+    assert tokenizers.ensure_pad_token(tokenizer, stop_token_id=tokenizer.eos_token_id) is None
     assert tokenizer.pad_token == "<pad>" and not capsys.readouterr().err
 
 
@@ -131,4 +131,4 @@ def test_a_tokenizer_that_knows_no_letters_loads(tmp_path: Path) -> None:
     backend = Tokenizer(WordLevel({**{str(digit): digit for digit in range(10)}, "<eos>": 10}))
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path)
     first, other = (tokenizers.load_tokenizer(tmp_path) for _ in range(2))
-    assert first("7").input_ids == [7] and spelling.difference(first, other, tokenizers.PAD) is None
+    assert first("7").input_ids == [7] and tokenizer_diff.first_difference(first, other, tokenizers.PAD) is None

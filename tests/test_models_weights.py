@@ -22,9 +22,18 @@ from transformers import (
 )
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading
+from rlhf_cli.models.load import (
+    init_reward_model,
+    load_causal_lm,
+    load_classifier,
+    load_reward_model,
+    read_causal_lm_config,
+    read_classifier_config,
+    read_init_config,
+    read_reward_model_config,
+)
 
-LOADERS = (loading.load_causal, loading.causal_config, loading.scorer_from_causal, loading.start_config)
+LOADERS = (load_causal_lm, read_causal_lm_config, init_reward_model, read_init_config)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -62,16 +71,16 @@ def test_an_untouched_copy_passes_with_its_own_weights(name: str, tmp_path: Path
         families.write_causal(tmp_path, name, ["Tell me of the sun. It is bright."])
     else:
         tiny.causal(name).save_pretrained(tmp_path)
-    assert not strangers(loading.load_causal(tmp_path), tmp_path)
-    scorer = loading.scorer_from_causal(tmp_path)
+    assert not strangers(load_causal_lm(tmp_path), tmp_path)
+    scorer = init_reward_model(tmp_path)
     assert strangers(scorer, tmp_path) == ["score.weight"] and scorer.score.weight.abs().sum() > 0
     scorer.save_pretrained(tmp_path / "scorer")
-    assert torch.equal(loading.load_scorer(tmp_path / "scorer").score.weight, scorer.score.weight)
+    assert torch.equal(load_reward_model(tmp_path / "scorer").score.weight, scorer.score.weight)
 
 
 def test_an_untouched_classifier_of_texts_passes(tmp_path: Path) -> None:
     families.write_sentiment_classifier(tmp_path, ["Tell me of the sun."])
-    assert not strangers(loading.load_classifier(tmp_path), tmp_path)
+    assert not strangers(load_classifier(tmp_path), tmp_path)
 
 
 def prefixed(tensors: Tensors) -> Tensors:
@@ -116,14 +125,14 @@ def test_m13_says_which_weights_do_not_fit(
 def test_m13_two_matrices_where_one_is_meant(causal: Path) -> None:
     """transformers keeps both until embeddings grow, and one of them is gone then."""
     change(causal, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
-    assert "tie_word_embeddings" in refusal(loading.load_causal, causal)
+    assert "tie_word_embeddings" in refusal(load_causal_lm, causal)
     change(causal, lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
-    assert loading.load_causal(causal).lm_head.weight.shape == (336, 32)
+    assert load_causal_lm(causal).lm_head.weight.shape == (336, 32)
 
 
 def test_m13_of_a_reward_model_and_m02_of_a_head_that_is_not_there(causal: Path, tmp_path: Path) -> None:
-    loading.scorer_from_causal(causal).save_pretrained(tmp_path / "whole")
-    for call in (loading.load_scorer, loading.scorer_config, loading.classifier_config):
+    init_reward_model(causal).save_pretrained(tmp_path / "whole")
+    for call in (load_reward_model, read_reward_model_config, read_classifier_config):
         for number, (how, fields, code) in enumerate(
             [
                 (None, {"num_hidden_layers": 1}, "M13"),
@@ -142,16 +151,16 @@ def test_what_another_task_left_is_set_aside(causal: Path, tmp_path: Path) -> No
     head = torch.zeros(336, 32)
     change(causal, lambda tensors: {**tensors, "v_head.summary.weight": torch.zeros(1, 32)})
     change(causal, lambda tensors: {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
-    assert loading.load_causal(causal).config.vocab_size == 336
-    loading.scorer_from_causal(causal).save_pretrained(tmp_path / "scorer")
-    loading.load_scorer(change(tmp_path / "scorer", lambda tensors: {**tensors, "lm_head.weight": head}))
+    assert load_causal_lm(causal).config.vocab_size == 336
+    init_reward_model(causal).save_pretrained(tmp_path / "scorer")
+    load_reward_model(change(tmp_path / "scorer", lambda tensors: {**tensors, "lm_head.weight": head}))
     old, layer = tmp_path / "pythia", "gpt_neox.layers.0.attention"
     tiny.causal("gpt_neox").save_pretrained(old)
     buffers = {f"{layer}.bias": torch.ones(1, 1, 64, 64), f"{layer}.masked_bias": torch.tensor(-1e9)}
     change(old, lambda tensors: {**tensors, **buffers, f"{layer}.rotary_emb.inv_freq": torch.zeros(4)})
-    assert isinstance(loading.load_causal(old), GPTNeoXForCausalLM)
+    assert isinstance(load_causal_lm(old), GPTNeoXForCausalLM)
     assert "embed_out.weight" in load_file(old / "model.safetensors")  # Pythia's name of the head
-    assert loading.scorer_from_causal(old).num_labels == 1
+    assert init_reward_model(old).num_labels == 1
 
 
 def test_the_towers_of_a_composite_checkpoint_are_set_aside(tmp_path: Path) -> None:
@@ -164,14 +173,14 @@ def test_the_towers_of_a_composite_checkpoint_are_set_aside(tmp_path: Path) -> N
     config = Llama4Config(text_config={**sizes, **text}, vision_config={**sizes, **sees})
     Llama4ForConditionalGeneration(config).save_pretrained(tmp_path)
     assert any(name.startswith("vision_model.") for name in load_file(tmp_path / "model.safetensors"))
-    assert loading.load_causal(tmp_path).config.model_type == "llama4_text"
+    assert load_causal_lm(tmp_path).config.model_type == "llama4_text"
     change(tmp_path, lambda tensors: {**tensors, "model.audio.weight": torch.zeros(2)})
-    assert "1 not in the model (model.audio.weight)" in refusal(loading.load_causal, tmp_path)
+    assert "1 not in the model (model.audio.weight)" in refusal(load_causal_lm, tmp_path)
 
 
 def test_looking_at_the_weights_draws_no_random_number(causal: Path) -> None:
     torch.manual_seed(7)
-    loading.start_config(change(causal, num_attention_heads=4))
+    read_init_config(change(causal, num_attention_heads=4))
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
 
 
@@ -203,11 +212,11 @@ def test_a_classifier_with_parts_of_another_task_loads(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     extra = {"roberta.pooler.dense.weight": torch.ones(16, 16), "lm_head.bias": torch.ones(64)}
     save_file({**tensors, **extra}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    loaded = loading.load_classifier(tmp_path)
+    loaded = load_classifier(tmp_path)
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in tensors.items())
 
 
 def test_a_file_that_no_loader_reads_may_be_gone(tmp_path: Path) -> None:
     tiny.causal().save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").symlink_to(tmp_path / "nowhere")
-    loading.load_causal(tmp_path)
+    load_causal_lm(tmp_path)

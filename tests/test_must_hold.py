@@ -92,8 +92,7 @@ import tiny
 import torch
 
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, Rollout, formulas
-from rlhf_cli.ppo.advantages import gae
-from rlhf_cli.ppo.losses import policy_losses
+from rlhf_cli.ppo.forward_backward import policy_losses
 
 HERE = Path(__file__).parent
 
@@ -164,7 +163,7 @@ def test_log_probs_are_those_of_a_left_padded_forward_with_a_mask(family):
     """As another engine would read them: all rows together, left-padded, with attention mask and positions."""
     made = tiny.trainer(family=family, policy_seed=3)
     rollout = made.generate(tiny.prompts())
-    judged = made.judge(rollout, scores=torch.zeros(8))
+    judged = made.make_experience(rollout, scores=torch.zeros(8))
     mask = rollout.mask.long()
     positions = {} if family == "opt" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     with torch.no_grad():
@@ -185,7 +184,7 @@ def test_the_eos_is_trained_in_step_with_its_advantage():
         advantages = torch.zeros_like(judged.advantages)
         advantages[0, 1] = sign  # row 0 is [3, EOS]
         made.update(replace(judged, advantages=advantages))
-        after = made.judge(tiny.rollout(), scores=torch.zeros(4))
+        after = made.make_experience(tiny.rollout(), scores=torch.zeros(4))
         moves[sign] = (after.logprobs - judged.logprobs)[0, 1].item()
     assert moves[1.0] > 1e-3 and moves[-1.0] < -1e-3
 
@@ -232,7 +231,7 @@ def test_gradient_is_the_same_for_any_padding(dtype, limit):
     )
     for rollout in (rows, wide):
         made = tiny.trainer(policy_seed=3, dtype=dtype, max_grad_norm=1e9)
-        grads.append(tiny.gradient(made, made.judge(rollout, scores=torch.tensor(tiny.SCORES))))
+        grads.append(tiny.gradient(made, made.make_experience(rollout, scores=torch.tensor(tiny.SCORES))))
     assert (grads[0] - grads[1]).norm() / grads[0].norm() <= limit
 
 
@@ -268,7 +267,7 @@ def expected_gradient(judged, sampled, ref_logits=None, temperature=1.0, **chang
     """Of the policy loss by the logits of pi, each token as often as `sampled` draws it."""
     settings = PPOSettings(total_episodes=64, temperature=temperature, **changes)
     logits = (temperature * PI.log()).requires_grad_(True)
-    told = judged.of(EACH.micro_batch(torch.arange(3)))
+    told = judged.gather(EACH.micro_batch(torch.arange(3)))
     parts = policy_losses(told, logits.expand(3, 3), ref_logits, judged.kl_coef, settings)
     return torch.autograd.grad((sampled * parts.loss).sum(), logits)[0].tolist()
 
@@ -280,9 +279,9 @@ def of_each(probabilities):
 @pytest.mark.parametrize("kind,exact", [("k1", True), ("k2", False), ("k3", False), ("abs", False)])
 def test_kl_in_the_reward_through_the_whole_chain(kind, exact):
     """Penalty, reward, GAE, loss: the policy gradient of -coef x KL, for k1 alone."""
-    kl = formulas.kl_tokens(of_each(PI), of_each(REF), kind)
-    rewards = formulas.shape_rewards(torch.zeros(3).double(), 0.5 * kl, EACH.response_mask)
-    advantages, _ = gae(rewards, torch.zeros_like(rewards), EACH.response_mask, 1.0, 0.95)
+    kl = formulas.token_kl(of_each(PI), of_each(REF), kind)
+    rewards = formulas.compute_token_rewards(torch.zeros(3).double(), 0.5 * kl, EACH.response_mask)
+    advantages, _ = formulas.gae(rewards, torch.zeros_like(rewards), EACH.response_mask, 1.0, 0.95)
     judged = tiny.experience(EACH, logprobs=of_each(PI), ref_logprobs=of_each(REF), advantages=advantages)
     found, wanted = expected_gradient(judged, PI), [0.5 * slope for slope in kl_and_gradient()[1]]
     assert (found == pytest.approx(wanted, abs=1e-9)) is exact
@@ -303,7 +302,7 @@ def test_kl_in_the_loss_through_the_whole_chain(kind, sampled, temperature):
 def test_monte_carlo_returns_of_a_whole_update():
     """lam = gamma = 1: a token's return is the sum of the rewards from it on, and its advantage that less its value."""
     made = tiny.trainer(policy_seed=3, lam=1.0, gamma=1.0, advantage_norm="none", kl_coef=0.3)
-    judged = made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+    judged = made.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
     for row, response in enumerate(tiny.RESPONSES):
         rewards, values = judged.rewards[row].tolist(), judged.values[row].tolist()
         for t in range(len(response)):

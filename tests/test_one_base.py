@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from rlhf_cli import checkpoints
 from rlhf_cli.config import Options, load
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import loading, trees
-from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.models import save
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.ppo.trainer import PPOTrainer
-from rlhf_cli.stages.ppo import parts as making
+from rlhf_cli.stages.ppo_setup import PPOComponents, load_components
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 LORA = ("-s", "models.adapters={kind: lora, r: 3}", "-s", "ppo.learning_rate=1e-2")
@@ -45,10 +46,10 @@ def copied(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path / "moved"
 
 
-def loaded(folder: Path, *changes: str) -> making.Parts:
+def loaded(folder: Path, *changes: str) -> PPOComponents:
     """The run's models as `rlhf ppo` has them before the first update."""
     config = load("ppo", folder / "ppo.yaml", ["models.adapters={kind: lora, r: 3}", *changes])
-    return making.load(config, Options(), checkpoints.open_parents(config))
+    return load_components(config, Options(), checkpoints.open_parents(config))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -62,7 +63,7 @@ def some_ids() -> torch.Tensor:
 # What learns
 
 
-def four(parts: making.Parts) -> dict[str, Any]:
+def four(parts: PPOComponents) -> dict[str, Any]:
     trainer = parts.trainer
     (reward,) = trainer.rewards.values()
     return {"policy": trainer.policy, "ref": trainer.ref, "value": trainer.value, "reward": reward.model}
@@ -108,7 +109,7 @@ def test_the_first_kl_is_exactly_0_and_the_policy_moves(trained: Path) -> None:
 def test_whole_models_unless_adapters_are_asked_for(adapters_copy: Path) -> None:
     config = load("ppo", adapters_copy / "ppo.yaml")
     assert config.models.adapters is None
-    parts = making.load(config, Options(), checkpoints.open_parents(config))
+    parts = load_components(config, Options(), checkpoints.open_parents(config))
     trainer = parts.trainer
     assert all(weight.requires_grad for model in (trainer.policy, trainer.value) for weight in model.parameters())
     kept = {name for name, _ in trainer.policy.named_parameters()}
@@ -192,7 +193,7 @@ def test_the_hash_of_the_policy_covers_its_base(trained: Path) -> None:
 
 
 def test_a_state_holds_what_learns_alone(trained: Path) -> None:
-    state = trees.load_tree(checkpoints.state_at(trained / "ppo/state", 5))["trainer"]
+    state = save.load_tree(checkpoints.state_at(trained / "ppo/state", 5))["trainer"]
     assert all(".lora_" in name for name in state["policy"]) and len(state["policy"]) == 28
     heads = {name for name in state["value"] if ".lora_" not in name}
     assert heads == {"score.modules_to_save.default.weight"} and len(state["value"]) == 29
@@ -205,21 +206,21 @@ def test_what_is_read_is_what_was_trained(adapters_copy: Path, value: str) -> No
     told = (*LORA, "-s", f"models.value={value}")
     run(adapters_copy, "ppo", *told)
     parts = loaded(adapters_copy, f"models.value={value}")
-    parts.trainer.load_state_dict(trees.load_tree(checkpoints.state_at(Path("ppo/state"), 2))["trainer"])
+    parts.trainer.load_state_dict(save.load_tree(checkpoints.state_at(Path("ppo/state"), 2))["trainer"])
     models, ids = four(parts), some_ids()
     with torch.no_grad():
         theirs = models["policy"](input_ids=ids)
-        ours = loading.load_causal("ppo/model").eval()(input_ids=ids).logits
+        ours = load_causal_lm("ppo/model").eval()(input_ids=ids).logits
         assert torch.allclose(ours, theirs.logits, atol=1e-5)
         assert not torch.allclose(ours, models["ref"](input_ids=ids).logits, atol=1e-2)
-        scorer = loading.load_scorer("ppo/value").eval()
+        scorer = load_reward_model("ppo/value").eval()
         hidden = scorer.base_model(input_ids=ids).last_hidden_state
         if value == "policy_head":
             values = models["value"](models["policy"].base_model(input_ids=ids).last_hidden_state)
         else:
             values = models["value"].score(models["value"].base_model(input_ids=ids).last_hidden_state)[..., 0]
         assert values.abs().max() > 1e-3 and torch.allclose(scorer.score(hidden)[..., 0], values, atol=1e-5)
-        read = loading.load_scorer("reward/model").eval()(input_ids=ids).logits
+        read = load_reward_model("reward/model").eval()(input_ids=ids).logits
         assert torch.allclose(models["reward"](input_ids=ids).logits, read, atol=1e-5)
 
 
@@ -332,8 +333,8 @@ def test_a_whole_reward_model_is_held_once_more_and_said(adapters_copy: Path) ->
     ids = some_ids()
     with torch.no_grad():
         assert torch.equal(models["value"](input_ids=ids).logits, models["reward"](input_ids=ids).logits)
-        parts.trainer.load_state_dict(trees.load_tree(checkpoints.state_at(Path("ppo/state"), 2))["trainer"])
-        read = loading.load_scorer("ppo/value").eval()(input_ids=ids).logits
+        parts.trainer.load_state_dict(save.load_tree(checkpoints.state_at(Path("ppo/state"), 2))["trainer"])
+        read = load_reward_model("ppo/value").eval()(input_ids=ids).logits
         assert torch.allclose(models["value"](input_ids=ids).logits, read, atol=1e-5)
         assert not torch.allclose(read, models["reward"](input_ids=ids).logits, atol=1e-3)
     numbers = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
@@ -346,7 +347,7 @@ def test_a_reward_adapter_of_the_base_below_is_another_model(adapters_copy: Path
     run(adapters_copy, "reward", "--fresh")
     result = rlhf("ppo", *LORA)
     assert result.exit_code == 0 and "is an adapter of other weights than models.sft's: " in result.stderr
-    assert loading.load_scorer("ppo/value").score.weight.abs().max() > 0
+    assert load_reward_model("ppo/value").score.weight.abs().max() > 0
 
 
 def test_without_an_sft_stage_the_base_is_the_one_that_is_named(adapters_copy: Path) -> None:
@@ -370,4 +371,4 @@ def test_without_an_sft_stage_the_base_is_the_one_that_is_named(adapters_copy: P
         if ".lora_" in name or "score" in name
     )
     assert all_five == one + adapters
-    assert loading.load_causal("ppo/model").num_parameters() == trainer.ref.num_parameters()
+    assert load_causal_lm("ppo/model").num_parameters() == trainer.ref.num_parameters()

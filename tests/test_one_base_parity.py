@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from rlhf_cli.config.adapters import Adapters
-from rlhf_cli.models import adapters, loading, saving, sharing
+from rlhf_cli.models import load, lora, save, sharding
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOTrainer
 
 CPU = torch.device("cpu")
@@ -20,21 +20,23 @@ def with_adapters(model: Any, seed: int, **told: Any) -> Any:
     """The plain model with adapters that do something: B is zero in a fresh one."""
     ours = Adapters(kind="lora", **{"r": 2, **told})
     torch.manual_seed(seed)
-    made = adapters.put_on(model, ours, rows=0, base="base", revision=None, device=CPU, bf16=False)
+    made = lora.add_adapters(model, ours, vocab_size=0, base="base", revision=None, device=CPU, bf16=False)
     for name, weight in made.named_parameters():
         if weight.requires_grad:
             weight.data += 0.1 * torch.randn_like(weight)
-        assert weight.requires_grad == any(part in name for part in adapters.LEARNS)
-    return adapters.inside(made)
+        assert weight.requires_grad == any(part in name for part in lora.TRAINABLE)
+    return lora.unwrap(made)
 
 
 def on_one_base(family: str, **told: Any) -> dict[str, Any]:
     base = tiny.causal(family)
-    found = {"ref": base, "policy": with_adapters(sharing.twin(base), 1, **told)}
+    found = {"ref": base, "policy": with_adapters(sharding.clone_sharing_weights(base), 1, **told)}
     for seed, role in ((2, "value"), (3, "reward")):
         torch.manual_seed(seed)
         head = torch.nn.Linear(base.config.hidden_size, 1, bias=False)
-        found[role] = with_adapters(loading.scorer_around(sharing.twin(base), head), seed, **told)
+        found[role] = with_adapters(
+            load.reward_model_from_backbone(sharding.clone_sharing_weights(base), head), seed, **told
+        )
     return found
 
 
@@ -58,8 +60,8 @@ def test_one_base_is_four_separate_copies(family: str, packing: bool, checkpoint
     ones, others = ({p.data_ptr() for m in each.values() for p in m.parameters()} for each in (shared, separate))
     assert not ones & others and len(ones) < len(others)
     made = [trainer(m, packing=packing, gradient_checkpointing=checkpointing) for m in (shared, separate)]
-    assert [each.passes.packed for each in made] == [packing, packing]
-    one, other = (each.judge(tiny.rollout()) for each in made)
+    assert [each.model_runner.packed for each in made] == [packing, packing]
+    one, other = (each.make_experience(tiny.rollout()) for each in made)
     for name in ("logprobs", "ref_logprobs", "values", "scores"):
         found, wanted = getattr(one, name), getattr(other, name)
         assert wanted.abs().max() > 1e-2 and torch.allclose(found, wanted, atol=1e-5), name
@@ -89,7 +91,7 @@ def test_one_base_is_the_sums_that_others_read(family: str) -> None:
 
 def test_a_twin_has_modules_of_its_own_over_the_same_tensors() -> None:
     model = tiny.causal()
-    other = sharing.twin(model)
+    other = sharding.clone_sharing_weights(model)
     assert not {id(m) for m in model.modules()} & {id(m) for m in other.modules()} and model.config is not other.config
     assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
     assert all(a is b for a, b in zip(model.buffers(), other.buffers(), strict=True))
@@ -98,30 +100,38 @@ def test_a_twin_has_modules_of_its_own_over_the_same_tensors() -> None:
 
 
 def test_adapters_of_a_folder_stay_apart_and_are_its_numbers(tmp_path: Path) -> None:
-    """`beside` against `merge`, which adds the same into the weights."""
+    """`load_adapter` against `merge_adapter`, which adds the same into the weights."""
     base = tiny.causal()
     head = torch.nn.Linear(32, 1, bias=False)
-    told = {"rows": 0, "revision": None, "device": CPU, "bf16": False}
-    made = adapters.put_on(
-        loading.scorer_around(sharing.twin(base), head), Adapters(kind="lora", r=2), base=tmp_path / "base", **told
+    told = {"vocab_size": 0, "revision": None, "device": CPU, "bf16": False}
+    made = lora.add_adapters(
+        load.reward_model_from_backbone(sharding.clone_sharing_weights(base), head),
+        Adapters(kind="lora", r=2),
+        base=tmp_path / "base",
+        **told,
     )
     made.get_base_model().config.reward_mean = 0.5
     for name, weight in made.named_parameters():
         weight.data += 0.1 if ".lora_" in name or ".modules_to_save." in name else 0
     made.save_pretrained(tmp_path / "reward")
-    saving.save_config(made.get_base_model(), tmp_path / "reward")
-    config = loading.read_config(tmp_path / "reward")
+    save.save_config(made.get_base_model(), tmp_path / "reward")
+    config = load.read_config(tmp_path / "reward")
     torch.manual_seed(5)
     room = torch.nn.Linear(32, 1, bias=False)
     after = torch.random.get_rng_state()
-    read = adapters.beside(loading.scorer_around(sharing.twin(base), room), tmp_path / "reward", config, "hub/base")
+    read = lora.load_adapter(
+        load.reward_model_from_backbone(sharding.clone_sharing_weights(base), room),
+        tmp_path / "reward",
+        config,
+        "hub/base",
+    )
     assert torch.equal(torch.random.get_rng_state(), after)
     assert read.get_base_model().config.reward_mean == 0.5
     learns = {name for name, weight in read.named_parameters() if weight.requires_grad}
     assert len(learns) == 2 * 7 * 2 + 1 and not any(weight.requires_grad for weight in base.model.parameters())
-    whole = loading.scorer_around(copy.deepcopy(base), torch.nn.Linear(32, 1, bias=False))
-    adapters.merge(whole, tmp_path / "reward", config)
-    assert adapters.held(tmp_path / "reward") == {"score.weight"}
+    whole = load.reward_model_from_backbone(copy.deepcopy(base), torch.nn.Linear(32, 1, bias=False))
+    lora.merge_adapter(whole, tmp_path / "reward", config)
+    assert lora.head_weights(tmp_path / "reward") == {"score.weight"}
     ids = torch.randint(3, tiny.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
     ours, theirs = (each.eval()(input_ids=ids).logits for each in (read.get_base_model(), whole))
     assert torch.allclose(ours, theirs, atol=1e-5) and torch.allclose(ours, made.eval()(input_ids=ids).logits)

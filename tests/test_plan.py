@@ -20,13 +20,14 @@ from rlhf_cli import progress, room, times
 from rlhf_cli.cli import app
 from rlhf_cli.config import Options, load
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import adapters, devices, loading, reading, shapes
+from rlhf_cli.models import build, devices, forward, lora
+from rlhf_cli.models.load import load_causal_lm, load_reward_model, read_config
 from rlhf_cli.plan import _show, advice, duration, modes
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.ghosts import Lengths
 from rlhf_cli.plan.tally import META, Tally
 from rlhf_cli.plan.target import Target
-from rlhf_cli.ppo.passes import Passes
+from rlhf_cli.ppo.forward_backward import ModelRunner
 from rlhf_cli.rows import append_jsonl, read_jsonl
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
@@ -81,17 +82,20 @@ def phase(told: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_parameters_are_those_of_the_files(family: str, tmp_path: Path) -> None:
-    for kind, make in (("causal", tiny.causal), ("scorer", tiny.scorer)):
+    for kind, make, shape_of in (
+        ("causal", tiny.causal, build.causal_lm_from_config),
+        ("scorer", tiny.scorer, build.reward_model_from_config),
+    ):
         make(family).save_pretrained(tmp_path / kind)
         with safe_open(tmp_path / kind / "model.safetensors", "pt") as file:
             stored = sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
-        shape = getattr(shapes, kind)(loading.read_config(tmp_path / kind))
+        shape = shape_of(read_config(tmp_path / kind))
         assert sum(weight.numel() for weight in shape.parameters()) == stored
         assert all(weight.device == META for weight in shape.parameters())
 
 
 def test_a_run_of_ppo_holds_four_models_two_of_which_learn(three: Path) -> None:
-    policy, scorer = (made.num_parameters() for made in (loading.load_causal("model"), loading.load_scorer("scorer")))
+    policy, scorer = (made.num_parameters() for made in (load_causal_lm("model"), load_reward_model("scorer")))
     told = found("ppo.yaml")["ppo"]
     assert told["parameters"] == {"policy": policy, "reference": policy, "value": scorer, "reward": scorer}
     for name in ("rollout", "judge"):
@@ -102,7 +106,7 @@ def test_a_run_of_ppo_holds_four_models_two_of_which_learn(three: Path) -> None:
 
 
 def test_a_head_on_the_policy_and_shared_layers_save_their_weights(three: Path) -> None:
-    policy = loading.load_causal("model")
+    policy = load_causal_lm("model")
     head = found("ppo.yaml", "models.value=policy_head")["ppo"]
     width = policy.config.hidden_size
     assert phase(head, "rollout")["bytes"]["gradients"] == 4 * (policy.num_parameters() + width)
@@ -132,7 +136,7 @@ def test_the_bound_that_refuses_is_the_plans_less_heads(three: Path, monkeypatch
     fixed = told["weights"] + told["gradients"] + told["optimizer"]
     monkeypatch.setattr(room, "memory", lambda: fixed)
     assert "E03" not in check("ppo.yaml").stderr
-    heads = (4 + 16) * loading.load_scorer("scorer").score.weight.numel()  # the value model's learns
+    heads = (4 + 16) * load_reward_model("scorer").score.weight.numel()  # the value model's learns
     monkeypatch.setattr(room, "memory", lambda: fixed - heads - 600)  # angles, and counts of steps
     assert "warning[E03]" in check("ppo.yaml").stderr
 
@@ -156,8 +160,8 @@ def kept(model: Any, device: Any, rows: int, length: int) -> tuple[Tensor, Tenso
 
 
 def counted(family: str, rows: int, length: int, **sizes: Any) -> int:
-    model = shapes.causal(tiny.config(family, **sizes))
-    reading.disable_dropout(model)
+    model = build.causal_lm_from_config(tiny.config(family, **sizes))
+    forward.disable_dropout(model)
     with Tally([model], 0) as tally:
         _held = kept(model, META, rows, length)
         return tally.live["activations"]
@@ -167,7 +171,7 @@ def counted(family: str, rows: int, length: int, **sizes: Any) -> int:
 def test_activations_are_what_autograd_keeps(family: str) -> None:
     """Bytes behind a forward pass on no content, against those that a real one saves."""
     model, saved = tiny.causal(family), dict[int, int]()
-    reading.disable_dropout(model)
+    forward.disable_dropout(model)
     weights = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *model.buffers()]}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -209,7 +213,7 @@ def test_checkpointing_and_bf16_and_smaller_batches_take_less(three: Path) -> No
 
 def test_averages_of_8_bits_take_a_quarter_but_those_of_embeddings(three: Path) -> None:
     """By the least size that 8 bits begin with, and the scale of each block of 256 numbers (bitsandbytes)."""
-    body = loading.read_config("model")
+    body = read_config("model")
     wide = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": body.vocab_size}
     models = {"policy": tiny.causal("llama", **wide), "value": tiny.scorer("llama", **wide)}
     for folder, model in zip(("model", "scorer"), models.values(), strict=True):
@@ -231,7 +235,7 @@ def test_averages_of_8_bits_take_a_quarter_but_those_of_embeddings(three: Path) 
 
 
 def test_what_is_sent_away_is_in_memory_while_it_is_read(three: Path) -> None:
-    policy, scorer = (made.num_parameters() for made in (loading.load_causal("model"), loading.load_scorer("scorer")))
+    policy, scorer = (made.num_parameters() for made in (load_causal_lm("model"), load_reward_model("scorer")))
     nowhere, plain = (found("ppo.yaml", *more)["ppo"]["phases"] for more in (["ppo.offload=true"], []))
     assert nowhere == plain  # on a CPU
     for exact in (False, True):
@@ -247,7 +251,7 @@ def test_what_is_sent_away_is_in_memory_while_it_is_read(three: Path) -> None:
 
 def test_the_cache_is_keys_and_values_of_all_layers(three: Path) -> None:
     """At the fuller of two moments: the prompts were read, or the last token but one was written."""
-    config = loading.read_config("model")
+    config = read_config("model")
     width = config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     for rows in (64, 16):
         few = found("ppo.yaml", "--prompt-length", "20", f"ppo.local_rollout_forward_batch_size={rows}")["ppo"]
@@ -259,11 +263,11 @@ def test_the_cache_is_keys_and_values_of_all_layers(three: Path) -> None:
 
 
 def test_adapters_take_less_and_one_base_least(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "BLOCK", 32)  # this model's rows are too short for 4 bits
+    monkeypatch.setattr(lora, "BLOCK_SIZE", 32)  # this model's rows are too short for 4 bits
     told = {mode: counted_anew("ppo.yaml", "--mode", mode)["ppo"] for mode in modes.MODES}
     held = {mode: phase(each, "judge")["bytes"] for mode, each in told.items()}
     assert held["full"]["gradients"] > held["lora"]["gradients"] == held["qlora"]["gradients"] > 0
-    config = loading.read_config("model")
+    config = read_config("model")
     hidden, middle = config.hidden_size, config.intermediate_size
     keys = hidden * config.num_key_value_heads // config.num_attention_heads
     layer = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + middle)
@@ -288,7 +292,7 @@ def test_an_unknown_mode_names_the_nearest(three: Path) -> None:
 @pytest.mark.parametrize("stage", ["sft", "reward"])
 def test_a_stage_is_planned_with_the_adapters_of_its_config(three: Path, stage: str) -> None:
     """Their rank, their targets and their kind; --mode says otherwise."""
-    config = loading.read_config("model")
+    config = read_config("model")
     head = config.hidden_size if stage == "reward" else 0
     full = found(f"{stage}.yaml")[stage]
     replace(f"{stage}.yaml", "path: model", "path: model, adapters: {kind: qlora, r: 5, target_modules: [q_proj]}")
@@ -310,23 +314,23 @@ def test_a_stage_is_planned_with_the_adapters_of_its_config(three: Path, stage: 
 
 def test_ppo_is_planned_with_the_adapters_of_its_config(three: Path) -> None:
     """A whole reward model is there once more, and the value model's adapters stand beside it. Nothing has run yet."""
-    lora = "models.adapters={kind: lora, r: 3, target_modules: [q_proj]}"
-    whole = found("ppo.yaml", lora)["ppo"]
-    numbers, head = whole["parameters"], loading.read_config("model").hidden_size
-    learns = loading.read_config("model").num_hidden_layers * 3 * 2 * head
+    adapters = "models.adapters={kind: lora, r: 3, target_modules: [q_proj]}"
+    whole = found("ppo.yaml", adapters)["ppo"]
+    numbers, head = whole["parameters"], read_config("model").hidden_size
+    learns = read_config("model").num_hidden_layers * 3 * 2 * head
     held = phase(whole, "judge")["bytes"]
     assert whole["mode"] == "one-base" and held["gradients"] == 4 * (2 * learns + head)
     both = 4 * (numbers["policy"] + numbers["reward"] + 2 * learns)
     assert held["weights"] == pytest.approx(both, abs=500)  # buffers
-    assert found("ppo.yaml", lora, "--mode", "full")["ppo"]["phases"] == found("ppo.yaml")["ppo"]["phases"]
+    assert found("ppo.yaml", adapters, "--mode", "full")["ppo"]["phases"] == found("ppo.yaml")["ppo"]["phases"]
     replace("ppo.yaml", "reward: scorer", "reward: reward")
     replace("reward.yaml", "path: model", "path: model, adapters: {kind: lora}")
-    one = phase(found("ppo.yaml", lora)["ppo"], "judge")["bytes"]
+    one = phase(found("ppo.yaml", adapters)["ppo"], "judge")["bytes"]
     assert one["weights"] == pytest.approx(4 * (numbers["policy"] + 3 * learns + 2 * head), abs=500)
     replace("reward.yaml", "path: model", "path: other")  # another base
     Path("model").rename("other")
     Path("model").symlink_to("other")
-    again = phase(found("ppo.yaml", lora)["ppo"], "judge")["bytes"]
+    again = phase(found("ppo.yaml", adapters)["ppo"], "judge")["bytes"]
     assert again["weights"] == pytest.approx(both, abs=500)
 
 
@@ -365,7 +369,7 @@ def test_a_gpu_that_is_not_here(three: Path) -> None:
 
 def test_what_is_cut_up_over_processes(three: Path) -> None:
     """By hand: of 4 processes each keeps a quarter of layers, embeddings and heads, and what is together beside it."""
-    models = {"policy": loading.load_causal("model"), "value": loading.load_scorer("scorer")}
+    models = {"policy": load_causal_lm("model"), "value": load_reward_model("scorer")}
 
     def size(weights: Any) -> int:
         return 4 * sum(weight.numel() for weight in {id(w): w for w in weights}.values())
@@ -407,8 +411,8 @@ def test_time_is_operations_over_the_rate(three: Path) -> None:
 def test_operations_are_six_for_each_weight_and_token(three: Path) -> None:
     """2 forward, 4 backward (Kaplan et al. 2020, section 2.1), of weights in products, and attention's own beside."""
     told = found("ppo.yaml", "--prompt-length", "40", "ppo.num_ppo_epochs=3", "ppo.num_mini_batches=2")["ppo"]
-    config = loading.read_config("model")
-    body = sum(w.numel() for w in loading.load_causal("model").model.layers.parameters() if w.ndim == 2)
+    config = read_config("model")
+    body = sum(w.numel() for w in load_causal_lm("model").model.layers.parameters() if w.ndim == 2)
     width = 40 + 24 - 1  # the last token is not read
     tokens, answers = 64 * width, 64 * 24
     attention = 14 * config.num_hidden_layers * config.hidden_size * 64 * width * width  # 4 forward, 10 backward
@@ -428,16 +432,16 @@ def test_the_rate_of_this_machine_is_measured() -> None:
 def test_a_small_models_phases_are_run(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no matrix product counts, in the threads that the stage will have. 64 episodes, 16 rows at a time."""
     threads = set()
-    plain = Passes.read
+    plain = ModelRunner.forward
 
     def slow(*args: Any) -> Any:
         threads.add(torch.get_num_threads())
         time.sleep(0.05)
         return plain(*args)
 
-    monkeypatch.setattr(Passes, "read", slow)
+    monkeypatch.setattr(ModelRunner, "forward", slow)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(devices, "ALL_THREADS", 2)
+    monkeypatch.setattr(devices, "DEFAULT_THREADS", 2)
     before = torch.get_num_threads()
     told = json.loads(plan("ppo.yaml", "ppo.num_ppo_epochs=2", "--json").stdout)["stages"][0]
     torch.set_num_threads(before)
@@ -467,7 +471,7 @@ def test_of_large_models_and_other_machines_the_time_is_a_floor(three: Path, mon
 
     assert not told("--flops", "1e9")["run"] and told("--flops", "1e9")["share"] == 1
     assert not told(*GPU, "--flops", "4e14")["run"]
-    monkeypatch.setattr(devices, "SMALL", 100)
+    monkeypatch.setattr(devices, "SMALL_MODEL_PARAMETERS", 100)
     assert not told()["run"]
     assert ": at least " in plan("sft.yaml").stdout
 
@@ -487,7 +491,7 @@ def test_rows_are_as_long_as_on_average_where_they_are_run(three: Path) -> None:
 
 
 def test_what_other_work_leaves_of_the_processor_is_told(capsys: pytest.CaptureFixture[str], three: Path) -> None:
-    _, share = devices.shared(lambda: time.sleep(0.1))
+    _, share = devices.measure_cpu_share(lambda: time.sleep(0.1))
     assert share < 0.5
     told = found("ppo.yaml")["ppo"]
     for share, said in ((0.95, False), (0.25, True)):

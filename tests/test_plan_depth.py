@@ -11,7 +11,7 @@ import torch
 from test_plan import GPU, counted_anew, found, three  # noqa: F401  (a fixture)
 
 from rlhf_cli.config import load
-from rlhf_cli.models import shapes
+from rlhf_cli.models import build
 from rlhf_cli.plan import depth, tally
 from rlhf_cli.plan.memory import Phase
 
@@ -34,14 +34,14 @@ def deep(three: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:  # noqa: F81
         body = json.loads((three / name / "config.json").read_text())
         (three / name / "config.json").write_text(json.dumps({**body, "num_hidden_layers": LAYERS}))
     seen = set()
-    plain = shapes._made
+    plain = build._from_config
 
     def made(kind: Any, body: Any, *rest: Any) -> Any:
-        if kind is not shapes.AutoModel:
+        if kind is not build.AutoModel:
             seen.add(body.get_text_config().num_hidden_layers)
         return plain(kind, body, *rest)
 
-    monkeypatch.setattr(shapes, "_made", made)
+    monkeypatch.setattr(build, "_from_config", made)
     monkeypatch.setattr(depth, "DEEP", LAYERS)
     return seen
 

@@ -7,7 +7,6 @@ import torch
 from torch.autograd import gradcheck
 
 from rlhf_cli.ppo import formulas
-from rlhf_cli.ppo.advantages import gae
 
 NAN = float("nan")
 
@@ -25,7 +24,7 @@ def test_response_mask_table():
 def test_score_lands_on_the_last_real_token():
     mask = torch.tensor([[True, True, False], [True, True, True], [False, True, False]])
     penalty = torch.tensor([[0.1, 0.2, NAN], [0.1, 0.2, 0.3], [NAN, 0.5, NAN]])
-    shaped = formulas.shape_rewards(torch.tensor([1.0, 2.0, 3.0]), penalty, mask)
+    shaped = formulas.compute_token_rewards(torch.tensor([1.0, 2.0, 3.0]), penalty, mask)
     torch.testing.assert_close(shaped, torch.tensor([[-0.1, 0.8, 0.0], [-0.1, -0.2, 1.7], [0.0, 2.5, 0.0]]))
 
 
@@ -56,7 +55,7 @@ def test_gae_against_the_double_sum(gamma, lam):
     lengths = [6, 1, 4]
     mask = torch.tensor([[t < n for t in range(6)] for n in lengths])
     rewards, values = rewards.masked_fill(~mask, NAN), values.masked_fill(~mask, NAN)
-    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    advantages, returns = formulas.gae(rewards, values, mask, gamma, lam)
     for row, n in enumerate(lengths):
         wanted = brute_gae(rewards[row, :n].tolist(), values[row, :n].tolist(), gamma, lam)
         torch.testing.assert_close(advantages[row, :n], torch.tensor(wanted, dtype=torch.float64))
@@ -68,8 +67,8 @@ def test_gae_with_a_hole_skips_the_token():
     """A token that does not count (a tool's output, say) is as if it were not there."""
     mask = torch.tensor([[True, False, True]])
     rewards, values = torch.tensor([[1.0, NAN, 2.0]]), torch.tensor([[0.5, NAN, 0.25]])
-    advantages, _ = gae(rewards, values, mask, 1.0, 0.5)
-    dense, _ = gae(
+    advantages, _ = formulas.gae(rewards, values, mask, 1.0, 0.5)
+    dense, _ = formulas.gae(
         torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25]]), torch.ones(1, 2, dtype=torch.bool), 1.0, 0.5
     )
     assert advantages[0, [0, 2]].tolist() == dense[0].tolist() and advantages[0, 1] == 0
@@ -78,7 +77,7 @@ def test_gae_with_a_hole_skips_the_token():
 def test_gae_one_one_is_monte_carlo():
     rewards, mask = torch.tensor([[0.0, 0.5, 2.0]]), torch.ones(1, 3, dtype=torch.bool)
     values = torch.tensor([[0.3, -1.0, 4.0]])
-    _, returns = gae(rewards, values, mask, 1.0, 1.0)
+    _, returns = formulas.gae(rewards, values, mask, 1.0, 1.0)
     torch.testing.assert_close(returns, torch.tensor([[2.5, 2.5, 2.0]]))
 
 
@@ -125,7 +124,7 @@ def test_losses_have_their_numerical_gradients():
     ids = torch.tensor([0, 2, 1, 1])
     assert gradcheck(lambda x: formulas.token_logprobs(x, ids, 0.7), (logits,))
     ref = torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    assert gradcheck(lambda x: formulas.kl_full(x, ref, 0.7), (logits,))
+    assert gradcheck(lambda x: formulas.exact_kl(x, ref, 0.7), (logits,))
 
 
 # A world of three tokens, where everything about KL can be summed exactly.
@@ -141,23 +140,23 @@ def exact_gradient():
 
 @pytest.mark.parametrize("kind,unbiased", [("k1", True), ("k3", True), ("k2", False), ("abs", False)])
 def test_kl_estimators_in_expectation(kind, unbiased):
-    expected = float((PI * formulas.kl_tokens(PI.log(), REF.log(), kind)).sum())
+    expected = float((PI * formulas.token_kl(PI.log(), REF.log(), kind)).sum())
     assert (abs(expected - EXACT) < 1e-12) is unbiased
-    assert float(formulas.kl_full(PI.log()[None], REF.log()[None], 1.0)) == pytest.approx(EXACT, abs=1e-6)
+    assert float(formulas.exact_kl(PI.log()[None], REF.log()[None], 1.0)) == pytest.approx(EXACT, abs=1e-6)
 
 
 def test_estimators_by_hand():
     r = math.log(0.5 / 0.1)  # token 2: ref .5, pi .1
     wanted = {"k1": -r, "k2": r * r / 2, "k3": 5.0 - 1.0 - r, "abs": r}
     for kind, value in wanted.items():
-        assert float(formulas.kl_tokens(PI.log()[2], REF.log()[2], kind)) == pytest.approx(value)
+        assert float(formulas.token_kl(PI.log()[2], REF.log()[2], kind)) == pytest.approx(value)
 
 
 def policy_gradient(kind: str) -> torch.Tensor:
     """Expected gradient of the penalty in the reward: sum_x pi(x) kl(x) grad log pi(x)."""
     logits = PI.log().clone().requires_grad_(True)
     logp = torch.log_softmax(logits, -1)
-    penalty = formulas.kl_tokens(PI.log(), REF.log(), kind)
+    penalty = formulas.token_kl(PI.log(), REF.log(), kind)
     return torch.autograd.grad((PI * penalty * logp).sum(), logits)[0]
 
 
@@ -180,7 +179,7 @@ def test_kl_loss_has_the_kl_gradient_on_and_off_policy(kind, old):
     """
     logits = PI.log().clone().requires_grad_(True)
     logp = torch.log_softmax(logits, -1)
-    loss = (old * formulas.kl_loss_tokens(logp, old.log(), REF.log(), kind)).sum()
+    loss = (old * formulas.token_kl_loss(logp, old.log(), REF.log(), kind)).sum()
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], exact_gradient())
     if kind == "k3":
         assert loss.item() == pytest.approx(EXACT)
@@ -191,7 +190,7 @@ def test_full_kl_at_a_temperature_by_hand():
     one, other = torch.tensor([[1.0, 0.0, -math.inf]]), torch.tensor([[0.0, 0.0, -math.inf]])
     p = 1 / (1 + math.exp(-2.0))
     wanted = p * math.log(p / 0.5) + (1 - p) * math.log((1 - p) / 0.5)
-    assert float(formulas.kl_full(one, other, 0.5)) == pytest.approx(wanted, abs=1e-6)
+    assert float(formulas.exact_kl(one, other, 0.5)) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_half_precision_logits_are_widened():
@@ -205,7 +204,7 @@ def test_half_precision_logits_are_widened():
 
 def test_full_kl_loss_has_the_kl_gradient():
     logits = PI.log().float().requires_grad_(True)
-    loss = formulas.kl_full(logits[None], REF.log().float()[None], 1.0).sum()
+    loss = formulas.exact_kl(logits[None], REF.log().float()[None], 1.0).sum()
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0].double(), exact_gradient(), atol=1e-6, rtol=1e-5)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import gradcheck
 
 from rlhf_cli.ppo import PPOSettings, Rollout, formulas
-from rlhf_cli.ppo.losses import policy_losses, value_losses
+from rlhf_cli.ppo.forward_backward import policy_losses, value_losses
 
 ROWS = Rollout.from_lists([[1], [2, 0]], [[0, 2, 1], [1, 1]])  # three tokens, five response tokens
 MICRO = ROWS.micro_batch(torch.arange(2))
@@ -61,13 +61,13 @@ def test_log_probs_entropy_and_exact_kl(temperature):
     logits, ref = draws(5, 3).requires_grad_(True), draws(5, 3, seed=1)
     assert gradcheck(lambda x: formulas.token_logprobs(x, TARGETS, temperature), (logits,))
     assert gradcheck(lambda x: formulas.entropy(formulas.log_probs(x, temperature)), (logits,))
-    assert gradcheck(lambda x: formulas.kl_full(x, ref, temperature), (logits,))
+    assert gradcheck(lambda x: formulas.exact_kl(x, ref, temperature), (logits,))
 
 
 @pytest.mark.parametrize("kind", formulas.KL_ESTIMATORS)
 def test_each_estimator(kind):
     logprobs, ref = draws(5).requires_grad_(True), draws(5, seed=1)
-    assert gradcheck(lambda x: formulas.kl_tokens(x, ref, kind), (logprobs,))
+    assert gradcheck(lambda x: formulas.token_kl(x, ref, kind), (logprobs,))
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
@@ -75,13 +75,13 @@ def test_kl_loss_with_its_fixed_factors(kind):
     """pi / pi_old is fixed; k3 has k2's slope: -(pi / pi_old) r at each token."""
     logprobs, old, ref = (draws(5, seed=seed, scale=0.5) for seed in range(3))
     point = logprobs.clone().requires_grad_(True)
-    (found,) = torch.autograd.grad(formulas.kl_loss_tokens(point, old, ref, kind).sum(), point)
+    (found,) = torch.autograd.grad(formulas.token_kl_loss(point, old, ref, kind).sum(), point)
     fixed, h = (logprobs - old).exp(), 1e-6
     numeric = fixed * (((ref - logprobs - h) ** 2 - (ref - logprobs + h) ** 2) / (4 * h))
     torch.testing.assert_close(found, numeric, rtol=1e-6, atol=1e-8)
     r = ref - logprobs
     value = {"k2": r**2 / 2, "k3": r.exp() - 1 - r}[kind]
-    torch.testing.assert_close(formulas.kl_loss_tokens(logprobs, old, ref, kind), fixed * value)
+    torch.testing.assert_close(formulas.token_kl_loss(logprobs, old, ref, kind), fixed * value)
 
 
 def settings(**changes) -> PPOSettings:
@@ -102,7 +102,7 @@ def a_judgement(shift: float, kl_coef: float = 0.3):
     tensors = {}
     for name, flat in fields.items():
         tensors[name] = torch.full(ROWS.response_mask.shape, math.nan, dtype=torch.float64)
-        tensors[name][MICRO.cells] = flat
+        tensors[name][MICRO.response_index] = flat
     return tiny.experience(ROWS, kl_coef, **tensors), logits, values
 
 
@@ -123,7 +123,7 @@ def test_the_whole_loss(changes, shift):
     ref_logits = ref if changes.get("kl_estimator") == "full" else None
 
     def total(logits, values):
-        told = experience.of(MICRO)
+        told = experience.gather(MICRO)
         policy = policy_losses(told, logits, ref_logits, experience.kl_coef, chosen).loss
         return policy.sum() + chosen.vf_coef * value_losses(told, values, chosen)[0].sum()
 
@@ -135,23 +135,23 @@ def test_the_whole_loss(changes, shift):
 def test_the_kl_term_of_the_whole_loss(kind, shift):
     """What kl_in loss adds is kl_coef x ratio x log(pi / ref) x the slope of the log-prob, at each token."""
     experience, logits, _ = a_judgement(shift)
-    point, told = logits.requires_grad_(True), experience.of(MICRO)
+    point, told = logits.requires_grad_(True), experience.gather(MICRO)
     with_kl, without = (
         torch.autograd.grad(policy_losses(told, point, None, experience.kl_coef, chosen).loss.sum(), point)[0]
         for chosen in (settings(kl_in="loss", kl_estimator=kind), settings())
     )
     now = formulas.token_logprobs(logits, TARGETS, 0.7).detach()
-    log_ratio = now - experience.ref_logprobs[MICRO.cells]
+    log_ratio = now - experience.ref_logprobs[MICRO.response_index]
     chance = torch.softmax(logits.detach() / 0.7, -1)
     slope = (torch.nn.functional.one_hot(TARGETS, 3) - chance) / 0.7  # d logp / d logits
-    importance = (now - experience.logprobs[MICRO.cells]).exp()
+    importance = (now - experience.logprobs[MICRO.response_index]).exp()
     torch.testing.assert_close(with_kl - without, 0.3 * (importance * log_ratio)[:, None] * slope)
 
 
 def test_what_is_only_measured_carries_no_gradient():
     experience, logits, values = a_judgement(0.1)
-    told = experience.of(MICRO)
+    told = experience.gather(MICRO)
     parts = policy_losses(told, logits.requires_grad_(True), None, experience.kl_coef, settings())
     errors, gauges = value_losses(told, values.requires_grad_(True), settings())
     assert parts.loss.requires_grad and errors.requires_grad
-    assert not any(gauge.requires_grad for gauge in (parts.gauges | gauges).values())
+    assert not any(gauge.requires_grad for gauge in (parts.metrics | gauges).values())

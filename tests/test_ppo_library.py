@@ -44,7 +44,7 @@ trainer = tiny.trainer()
 stats = trainer.step(tiny.prompts())
 assert stats['objective/kl'] == 0.0 and formulas.approx_kl
 rollout = Rollout.from_lists([[5], [6, 7]], [[3, 2], [4]], [[1, 1], [1]], stop_token_id=2)
-experience = trainer.judge(rollout, scores=__import__('torch').ones(2))
+experience = trainer.make_experience(rollout, scores=__import__('torch').ones(2))
 trainer.update(experience)
 """
     python(code, {"trl", "datasets", "accelerate", "peft", "bitsandbytes", "tensorboard", "wandb", "trackio"})

@@ -11,9 +11,9 @@ import tiny
 import torch
 from pydantic import ValidationError
 
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
+from rlhf_cli.models.batch import micro_batches
 from rlhf_cli.ppo import HFEngine, PPOSettings, formulas
-from rlhf_cli.ppo.records import micro_batches
 
 
 def test_every_key_is_covered_here():
@@ -80,9 +80,9 @@ def test_micro_batch_tokens_bounds_the_forward_passes(monkeypatch):
         seen.clear()
         trainer = tiny.trainer(micro_batch_tokens=tokens, num_ppo_epochs=2, packing=packing, response_length=3)
         seen.clear()  # packing is tried at the start
-        judged = trainer.judge(trainer.generate(tiny.prompts()), torch.zeros(8))
+        judged = trainer.make_experience(trainer.generate(tiny.prompts()), torch.zeros(8))
         trainer.update(judged)
-        plan = judged.plan[0]
+        plan = judged.minibatches[0]
         assert len(seen) == 7 * len(plan), "judge: policy, value and reference; two models in two epochs"
         assert all(len(rows) <= 4 for rows in plan)
         assert all(rows * width <= 12 or rows == 1 for rows, width in seen) is (tokens == 12)
@@ -93,8 +93,8 @@ def test_micro_batch_tokens_bounds_the_forward_passes(monkeypatch):
 
 def test_local_rollout_forward_batch_size_bounds_generation():
     engine, rows = HFEngine(tiny.causal(), tiny.EOS, tiny.PAD, batch_size=3), []
-    plain = engine._write
-    engine._write = lambda prompts: (rows.append(len(prompts)), plain(prompts))[1]
+    plain = engine._generate_ids
+    engine._generate_ids = lambda prompts: (rows.append(len(prompts)), plain(prompts))[1]
     engine.generate(replace(tiny.prompts(8), seeds=tuple(range(8)), response_length=4))
     assert rows == [3, 3, 2]
     assert [len(batch) for batch in micro_batches(torch.ones(8, dtype=torch.int64), torch.arange(8), max_rows=3)] == [
@@ -145,7 +145,7 @@ def test_stop_token_and_stop_token_id():
 
 
 def test_missing_eos_penalty_by_value():
-    plain, charged = (tiny.trainer(missing_eos_penalty=p).judge(tiny.rollout()).scores for p in (0.0, 0.75))
+    plain, charged = (tiny.trainer(missing_eos_penalty=p).make_experience(tiny.rollout()).scores for p in (0.0, 0.75))
     assert (plain - charged).tolist() == pytest.approx([0, 0, 0.75, 0])
 
 
@@ -171,16 +171,16 @@ def test_kl_estimator_in_the_reward(kind):
     if kind == "full":
         micro = experience.rollout.micro_batch(torch.arange(4))
         logp, ref = (
-            torch.log_softmax(reading.response_logits(m, micro).detach() / 0.7, -1)
+            torch.log_softmax(forward.response_logits(m, micro).detach() / 0.7, -1)
             for m in (trainer.policy, trainer.ref)
         )
         wanted = torch.zeros(mask.shape)
-        wanted[micro.cells] = (logp.exp() * (logp - ref)).sum(-1)
+        wanted[micro.response_index] = (logp.exp() * (logp - ref)).sum(-1)
     else:
         r = experience.ref_logprobs - experience.logprobs
         wanted = {"k1": -r, "k2": r * r / 2, "k3": r.exp() - 1 - r, "abs": r.abs()}[kind]
     torch.testing.assert_close(experience.kl[mask], wanted[mask], atol=1e-5, rtol=1e-5)
-    placed = formulas.shape_rewards(experience.scores, experience.kl, mask)
+    placed = formulas.compute_token_rewards(experience.scores, experience.kl, mask)
     torch.testing.assert_close(experience.rewards, placed)
 
 
@@ -194,7 +194,7 @@ def test_kl_in_the_loss_leaves_the_rewards_alone_and_pulls_back(kind):
             kl_in="loss", kl_estimator=kind, kl_coef=coef, learning_rate=3e-3, num_ppo_epochs=8
         )
         trainer.update(experience)
-        after = trainer.judge(tiny.rollout(), scores=torch.zeros(4))
+        after = trainer.make_experience(tiny.rollout(), scores=torch.zeros(4))
         distance[coef] = formulas.masked_mean((after.logprobs - after.ref_logprobs) ** 2, after.mask).item()
     assert distance[5.0] < 0.8 * distance[0.0]
     assert tiny.one_step(kl_in="loss", kl_estimator=kind)[1]["objective/non_score_reward"] == 0.0
@@ -261,7 +261,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing():
     for layer in trainer.policy.model.layers:
         inner = layer._gradient_checkpointing_func
         layer._gradient_checkpointing_func = lambda *a, inner=inner, **k: (calls.append(1), inner(*a, **k))[1]
-    experience = trainer.judge(tiny.rollout(), scores=torch.tensor([1.0, -1.0, 0.5, 2.0]))
+    experience = trainer.make_experience(tiny.rollout(), scores=torch.tensor([1.0, -1.0, 0.5, 2.0]))
     assert not calls, "nothing to recompute without gradients"
     trainer.update(experience)
     assert calls
@@ -278,7 +278,7 @@ def test_bf16_changes_the_numbers_a_little_and_keeps_the_weights_float32():
 def test_learning_rate_scheduler_and_warmup():
     def rates(**changes):
         trainer = tiny.trainer(total_episodes=80, learning_rate=1.0e-3, num_ppo_epochs=1, **changes)
-        experience = trainer.judge(tiny.rollout())
+        experience = trainer.make_experience(tiny.rollout())
         return [trainer.update(experience)["lr"] for _ in range(10)]
 
     assert rates(lr_scheduler_type="constant") == [1e-3] * 10

@@ -7,10 +7,9 @@ import pytest
 import tiny
 import torch
 
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import PPOSettings, Rollout, formulas
-from rlhf_cli.ppo.losses import policy_losses
-from rlhf_cli.ppo.passes import Passes
+from rlhf_cli.ppo.forward_backward import ModelRunner, policy_losses
 
 
 def surrogate(ratio: float, advantage: float, **options):
@@ -86,7 +85,7 @@ def test_entropy_gradient_on_three_tokens():
     made = tiny.experience(rows, logprobs=old)  # no advantage, so no other gradient
     point = logits.clone().requires_grad_(True)
     settings = PPOSettings(total_episodes=64, temperature=temperature, entropy_coef=0.25)
-    parts = policy_losses(made.of(rows.micro_batch(torch.arange(1))), point, None, made.kl_coef, settings)
+    parts = policy_losses(made.gather(rows.micro_batch(torch.arange(1))), point, None, made.kl_coef, settings)
     (found,) = torch.autograd.grad(parts.loss.sum(), point)
     for row in range(2):
         weights = [math.exp(x / temperature) for x in logits[row].tolist()]
@@ -94,7 +93,7 @@ def test_entropy_gradient_on_three_tokens():
         entropy = -sum(x * math.log(x) for x in p)
         wanted = [0.25 * x * (math.log(x) + entropy) / temperature for x in p]
         assert found[row].tolist() == pytest.approx(wanted, abs=1e-12)
-        assert parts.gauges["policy/entropy_avg"][row].item() == pytest.approx(entropy)
+        assert parts.metrics["policy/entropy_avg"][row].item() == pytest.approx(entropy)
 
 
 def test_entropy_coef_keeps_the_policy_broad():
@@ -104,7 +103,7 @@ def test_entropy_coef_keeps_the_policy_broad():
         made, judged = tiny.judged(entropy_coef=coef, **quiet)
         before = made.update(replace(judged, advantages=torch.zeros_like(judged.advantages)))["policy/entropy_avg"]
         micro = judged.rollout.micro_batch(torch.arange(4))
-        log_probs = formulas.log_probs(reading.response_logits(made.policy, micro), made.settings.temperature)
+        log_probs = formulas.log_probs(forward.response_logits(made.policy, micro), made.settings.temperature)
         after[coef] = float(formulas.entropy(log_probs.detach()).mean())
     start = tiny.one_step(learning_rate=0.0)[1]["policy/entropy_avg"]
     assert after[0.0] == pytest.approx(start, rel=1e-5) and after[1.0] > before > 1.1 * start
@@ -117,7 +116,7 @@ def test_a_token_the_model_rules_out_leaves_the_gradient_finite(what):
     if what == "entropy":
         found = formulas.entropy(formulas.log_probs(logits, 1.0))
     else:
-        found = formulas.kl_full(logits, torch.tensor([[0.0, 0.0, -math.inf]]), 1.0)
+        found = formulas.exact_kl(logits, torch.tensor([[0.0, 0.0, -math.inf]]), 1.0)
     (slope,) = torch.autograd.grad(found.sum(), logits)
     assert torch.isfinite(slope).all() and slope[0, 2] == 0.0 and slope[0, 0].abs() > 1e-3
 
@@ -130,15 +129,15 @@ PTX = [([5, 6], [7, 8, 2]), ([9], [10, 2]), ([4, 11, 12], [3, 3, 5, 6, 2]), ([13
 
 def drawn(monkeypatch) -> list:
     """The ptx rows of each forward pass as they are read: (ids, number of targets), row by row."""
-    seen, plain = [], Passes.backward_ptx
+    seen, plain = [], ModelRunner.backward_ptx
 
     def spy(passes, micro, share):
         for place in range(len(micro.rows)):
-            count = int((micro.row == place).sum())
+            count = int((micro.row_index == place).sum())
             seen.append((tuple(micro.ids[place, : micro.lengths[place]].tolist()), count))
         return plain(passes, micro, share)
 
-    monkeypatch.setattr(Passes, "backward_ptx", spy)
+    monkeypatch.setattr(ModelRunner, "backward_ptx", spy)
     return seen
 
 
@@ -186,7 +185,7 @@ def test_each_epoch_and_update_draws_ptx_rows_of_its_own_however_it_is_cut(monke
         seen.clear()
         made, judged = tiny.judged(ptx_coef=0.1, ptx=many, num_mini_batches=minibatches, ratio_threshold=None)
         made.update(judged)
-        made.update(made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES)))
+        made.update(made.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES)))
         ids = [ids for ids, _ in seen]
         found[minibatches] = [sorted(ids[start : start + 4]) for start in range(0, len(ids), 4)]
     assert found[1] == found[2] and len(found[1]) == 8
@@ -220,8 +219,8 @@ def test_ptx_loss_falls_as_it_is_trained():
 def recorded(**changes):
     """A trainer after an update; the policykl of each of its optimizer steps; its metrics."""
     made, judged = tiny.judged(learning_rate=3e-3, num_ppo_epochs=6, ratio_threshold=None, **changes)
-    seen, plain = [], made._learn
-    made._learn = lambda *given: (seen.append(plain(*given)), seen[-1])[1]
+    seen, plain = [], made._train_minibatch
+    made._train_minibatch = lambda *given: (seen.append(plain(*given)), seen[-1])[1]
     stats = made.update(judged)
     return made, [step["policy/policykl"] for step in seen], stats
 
@@ -271,8 +270,8 @@ def test_ratio_threshold_skips_the_one_minibatch_that_passes_it():
     def after(threshold, *which):
         """An update of one epoch on the minibatches `which` of a plan whose first one is off."""
         made, judged = tiny.judged(num_mini_batches=2, num_ppo_epochs=1, ratio_threshold=threshold)
-        judged = off_by(judged, torch.cat(judged.plan[0]))
-        return made, made.update(replace(judged, plan=tuple(judged.plan[i] for i in which)))
+        judged = off_by(judged, torch.cat(judged.minibatches[0]))
+        return made, made.update(replace(judged, minibatches=tuple(judged.minibatches[i] for i in which)))
 
     (made, stats), (alone, second) = after(10.0, 0, 1), after(10.0, 1)
     assert stats["policy/skipped_minibatches"] == 1

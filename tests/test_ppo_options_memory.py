@@ -14,8 +14,9 @@ from torch import nn
 
 from rlhf_cli import checkpoints
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import eight_bits, saving, tokenizers, trees
+from rlhf_cli.models import save, tokenizers
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer
+from rlhf_cli.ppo.optimizer import adamw_8bit, embedding_weights
 from rlhf_cli.ppo.trainer import PPOTrainer as Trainer
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # matrices of 4096 numbers and more, which 8 bits begin with
@@ -73,7 +74,7 @@ def test_a_copy_is_on_the_device_while_a_model_is_read_and_at_no_other_time(exac
     phase = "rollout"
     rollout = made.generate(tiny.prompts())
     phase = "judge"
-    experience = made.judge(rollout)
+    experience = made.make_experience(rollout)
     phase = "update"
     made.update(experience)
     assert away == {"judge": {"ref", "reward"}} | ({"update": {"ref"}} if exact else {})
@@ -140,11 +141,11 @@ def test_averages_take_a_quarter_but_those_of_embeddings_and_small_weights():
 
 def test_embeddings_stay_in_32_bits_however_large():
     table = nn.Embedding(256, 64)
-    optimizer = eight_bits.adamw(
-        [{"params": [table.weight]}], words=eight_bits.embeddings([nn.Sequential(table)]), lr=0.1
+    optimizer = adamw_8bit(
+        [{"params": [table.weight]}], full_precision=embedding_weights([nn.Sequential(table)]), lr=0.1
     )
     other = nn.Linear(64, 256, bias=False)
-    beside = eight_bits.adamw([{"params": [other.weight]}], words=set(), lr=0.1)
+    beside = adamw_8bit([{"params": [other.weight]}], full_precision=set(), lr=0.1)
     for weight, each in ((table.weight, optimizer), (other.weight, beside)):
         weight.grad = torch.ones_like(weight)
         each.step()
@@ -158,7 +159,7 @@ def test_steps_of_8_bits_are_near_those_of_32():
     for name in ("adamw_torch", "adamw_8bit"):
         made = wide(optim=name, learning_rate=1e-3, weight_decay=0.1)
         before = torch.cat([tiny.weights(made.policy), tiny.weights(made.value)])
-        experience = made.judge(made.generate(tiny.prompts()))
+        experience = made.make_experience(made.generate(tiny.prompts()))
         made.update(experience)  # four epochs: four steps
         moved[name] = torch.cat([tiny.weights(made.policy), tiny.weights(made.value)]) - before
     one, other = moved.values()
@@ -183,8 +184,8 @@ def wide_folder(tmp_path_factory) -> Path:
     tokenizer = tokenizers.train_tokenizer(folder / "prompts.jsonl", 280)
     for name, make in (("sft_model", tiny.causal), ("reward_model", tiny.scorer)):
         model = make(vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1, bos_token_id=None, **WIDE)
-        saving.set_special_ids(model, tokenizer, 1)
-        saving.save_model(model, tokenizer, folder / name, "A tiny model.")
+        save.set_special_token_ids(model, tokenizer, 1)
+        save.save_model(model, tokenizer, folder / name, "A tiny model.")
     write(folder, "ppo", PPO | {"ppo": PPO["ppo"] | {"optim": "adamw_8bit"}})
     return folder
 
@@ -202,7 +203,7 @@ def test_a_run_in_8_bits_resumes_to_the_same_bytes(wide_folder, monkeypatch):
 
     monkeypatch.setattr(PPOTrainer, "step", stopped)
     assert ppo(wide_folder, "--fresh").exit_code == 143
-    state = trees.load_tree(checkpoints.state_at(wide_folder / "ppo/state", 2))["trainer"]["optimizer"]["state"]
+    state = save.load_tree(checkpoints.state_at(wide_folder / "ppo/state", 2))["trainer"]["optimizer"]["state"]
     assert torch.uint8 in {t.dtype for each in state.values() for t in each["__bnb_optimizer_quant_state__"].values()}
     again = ppo(wide_folder)
     assert again.exit_code == 0 and "resumes at step 2" in again.stderr

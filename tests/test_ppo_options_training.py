@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import HFEngine, PPOTrainer
 
 
@@ -74,7 +74,7 @@ def decay(name: str, k: int, warm: int) -> float:
 def test_every_lr_scheduler_type_with_a_value_warmup_of_its_own(name):
     warm = {} if name == "constant" else {"warmup_steps": WARM, "value_warmup_steps": VALUE_WARM}
     made = tiny.trainer(total_episodes=80, learning_rate=PEAK, lr_scheduler_type=name, num_ppo_epochs=1, **warm)
-    judged = made.judge(tiny.rollout())
+    judged = made.make_experience(tiny.rollout())
     seen = [made.update(judged) for _ in range(UPDATES)]
     assert [s["lr"] for s in seen] == pytest.approx([PEAK * decay(name, k, WARM) for k in range(UPDATES)], abs=1e-12)
     assert [s["value/lr"] for s in seen] == pytest.approx(
@@ -142,10 +142,10 @@ def count_forwards(made) -> dict[str, int]:
 
 def test_a_value_head_costs_no_forward_pass_of_its_own():
     made, rows = tiny.trainer(head=True, num_ppo_epochs=3, micro_batch_tokens=12), tiny.rollout()
-    parts = len(made._plan(rows, 0)[0])
+    parts = len(made._make_minibatches(rows, 0)[0])
     assert parts > 1
     calls = count_forwards(made)
-    judged = made.judge(rows, scores=torch.tensor(tiny.SCORES))
+    judged = made.make_experience(rows, scores=torch.tensor(tiny.SCORES))
     assert calls == {"policy": parts, "ref": parts, "value": parts}
     made.update(judged)
     assert calls == {"policy": 4 * parts, "ref": parts, "value": 4 * parts}
@@ -154,11 +154,11 @@ def test_a_value_head_costs_no_forward_pass_of_its_own():
 
 def test_a_value_head_starts_at_zero_and_learns():
     made = tiny.trainer(head=True)
-    judged = made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
+    judged = made.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))
     assert (judged.values == 0).all()
     first = made.update(judged)
     assert first["policy/first_ratio_error"] == 0.0 and first["val/explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    later = [made.update(made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES))) for _ in range(10)]
+    later = [made.update(made.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES))) for _ in range(10)]
     assert later[-1]["loss/value_avg"] < 0.5 * first["loss/value_avg"]
 
 
@@ -166,7 +166,7 @@ def test_a_value_head_reads_what_the_output_head_reads():
     """Values by hand: the last hidden state before each response token, times the head."""
     made = tiny.trainer(head=True)
     torch.nn.init.normal_(made.value.score.weight)
-    judged = made.judge(tiny.rollout(), scores=torch.zeros(4))
+    judged = made.make_experience(tiny.rollout(), scores=torch.zeros(4))
     for row, (query, response) in enumerate(zip(tiny.QUERIES, tiny.RESPONSES, strict=True)):
         with torch.no_grad():
             hidden = made.policy.model(input_ids=torch.tensor([query + response])).last_hidden_state[0]
@@ -226,8 +226,8 @@ def unlike(family: str, layers: int, **changes):
 def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
     made, alone = unlike(family, 2)
     micro = tiny.rollout().micro_batch(torch.arange(4))
-    wanted = reading.response_logits(alone, micro)
-    assert torch.equal(reading.response_logits(made.ref, micro), wanted), "sharing changed the reference"
+    wanted = forward.response_logits(alone, micro)
+    assert torch.equal(forward.response_logits(made.ref, micro), wanted), "sharing changed the reference"
     ours, theirs = (dict(model.named_parameters()) for model in (made.policy, made.ref))
     shared = {name for name in ours if ours[name] is theirs[name]}
     assert shared == {name for name in ours if not ours[name].requires_grad}
@@ -238,7 +238,7 @@ def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
     assert first["objective/kl"] == 0.0 and first["policy/first_ratio_error"] == 0.0
     for name, parameter in made.policy.named_parameters():
         assert torch.equal(parameter, before[name]) is (name in shared), name
-    assert torch.equal(reading.response_logits(made.ref, micro), wanted), "training changed the reference"
+    assert torch.equal(forward.response_logits(made.ref, micro), wanted), "training changed the reference"
 
 
 def test_num_shared_layers_with_tied_embeddings_ties_the_references_head_too():
@@ -249,7 +249,7 @@ def test_num_shared_layers_with_tied_embeddings_ties_the_references_head_too():
     assert ref.lm_head.weight is ref.model.embed_tokens.weight is policy.lm_head.weight
     steps(made, 2)
     micro = tiny.rollout().micro_batch(torch.arange(4))
-    assert torch.equal(reading.response_logits(ref, micro), reading.response_logits(alone, micro))
+    assert torch.equal(forward.response_logits(ref, micro), forward.response_logits(alone, micro))
 
 
 @pytest.mark.parametrize("layers", [3, 4])

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.models.batch import micro_batches
 from rlhf_cli.ppo import Prompts, Rollout
-from rlhf_cli.ppo.records import micro_batches
-from rlhf_cli.ppo.seeds import derive
 
 
 def test_rollout_from_lists_table():
@@ -19,7 +19,11 @@ def test_response_masks_leave_the_model_its_tokens():
     """A masked response token is read by the models, but takes no part in the loss."""
     rollout = Rollout.from_lists([[7]], [[3, 4, 5]], [[True, False, True]])
     micro = rollout.micro_batch(torch.tensor([0]))
-    assert micro.ids.tolist() == [[7, 3, 4, 5]] and micro.targets.tolist() == [3, 5] and micro.column.tolist() == [0, 2]
+    assert (
+        micro.ids.tolist() == [[7, 3, 4, 5]]
+        and micro.targets.tolist() == [3, 5]
+        and micro.logit_position.tolist() == [0, 2]
+    )
 
 
 def test_micro_batch_is_flush_left():
@@ -29,7 +33,7 @@ def test_micro_batch_is_flush_left():
     assert micro.lengths.tolist() == [3, 4]
     assert micro.targets.tolist() == [4, 2, 3]
     scattered = torch.zeros(2, 2)
-    scattered[micro.cells] = torch.tensor([1.0, 2.0, 3.0])
+    scattered[micro.response_index] = torch.tensor([1.0, 2.0, 3.0])
     assert scattered.tolist() == [[3.0, 0.0], [1.0, 2.0]]
 
 
@@ -74,6 +78,6 @@ def test_seeds_depend_on_every_part():
         (0, "sample", 1, 3),
         (0, "sample", 12),
     ]
-    seeds = {derive(*key) for key in keys}
+    seeds = {derive_seed(*key) for key in keys}
     assert len(seeds) == len(keys) and all(0 <= seed < 2**63 for seed in seeds)
-    assert derive(0, "sample", 1, 2) == derive(0, "sample", 1, 2)
+    assert derive_seed(0, "sample", 1, 2) == derive_seed(0, "sample", 1, 2)

@@ -6,14 +6,14 @@ import pytest
 import tiny
 import torch
 
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.ppo import HFEngine, Prompts
-from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.replay.naive.responses import exponential
 
 
 def ask(prompts: Prompts, length: int = 8, step: int = 0) -> Prompts:
     return replace(
-        prompts, seeds=tuple(derive(0, "sample", step, row) for row in range(len(prompts))), response_length=length
+        prompts, seeds=tuple(derive_seed(0, "sample", step, row) for row in range(len(prompts))), response_length=length
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.ppo import HFEngine, PPOTrainer, Rollout, formulas
-from rlhf_cli.ppo.rewards import FunctionReward
+from rlhf_cli.rewards import FunctionReward
 
 
 def run(trainer, steps: int = 2):
@@ -46,9 +46,9 @@ def test_first_ratio_is_one_and_first_kl_zero(changes):
 
 def test_another_partition_moves_the_ratio_by_float_noise_only():
     trainer = tiny.trainer(policy_seed=3)
-    experience = trainer.judge(trainer.generate(tiny.prompts()))
+    experience = trainer.make_experience(trainer.generate(tiny.prompts()))
     rows = [torch.tensor([row]) for row in range(8)]
-    stats = trainer._learn(experience, tuple(rows))
+    stats = trainer._train_minibatch(experience, tuple(rows))
     assert stats["ratio_error"] <= 1e-5
 
 
@@ -58,7 +58,7 @@ def test_another_partition_moves_the_ratio_by_float_noise_only():
 def test_score_is_placed_on_the_eos_and_the_eos_is_trained():
     trainer = tiny.trainer(kl_coef=0.0)
     rollout = Rollout.from_lists([[5, 6], [7]], [[3, tiny.EOS], [4, 8, 9]], stop_token_id=tiny.EOS)
-    experience = trainer.judge(rollout, scores=torch.tensor([2.0, 3.0]))
+    experience = trainer.make_experience(rollout, scores=torch.tensor([2.0, 3.0]))
     assert experience.rewards.tolist() == [[0.0, 2.0, 0.0], [0.0, 0.0, 3.0]]
     assert rollout.micro_batch(torch.arange(2)).targets.tolist()[1] == tiny.EOS
 
@@ -68,7 +68,7 @@ def test_padding_ids_change_nothing():
     found = []
     for pad in (tiny.PAD, tiny.EOS, 11):
         trainer = tiny.trainer(policy_seed=3)
-        experience = trainer.judge(Rollout.from_lists(queries, responses, stop_token_id=tiny.EOS, pad=pad))
+        experience = trainer.make_experience(Rollout.from_lists(queries, responses, stop_token_id=tiny.EOS, pad=pad))
         found.append((untimed(trainer.update(experience)), tiny.weights(trainer.policy)))
     assert found[0][0] == found[1][0] == found[2][0]
     assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][1], found[2][1])
@@ -76,9 +76,9 @@ def test_padding_ids_change_nothing():
 
 def test_missing_eos_penalty_hits_those_that_never_end():
     rollout = Rollout.from_lists([[5], [7]], [[3, tiny.EOS], [4, 8]], stop_token_id=tiny.EOS)
-    free, charged = (tiny.trainer(missing_eos_penalty=penalty).judge(rollout) for penalty in (None, 1.5))
+    free, charged = (tiny.trainer(missing_eos_penalty=penalty).make_experience(rollout) for penalty in (None, 1.5))
     assert (free.scores - charged.scores).tolist() == pytest.approx([0.0, 1.5])
-    endless = tiny.trainer(missing_eos_penalty=1.5, stop_token="none").judge(rollout)
+    endless = tiny.trainer(missing_eos_penalty=1.5, stop_token="none").make_experience(rollout)
     assert torch.equal(endless.scores, free.scores), "no stop token, nothing to miss"
 
 
@@ -97,7 +97,7 @@ def test_gradient_is_the_same_for_any_micro_batching(dtype, limit):
     for changes in sizes:
         trainer = tiny.trainer(dtype=dtype, policy_seed=3, max_grad_norm=1e9, **changes)
         rollout = Rollout.from_lists([[5, 6], [7], [8, 9, 4]] * 2, [[3, 2], [4, 8, 9, 5, 2], [6]] * 2, stop_token_id=2)
-        experience = trainer.judge(rollout, scores=torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0, 1.0], dtype=dtype))
+        experience = trainer.make_experience(rollout, scores=torch.tensor([1.0, -1.0, 0.5, 2.0, 0.0, 1.0], dtype=dtype))
         grads.append(tiny.gradient(trainer, experience))
     for other in grads[1:]:
         assert (grads[0] - other).norm() / grads[0].norm() <= limit
@@ -110,7 +110,7 @@ def test_losses_are_means_over_tokens():
     for times in (1, 2):
         trainer = tiny.trainer(policy_seed=3, max_grad_norm=1e9, advantage_norm="none")
         rollout = Rollout.from_lists(rows * times, [[3, 2], [4, 8, 9]] * times, stop_token_id=2)
-        found.append(tiny.gradient(trainer, trainer.judge(rollout, scores=scores.repeat(times))))
+        found.append(tiny.gradient(trainer, trainer.make_experience(rollout, scores=scores.repeat(times))))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
@@ -118,7 +118,7 @@ def test_losses_weigh_tokens_not_rows():
     """Two rows of one and five tokens: the loss is the mean over six tokens."""
     trainer = tiny.trainer(advantage_norm="none", kl_coef=0.0, lam=1.0, num_ppo_epochs=1, learning_rate=0.0)
     rollout = Rollout.from_lists([[5], [7]], [[2], [4, 8, 9, 5, 2]], stop_token_id=2)
-    experience = trainer.judge(rollout, scores=torch.tensor([6.0, 1.0]))
+    experience = trainer.make_experience(rollout, scores=torch.tensor([6.0, 1.0]))
     errors = (experience.returns - experience.values)[rollout.response_mask] ** 2 / 2
     assert trainer.update(experience)["loss/value_avg"] == pytest.approx(errors.mean().item(), rel=1e-5)
 
@@ -161,7 +161,7 @@ def test_extra_draws_in_between_change_no_training():
     run(plain)
     disturbed.step(tiny.prompts(8, seed=0))
     torch.rand(100)
-    disturbed.judge(disturbed.generate(tiny.prompts(3, seed=9), purpose="show"))
+    disturbed.make_experience(disturbed.generate(tiny.prompts(3, seed=9), purpose="show"))
     disturbed.step(tiny.prompts(8, seed=1))
     assert torch.equal(tiny.weights(plain.policy), tiny.weights(disturbed.policy))
 
@@ -190,7 +190,7 @@ def test_minibatches_are_shuffled_anew_for_each_epoch_and_update():
     rollout = trainer.generate(tiny.prompts())
 
     def order(epoch):
-        plan = trainer._plan(rollout, epoch)
+        plan = trainer._make_minibatches(rollout, epoch)
         return [sorted(row for rows in minibatch for row in rows.tolist()) for minibatch in plan]
 
     first, second = order(0), order(1)
@@ -234,9 +234,9 @@ def test_scores_of_another_shape_are_refused(scores):
     trainer = tiny.trainer()
     rollout = trainer.generate(tiny.prompts())
     with pytest.raises(RLHFError) as caught:
-        trainer.judge(rollout, scores=scores)
+        trainer.make_experience(rollout, scores=scores)
     assert caught.value.problems[0].code == "R05"
-    assert trainer.judge(rollout, scores=[0.5] * 8).scores.tolist() == [0.5] * 8
+    assert trainer.make_experience(rollout, scores=[0.5] * 8).scores.tolist() == [0.5] * 8
 
 
 # 7. Metrics are over response tokens only.
@@ -245,7 +245,7 @@ def test_scores_of_another_shape_are_refused(scores):
 def test_metrics_by_hand():
     trainer = tiny.trainer(policy_seed=3, num_ppo_epochs=1, kl_coef=0.25, learning_rate=0.0)
     rollout = Rollout.from_lists([[5, 6], [7]], [[3, 2], [4, 8, 9]], stop_token_id=2)
-    experience = trainer.judge(rollout, scores=torch.tensor([2.0, 3.0]))
+    experience = trainer.make_experience(rollout, scores=torch.tensor([2.0, 3.0]))
     stats = trainer.update(experience)
     sums = []
     for row, (query, response) in enumerate(zip([[5, 6], [7]], [[3, 2], [4, 8, 9]], strict=True)):
@@ -322,14 +322,14 @@ def test_a_score_that_is_not_finite_stops_the_run_before_any_weight_moves():
     before, rollout = tiny.weights(trainer.policy), trainer.generate(tiny.prompts())
     trainer.rewards["reward"] = lambda rollout: torch.tensor([0.0, float("nan")] + [0.0] * 6)
     with pytest.raises(RLHFError) as caught:
-        trainer.judge(rollout)
+        trainer.make_experience(rollout)
     assert caught.value.problems[0].code == "R01" and "row 1" in str(caught.value)
     assert torch.equal(before, tiny.weights(trainer.policy))
 
 
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
     trainer = tiny.trainer()
-    experience = trainer.judge(trainer.generate(tiny.prompts()))
+    experience = trainer.make_experience(trainer.generate(tiny.prompts()))
     experience.advantages[0, 0] = float("inf")
     before = tiny.weights(trainer.policy)
     with pytest.raises(RLHFError, match="step 1: loss is not finite in row 0"):
@@ -340,7 +340,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights():
 @pytest.mark.parametrize("name", ["policy", "value"])
 def test_a_gradient_of_a_finite_loss_that_is_not_finite_never_reaches_the_weights(name):
     trainer = tiny.trainer()
-    experience = trainer.judge(trainer.generate(tiny.prompts()))
+    experience = trainer.make_experience(trainer.generate(tiny.prompts()))
     next(getattr(trainer, name).parameters()).register_hook(lambda grad: grad * float("inf"))
     before = tiny.weights(trainer.policy), tiny.weights(trainer.value)
     with pytest.raises(RLHFError, match=f"step 1: {name} gradient is not finite"):
@@ -359,14 +359,14 @@ def test_weights_that_a_step_blew_up_are_told_before_anything_is_saved():
 
 def test_given_scores_stand_in_for_the_sources():
     trainer = tiny.trainer(kl_coef=0.0)
-    experience = trainer.judge(trainer.generate(tiny.prompts()), scores=torch.arange(8.0))
+    experience = trainer.make_experience(trainer.generate(tiny.prompts()), scores=torch.arange(8.0))
     assert experience.scores.tolist() == list(range(8))
     assert experience.rewards.sum(1).tolist() == list(range(8))
 
 
 def test_advantages_are_whitened_over_the_whole_update():
     trainer = tiny.trainer()
-    experience = trainer.judge(trainer.generate(tiny.prompts()))
+    experience = trainer.make_experience(trainer.generate(tiny.prompts()))
     assert formulas.masked_mean(experience.advantages, experience.mask).item() == pytest.approx(0.0, abs=1e-6)
     assert formulas.masked_var(experience.advantages, experience.mask).item() == pytest.approx(1.0, abs=1e-4)
 

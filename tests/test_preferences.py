@@ -191,9 +191,9 @@ def test_each_pass_is_evaluated() -> None:
 
 
 def test_parameters_are_counted_without_loading(world: World) -> None:
-    from rlhf_cli.models import loading
+    from rlhf_cli.models import load
 
-    assert count_parameters(world.base) == loading.load_causal(world.base).num_parameters()
+    assert count_parameters(world.base) == load.load_causal_lm(world.base).num_parameters()
 
 
 def test_comments_stand_in_one_column() -> None:

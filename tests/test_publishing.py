@@ -57,7 +57,7 @@ def test_a_push_without_a_token_is_refused_before_anything_loads(
     refused = ppo(run_folder, *PUSHING)
     said = "error[C17]: --set ppo.push_to_hub_if_best: pushing to lab/policy needs the hub, and HF_HUB_OFFLINE is set"
     assert refused.exit_code == 2 and said in refused.stderr
-    monkeypatch.setattr("rlhf_cli.models.publishing.get_token", lambda: None)
+    monkeypatch.setattr("rlhf_cli.models.hub.get_token", lambda: None)
     refused = ppo(run_folder, *PUSHING)
     assert refused.exit_code == 2 and "error[C17]: --set ppo.push_to_hub_if_best: " in refused.stderr
     assert "hint: `hf auth login`" in refused.stderr and hub.asked == []

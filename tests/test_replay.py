@@ -3,8 +3,9 @@
 import ast
 import json
 import math
+import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,15 +16,15 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 from torch import nn
 
 from rlhf_cli import rows
-from rlhf_cli.models import reading
-from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas, scoring
+from rlhf_cli.models import forward
+from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas
 from rlhf_cli.ppo import trainer as trainer_module
-from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.rewards import COMBINE, EnsembleReward
+from rlhf_cli.ppo.scores import RunningMeanStd
 from rlhf_cli.ppo.settings.training import SCHEDULERS
 from rlhf_cli.replay import naive
 from rlhf_cli.replay.compare import Quantity, difference, only_rounding, side_by_side, worst
 from rlhf_cli.replay.observe import in_float64, start_of
+from rlhf_cli.rewards import COMBINE, EnsembleReward
 
 EXACT = 1e-9  # both sides are in float64; 1e-12 is usual, AdamW makes more of it where a gradient is near nothing
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "total_episodes": 20}
@@ -42,19 +43,21 @@ def length(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def made(
-    *, family: str = "llama", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
+    *, family: str = "", head: bool = False, both: bool = False, combine: str = "", steps: int = 1, **changes: Any
 ) -> PPOTrainer:
     """A trainer that has made some updates; `head` on the policy for a value model, `both` a model and a function."""
     chosen = tiny.settings(**{**SIZES, **changes})
     like_ref = bool(chosen.num_shared_layers)  # else another: the KL is not 0
-    policy, ref, scorer = tiny.causal(family, 0 if like_ref else 3), tiny.causal(family), tiny.scorer(family)
-    value = reading.ValueHead(policy) if head else tiny.scorer(family, 5)
+    sizes = {} if family or like_ref else {"num_hidden_layers": 1}  # two layers where it is about them
+    causal, scored = (partial(make, family or "llama", **sizes) for make in (tiny.causal, tiny.scorer))
+    policy, ref, scorer = causal(0 if like_ref else 3), causal(), scored()
+    value = forward.ValueHead(policy) if head else scored(5)
     stop = None if chosen.stop_token == "none" else chosen.stop_token_id or tiny.EOS
     sources: dict[str, Any] = {"model": ModelReward(scorer, 4)}
     if both:
         sources["words"] = FunctionReward("words", length, Words())
     if combine:
-        members = {f"m{seed}": ModelReward(tiny.scorer(family, seed), 4) for seed in (1, 6, 7)}
+        members = {f"m{seed}": ModelReward(scored(seed), 4) for seed in (1, 6, 7)}
         sources["vote"] = EnsembleReward(members, combine, 0.3)
     trainer = PPOTrainer(
         policy, ref, value, sources, HFEngine(policy, stop, tiny.PAD, chosen.temperature), chosen,
@@ -255,7 +258,10 @@ def test_the_naive_update_shares_no_arithmetic_with_the_trainer() -> None:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
     found -= {f"rlhf_cli.replay.naive.{path.stem}" for path in NAIVE}
-    assert {name for name in found if name.startswith("rlhf_cli")} == {"rlhf_cli.ppo.seeds", "rlhf_cli.ppo.settings"}
+    assert {name for name in found if name.startswith("rlhf_cli")} == {
+        "rlhf_cli.data.sampling",
+        "rlhf_cli.ppo.settings",
+    }
     assert not any(name.startswith(("torch.optim", "torch.nn.utils", "transformers")) for name in found)
 
 
@@ -283,7 +289,7 @@ def keyed(purpose: str, change: Callable[..., tuple[int, ...]]) -> Callable[[pyt
     def wrong(derive: Any) -> Any:
         return lambda seed, what, *keys: derive(seed, what, *(change(*keys) if what == purpose else keys))
 
-    return at(trainer_module, "derive", wrong)
+    return at(trainer_module, "derive_seed", wrong)
 
 
 def a_token_early(shape: Any) -> Any:
@@ -304,7 +310,7 @@ def ratio_with_gradient(_: Any) -> Any:
 
 # What is wrong -> the first quantity that shows it, settings in which it does, how it is planted
 ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None]]] = {
-    "lambda": ("advantages", {}, at(trainer_module, "gae", lambda gae: lambda *a: gae(*a[:4], a[4] * 0.999))),
+    "lambda": ("advantages", {}, at(formulas, "gae", lambda gae: lambda *a: gae(*a[:4], a[4] * 0.999))),
     "biased variance in whitening": (
         "advantages",
         {},
@@ -321,11 +327,11 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
         {},
         at(formulas, "token_logprobs", lambda logprobs: lambda logits, ids, _: logprobs(logits, ids, 1.0)),
     ),
-    "score a token early": ("rewards", {}, at(formulas, "shape_rewards", a_token_early)),
+    "score a token early": ("rewards", {}, at(formulas, "compute_token_rewards", a_token_early)),
     "value of another token": (
         "values",
         {},
-        at(reading, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
+        at(forward, "response_values", lambda values: lambda *asked: values(*asked).roll(-1)),
     ),
     "no clipping of the ratio": (
         "loss/policy_avg, each step",
@@ -350,22 +356,22 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "gradient through the ratio of the KL": (
         "policy/grad_norm, each step",
         {"kl_in": "loss", "kl_estimator": "k2", "num_ppo_epochs": 1},
-        at(formulas, "kl_loss_tokens", ratio_with_gradient),
+        at(formulas, "token_kl_loss", ratio_with_gradient),
     ),
     "moments of this update alone": (
         "scores",
         {"use_score_scaling": True},
-        at(Moments, "merged", lambda merged: lambda self, scores: merged(Moments(), scores)),
+        at(RunningMeanStd, "updated", lambda updated: lambda self, scores: updated(RunningMeanStd(), scores)),
     ),
     "penalty for those that ended": (
         "scores",
         {"response_length": 3},
-        at(scoring, "penalised", lambda penalised: lambda scores, *rest: 2 * scores - penalised(scores, *rest)),
+        at(trainer_module, "apply_penalties", lambda apply: lambda scores, *rest: 2 * scores - apply(scores, *rest)),
     ),
     "controller the wrong way": (
         "next kl_coef",
         {"adap_kl_ctrl": True},
-        at(formulas, "adapted_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest)),
+        at(formulas, "adapt_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest)),
     ),
     "other minibatches": (
         "loss/policy_avg, each step",
@@ -474,7 +480,7 @@ def test_replay_of_a_run(run_folder: Path) -> None:
     write(run_folder, "ppo", {**config, "ppo": {**PPO["ppo"], "num_sample_generations": 4}})
     assert ppo(run_folder).exit_code == 0
     before = tree(run_folder)
-    for step in (1, 3, 4, None):
+    for step in (1, 3, None):
         result = rlhf("verify", run_folder, "--json", *(["--step", step] if step else []))
         assert result.exit_code == 0, result.output
         report = json.loads(result.stdout)
@@ -497,11 +503,10 @@ def test_replay_of_a_run(run_folder: Path) -> None:
 
 
 @pytest.mark.training
-def test_replay_exits_1_and_tells_where(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_exits_1_and_tells_where(ppo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that came into the code after the run: neither the run's numbers nor the naive ones come out."""
-    assert ppo(run_folder).exit_code == 0
-    plant(monkeypatch, trainer_module, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
-    result = rlhf("verify", run_folder)
+    plant(monkeypatch, formulas, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
+    result = rlhf("verify", ppo_run)
     assert result.exit_code == 1
     assert "replay    update 3 differs: advantages is the first of" in result.stdout
     assert "are not the run's own, first val/explained_variance" in result.stdout
@@ -552,10 +557,10 @@ def test_replay_of_a_run_that_is_going_on(run_folder: Path) -> None:
 
 
 @pytest.mark.training
-def test_replay_refuses_what_it_cannot_stand_on(run_folder: Path) -> None:
+def test_replay_refuses_what_it_cannot_stand_on(ppo_run: Path, run_folder: Path) -> None:
     nothing = rlhf("verify", run_folder)
     assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "holds no PPO run" in nothing.stderr
-    assert ppo(run_folder).exit_code == 0
+    shutil.copytree(ppo_run, run_folder, dirs_exist_ok=True)
     with (run_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:
         file.seek(2000)
         file.write(b"oops")

@@ -251,7 +251,7 @@ def test_what_is_advised_are_keys_that_exist_and_that_the_guide_knows() -> None:
 
 
 def test_pairs_are_picked_by_brute_force() -> None:
-    found = samples.pairs(answers(16))
+    found = samples.response_pairs(answers(16))
     assert [pair.gain for pair in found] == [index - 4.0 for index in range(16)], "by gold, not by the reward"
     best, worst, middle, moved = samples.chosen(found)
     assert [pair.index for pair in best.pairs] == [15, 14, 13]
@@ -263,7 +263,7 @@ def test_pairs_are_picked_by_brute_force() -> None:
 
 
 def test_a_prompt_on_which_ppo_gained_is_not_called_a_loss() -> None:
-    found = samples.pairs(answers(16))
+    found = samples.response_pairs(answers(16))
     titles = [[each.title for each in samples.chosen(some)][1] for some in (found[3:], found[4:])]
     assert titles == ["Where PPO lost most", "Where PPO gained least"], "the gains begin at -1, and at 0"
     assert [pair.index for pair in samples.chosen(found[3:])[1].pairs] == [3]
@@ -271,7 +271,7 @@ def test_a_prompt_on_which_ppo_gained_is_not_called_a_loss() -> None:
 
 def test_a_pair_is_shown_once_and_few_pairs_are_all() -> None:
     for n in range(12):
-        shown = [pair.index for group in samples.chosen(samples.pairs(answers(n))) for pair in group.pairs]
+        shown = [pair.index for group in samples.chosen(samples.response_pairs(answers(n))) for pair in group.pairs]
         assert sorted(shown) == list(range(n))
 
 
@@ -279,10 +279,10 @@ def test_pairs_are_of_prompts_that_both_answered_in_one_mode() -> None:
     rows = answers(4)
     greedy = [row | {"mode": "greedy", "response": "greedy"} for row in rows]
     kept = [row for row in rows if (row["model"], row["index"]) != ("sft", 2)]
-    found = samples.pairs([*greedy, *kept])
+    found = samples.response_pairs([*greedy, *kept])
     assert [pair.index for pair in found] == [0, 1, 3] and found[0].ppo["response"] == "ppo says 0"
-    assert len(samples.pairs(greedy)) == 4, "where there are no others"
-    assert samples.pairs(rows[:4]) == [] and samples.lengths(rows[:4]) == {}
+    assert len(samples.response_pairs(greedy)) == 4, "where there are no others"
+    assert samples.response_pairs(rows[:4]) == [] and samples.lengths(rows[:4]) == {}
     assert samples.lengths(rows) == {"SFT": [12] * 4, "PPO": [10, 11, 12, 13]}
 
 

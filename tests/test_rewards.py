@@ -16,7 +16,7 @@ from rlhf_cli import rows
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 from rlhf_cli.ppo import PPOTrainer, Rollout
-from rlhf_cli.ppo.rewards import COMBINE, EnsembleReward
+from rlhf_cli.rewards import COMBINE, EnsembleReward
 
 ROLLOUT = Rollout.from_lists([[5], [6]], [[3, 2], [4, 2]], stop_token_id=2)
 SAYS = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([3.0, -2.0]), "c": torch.tensor([5.0, 1.0])}
@@ -44,7 +44,7 @@ def test_an_ensemble_by_hand(how, wanted):
 
 def test_an_ensemble_is_one_source_and_its_members_are_logged():
     trainer = tiny.trainer(rewards={"vote": ensemble(combine="min")}, kl_coef=0.0, learning_rate=0.0)
-    experience = trainer.judge(ROLLOUT)
+    experience = trainer.make_experience(ROLLOUT)
     assert experience.scores.tolist() == [1.0, -2.0]
     stats = trainer.update(experience)
     assert stats["objective/score/vote"] == -0.5 and stats["objective/score/vote/c"] == 3.0
@@ -56,13 +56,13 @@ def test_a_member_that_is_not_finite_stops_the_run_also_where_the_others_hide_it
     broken = {**SAYS, "b": torch.tensor([bad, 0.0])}
     members = {name: lambda rollout, scores=scores: scores for name, scores in broken.items()}
     with pytest.raises(RLHFError, match=r"R01.*score `vote/b`.*row 0"):
-        tiny.trainer(rewards={"vote": EnsembleReward(members, combine)}).judge(ROLLOUT)
+        tiny.trainer(rewards={"vote": EnsembleReward(members, combine)}).make_experience(ROLLOUT)
 
 
 def test_a_source_is_clipped_before_it_is_weighted():
     trainer = tiny.trainer(rewards={"a": lambda rollout: SAYS["a"], "c": lambda rollout: SAYS["c"]})
     trainer.weights, trainer.clips = {"a": 10.0, "c": 1.0}, {"a": 1.5}
-    assert trainer.judge(ROLLOUT).scores.tolist() == [10 * 1.0 + 5.0, 10 * -1.5 + 1.0]
+    assert trainer.make_experience(ROLLOUT).scores.tolist() == [10 * 1.0 + 5.0, 10 * -1.5 + 1.0]
 
 
 @pytest.mark.training
@@ -107,11 +107,11 @@ def test_c17_an_odd_ensemble(run_folder, source, says):
 
 
 BREAKS = {
-    "model": ("rlhf_cli.ppo.rewards.model.RetoldReward._text", {"model": "other"}),
+    "model": ("rlhf_cli.rewards.model.RetokenizingReward._decode", {"model": "other"}),
     "function": ("len_reward.score", {"function": "len_reward:score"}),
     "async": ("len_reward.later", {"function": "len_reward:later"}),
-    "builtin": ("rlhf_cli.ppo.rewards.builtin.len", {"builtin": "length", "parameters": {"most": 3}}),
-    "pipeline": ("rlhf_cli.ppo.rewards.pipeline.Classifier.__call__", {"pipeline": "kind", "label": "POSITIVE"}),
+    "builtin": ("rlhf_cli.rewards.builtin.len", {"builtin": "length", "parameters": {"most": 3}}),
+    "pipeline": ("rlhf_cli.rewards.classifier.ClassifierReward.__call__", {"pipeline": "kind", "label": "POSITIVE"}),
 }
 LENGTHS = """
 def score(prompts, responses):

@@ -10,14 +10,14 @@ import pytest
 from ppo_folder import PPO, lines, ppo, rlhf, write
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo.rewards import Place, answers, call_text_reward, make
-from rlhf_cli.ppo.rewards.builtin import READY
+from rlhf_cli.rewards import RewardContext, call_reward_fn, make_reward_fn, score_texts
+from rlhf_cli.rewards.builtin import BUILTIN_REWARDS
 
-HERE = Place(Path(), lambda key: f"ppo.yaml:{key}")
+HERE = RewardContext(Path(), lambda key: f"ppo.yaml:{key}")
 
 
 def scores(name: str, responses: list[str], **parameters: Any) -> list[float]:
-    asked = make("builtin", SimpleNamespace(builtin=name, parameters=parameters), HERE)
+    asked = make_reward_fn("builtin", SimpleNamespace(builtin=name, parameters=parameters), HERE)
     return list(asked([""] * len(responses), responses))
 
 
@@ -73,7 +73,7 @@ def test_the_hint_names_all_parameters() -> None:
     with pytest.raises(RLHFError) as caught:
         scores("keyword", [], wrods=["a"])
     assert "keyword takes words, most, ignore_case" in str(caught.value)
-    assert all(parameter.kind == parameter.KEYWORD_ONLY for ready in READY.values()
+    assert all(parameter.kind == parameter.KEYWORD_ONLY for ready in BUILTIN_REWARDS.values()
                for parameter in inspect.signature(ready).parameters.values())  # fmt: skip
 
 
@@ -147,9 +147,9 @@ class Client:
 
 
 def test_a_coroutine_is_awaited_on_one_loop_for_all_calls() -> None:
-    assert answers(lengths, ["", ""], ["a", "bcd"]) == [1.0, 3.0]
+    assert call_reward_fn(lengths, ["", ""], ["a", "bcd"]) == [1.0, 3.0]
     client = Client()
-    assert [answers(client, [""], [""]) for _ in range(2)] == [[1.0], [1.0]]
+    assert [call_reward_fn(client, [""], [""]) for _ in range(2)] == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_r05_an_async_function_that_misbehaves(body: str, says: str) -> None:
     scope: dict[str, Any] = {"asyncio": asyncio}
     exec(f"async def score(prompts, responses):\n    {body}\n", scope)
     with pytest.raises(RLHFError, match=f"R05.*reward `mine` .*{says}"):
-        call_text_reward("mine", scope["score"], ["p", "p"], ["a", "b"])
+        score_texts("mine", scope["score"], ["p", "p"], ["a", "b"])
 
 
 def test_an_async_function_through_stage_and_replay(run_folder: Path) -> None:

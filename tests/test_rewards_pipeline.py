@@ -11,7 +11,7 @@ import torch
 from ppo_folder import PPO, PROMPTS, lines, ppo, rlhf, write
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_cli.ppo.rewards.pipeline import Classifier
+from rlhf_cli.rewards.classifier import ClassifierReward
 
 
 @pytest.fixture
@@ -59,14 +59,14 @@ def test_an_empty_and_an_over_long_response_have_a_number_too(
     classified: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    plain = Classifier.__call__
+    plain = ClassifierReward.__call__
 
-    def spy(self: Classifier, prompts: list[str], responses: list[str]) -> list[float]:
+    def spy(self: ClassifierReward, prompts: list[str], responses: list[str]) -> list[float]:
         long = "moon " * 300
         asked.append(plain(self, [""] * 3, [long, long + "sea", "moon"]))
         return plain(self, prompts, responses)
 
-    monkeypatch.setattr(Classifier, "__call__", spy)
+    monkeypatch.setattr(ClassifierReward, "__call__", spy)
     with_pipeline(classified)
     assert ppo(classified, "-s", "ppo.total_episodes=8").exit_code == 0
     assert asked[0][0] == pytest.approx(asked[0][1], abs=1e-5) and asked[0][0] != pytest.approx(asked[0][2], abs=1e-5)

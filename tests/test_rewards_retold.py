@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf_cli import rows
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import saving, tokenizers
+from rlhf_cli.models import save, tokenizers
 from rlhf_cli.ppo import ModelReward, Rollout
-from rlhf_cli.ppo.rewards import RetoldReward
+from rlhf_cli.rewards import RetokenizingReward
 
 TEXTS = ["entirely different words zebra quartz", *PROMPTS]
 TEMPLATE = (
@@ -30,7 +30,7 @@ def foreign(folder: Path, name: str = "foreign", family: str | None = None) -> N
     if family:
         made = families.tokenizer(families.FAMILIES[family], TEXTS)
     size = {"vocab_size": len(made), "max_position_embeddings": 256, "pad_token_id": 0}
-    saving.save_model(tiny.scorer(**size, bos_token_id=None), made, folder / name, "A model of others.")
+    save.save_model(tiny.scorer(**size, bos_token_id=None), made, folder / name, "A model of others.")
 
 
 def with_foreign(folder: Path, **source: object) -> None:
@@ -85,7 +85,7 @@ def test_t04_the_value_model_is_no_copy_of_such_a_model(run_folder):
 
 
 def test_the_same_tokenizer_reads_the_very_tokens(run_folder, monkeypatch):
-    monkeypatch.setattr(RetoldReward, "__call__", lambda *_: pytest.fail("encoded anew"))
+    monkeypatch.setattr(RetokenizingReward, "__call__", lambda *_: pytest.fail("encoded anew"))
     result = ppo(run_folder, "-s", "ppo.total_episodes=8")
     assert result.exit_code == 0 and "of its own" not in result.stderr
 
@@ -141,17 +141,17 @@ def pairs_of_letters(prompts, responses):
     return list(zip(cut, [[(ord(text[i]) - 97) for i in range(0, len(text), 2)] + [7] for text in said], strict=True))
 
 
-def retold(**changes) -> RetoldReward:
+def retold(**changes) -> RetokenizingReward:
     how = {"name": "r", "tokenizer": Letters(), "encode": pairs_of_letters, "stop_token_id": 99, **changes}
-    return RetoldReward(tiny.scorer(), 4, **how)
+    return RetokenizingReward(tiny.scorer(), 4, **how)
 
 
 def test_what_is_retold_by_hand():
     prompts, responses = [[1, 2, 3], [4, 5]], [[6, 8, 9, 99], [6, 8]]
-    assert retold().retold(prompts, responses) == ([[1, 3], [4]], [[6, 9, 7], [6]]), "no stop where none was written"
-    assert retold(prompts={(4, 5): [11, 12]}).retold(prompts, responses)[0] == [[1, 3], [11, 12]]
-    assert retold(stop_token_id=None).retold(prompts, responses)[1] == [[6, 9], [6]]
-    assert retold().retold([[1]], [[99]]) == ([[1]], [[7]])
+    assert retold().retokenize(prompts, responses) == ([[1, 3], [4]], [[6, 9, 7], [6]]), "no stop token was written"
+    assert retold(prompts={(4, 5): [11, 12]}).retokenize(prompts, responses)[0] == [[1, 3], [11, 12]]
+    assert retold(stop_token_id=None).retokenize(prompts, responses)[1] == [[6, 9], [6]]
+    assert retold().retokenize([[1]], [[99]]) == ([[1]], [[7]])
     plain = ModelReward(tiny.scorer(), 4)
     rollout = Rollout.from_lists(prompts, responses, stop_token_id=99)
     again = Rollout.from_lists([[1, 3], [4]], [[6, 9, 7], [6]])
@@ -160,8 +160,8 @@ def test_what_is_retold_by_hand():
 
 def test_a_prompt_that_is_met_later_is_read_as_it_was_given():
     source = retold(prompts={(1, 2): [11]})
-    source.meet([4, 5], "axcx")
-    assert source.retold([[1, 2], [4, 5], [5]], [[6]] * 3)[0] == [[11], [0, 2], [5]]
+    source.add_prompt([4, 5], "axcx")
+    assert source.retokenize([[1, 2], [4, 5], [5]], [[6]] * 3)[0] == [[11], [0, 2], [5]]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_met_later_is_read_as_it_was_given():
 )
 def test_r05_a_row_that_it_cannot_read(prompts, says):
     with pytest.raises(RLHFError, match=f"R05.*reward `r`.*{says}"):
-        retold(context=5).retold(prompts, [[1]])
+        retold(context=5).retokenize(prompts, [[1]])
 
 
 def test_c13_a_prompt_that_fills_its_context(run_folder):

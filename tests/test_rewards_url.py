@@ -15,7 +15,7 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 
 from rlhf_cli import redaction
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo.rewards import Place, call_text_reward, make, url
+from rlhf_cli.rewards import RewardContext, http, make_reward_fn, score_texts
 
 Answer = tuple[int, bytes]
 
@@ -75,14 +75,14 @@ def server() -> Iterator[Server]:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between tries, which are not made."""
     found: list[float] = []
-    monkeypatch.setattr(url.time, "sleep", found.append)
+    monkeypatch.setattr(http.time, "sleep", found.append)
     return found
 
 
 def ask(address: str, rows: int = 2, **changes: Any) -> list[float]:
     how = {"url": address, "timeout": 5.0, "retries": 2, "batch_size": 64, "headers": {}, **changes}
-    asked = make("url", SimpleNamespace(**how), Place(Path(), lambda key: f"ppo.yaml:{key}"))
-    return call_text_reward("far", asked, ["p"] * rows, ["x" * row for row in range(rows)])
+    asked = make_reward_fn("url", SimpleNamespace(**how), RewardContext(Path(), lambda key: f"ppo.yaml:{key}"))
+    return score_texts("far", asked, ["p"] * rows, ["x" * row for row in range(rows)])
 
 
 def says(code: int, text: str) -> Callable[[Any], Answer]:
@@ -218,7 +218,7 @@ def test_a_declared_header_is_not_repeated(server: Server, monkeypatch: pytest.M
 def test_r05_an_answer_of_no_use(
     server: Server, waits: list[float], monkeypatch: pytest.MonkeyPatch, answer: Any, wrong: str, tries: int
 ) -> None:
-    monkeypatch.setattr(url, "MOST_BYTES", 100 if wrong.startswith("more") else 1000)
+    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 100 if wrong.startswith("more") else 1000)
     server.plan = [answer]
     with pytest.raises(RLHFError, match=f"R05.*reward `far`.*{wrong}"):
         ask(server.address)

@@ -91,7 +91,7 @@ from rlhf_cli import checkpoints, redaction, rows, terminal
 from rlhf_cli.checkpoints.files import json_sha256
 from rlhf_cli.cli import app
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading, saving, tokenizers
+from rlhf_cli.models import load, save, tokenizers
 from rlhf_cli.progress import Progress
 
 HERE = Path(__file__).parent
@@ -189,7 +189,7 @@ def test_code_that_was_asked_for_runs_and_the_manifest_says_so(folder: Path) -> 
     shutil.rmtree("model")
     shutil.copytree(folder / "reward/model", "unused")  # the code goes along with the model, and is refused there too
     with pytest.raises(RLHFError, match="M08"):
-        loading.load_scorer("unused")
+        load.load_reward_model("unused")
 
 
 def test_a_planted_module_in_the_working_directory_is_not_imported(folder: Path) -> None:
@@ -446,9 +446,9 @@ def test_fresh_moves_a_link_and_not_what_it_points_to(tmp_path: Path, precious: 
 def test_a_model_is_not_saved_through_a_link(folder: Path, tmp_path: Path, precious: Path) -> None:
     """It is refused, and the person who made the link can take it away."""
     (tmp_path / "out").symlink_to(precious)
-    model, tokenizer = loading.load_causal("model"), tokenizers.load_tokenizer("model")
+    model, tokenizer = load.load_causal_lm("model"), tokenizers.load_tokenizer("model")
     with pytest.raises(OSError, match="symbolic link"):
-        saving.save_model(model, tokenizer, tmp_path / "out", "A card.")
+        save.save_model(model, tokenizer, tmp_path / "out", "A card.")
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
 

@@ -17,18 +17,18 @@ from report_run import draws_nothing
 
 import rlhf_cli
 from rlhf_cli import statistics
+from rlhf_cli.evaluation import reward_model
+from rlhf_cli.evaluation.reward_model import PROBE_LABELS
 from rlhf_cli.report.health import NEAR
 from rlhf_cli.report.ranges import RULES
-from rlhf_cli.reward_card import measures
-from rlhf_cli.reward_card.faults import CALLED
 
 RUNS, MOST = 1000, 0.065
 EFFECTS, LEAST = 40, 0.2  # runs with an effect, and the share of them that says so: some are of 32 prompts
 # Where it is concluded. What their texts say is here below, or in SILENT, a line each, where it claims no effect: it
 # tells a number, says that nothing can be told, names a file, or says what to do about what is claimed in another text.
 CONCLUDE = (
-    "report/findings", "report/glance", "report/health", "report/compare", "report/drawn", "verdict/sentence",
-    "verdict/frontier", "reward_card/faults",
+    "report/findings", "report/glance", "report/health", "report/compare", "report/drawn", "evaluation/render",
+    "evaluation/reward_model",
 )  # fmt: skip
 SILENT = Path(__file__).with_name("sentences.txt")
 # What says a direction or a judgement; texts of other modules that have such a word are listed as well.
@@ -80,7 +80,7 @@ CLAIMS = (
     *(
         Claim("{} scores above the chosen answer for {} of {} prompts, limit {}", (worlds.rewarded, {}),
               (worlds.rewarded, {"probe": 0.4}), f"{name} scores above the chosen answer")
-        for name in CALLED.values()
+        for name in PROBE_LABELS.values()
     ),
     # PPO's log
     claim(worlds.scored, "It rises by {}: the policy earns more of what it is trained on.", scores=8.0),
@@ -128,7 +128,7 @@ def quick() -> Iterator[None]:
     """Nothing is drawn, and fewer resamples than in a run: what chance does to them only makes claims likelier."""
     with pytest.MonkeyPatch.context() as patch:
         draws_nothing(patch)
-        patch.setattr(measures, "RESAMPLES", 100)
+        patch.setattr(reward_model, "NUM_RESAMPLES", 100)
         patch.setattr(statistics, "RESAMPLES", 400)
         yield
 
@@ -157,7 +157,7 @@ def test_every_sentence_is_known_to_claim_an_effect_or_none() -> None:
     assert silent == sorted(set(silent)) and not set(silent) & {one.text for one in CLAIMS}
     root = Path(rlhf_cli.__file__).parent
     texts = set().union(*(texts_of(root / f"{name}.py") for name in CONCLUDE))
-    for folder in ("report", "verdict", "reward_card"):
+    for folder in ("report", "evaluation"):
         texts |= {text for path in (root / folder).glob("*.py") for text in texts_of(path) if WORDS.search(text)}
     known = {one.text for one in CLAIMS} | set(silent)
     assert sorted(texts - known) == [], "not sorted"

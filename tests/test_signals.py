@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from rlhf_cli.ppo.ranks import ALONE
+from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.signals import StopWish
 
 
@@ -16,7 +16,7 @@ def test_a_signal_is_noted_and_answered(number: signal.Signals, code: int, capfd
     before = [signal.getsignal(one) for one in StopWish.SIGNALS]
     with StopWish() as stop:
         os.kill(os.getpid(), number)
-        stop.settle(ALONE.told)
+        stop.settle(SINGLE_PROCESS.all_gather_object)
         assert (stop.wished, stop.exit_code) == (number, code)
     assert "stopping after this step, with a checkpoint; a second signal ends it at once" in capfd.readouterr().err
     assert [signal.getsignal(one) for one in StopWish.SIGNALS] == before
@@ -66,12 +66,12 @@ def test_a_hang_up_saves_unless_somebody_asked_to_outlive_it() -> None:
     try:
         with StopWish() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            stop.settle(ALONE.told)
+            stop.settle(SINGLE_PROCESS.all_gather_object)
             assert stop.exit_code == 129
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         with StopWish() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            stop.settle(ALONE.told)
+            stop.settle(SINGLE_PROCESS.all_gather_object)
             assert stop.wished is None
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from rlhf_cli.ppo import HFEngine, PPOTrainer, Rollout
-from rlhf_cli.stages.eval import answers
-from rlhf_cli.stages.ppo.samples import token_texts
+from rlhf_cli.stages.eval import sequence_kl
+from rlhf_cli.stages.ppo_samples import token_texts
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 
@@ -255,13 +255,13 @@ def test_r05_a_reward_function_that_misbehaves(run_folder, body, says):
 
 
 def test_rollout_options_reach_the_engine(run_folder, monkeypatch):
-    batches, plain = [], HFEngine._write
+    batches, plain = [], HFEngine._generate_ids
 
     def spy(engine, prompts):
         batches.append((len(prompts), engine.temperature, engine.stop_token_id))
         return plain(engine, prompts)
 
-    monkeypatch.setattr(HFEngine, "_write", spy)
+    monkeypatch.setattr(HFEngine, "_generate_ids", spy)
     options = ("ppo.stop_token=none", "ppo.local_rollout_forward_batch_size=3", "ppo.temperature=0.9")
     assert ppo(run_folder, *(part for option in options for part in ("-s", option))).exit_code == 0
     assert set(batches) == {(3, 0.9, None), (2, 0.9, None)}
@@ -340,7 +340,7 @@ def test_an_estimator_without_the_kls_gradient_is_warned_about(run_folder):
 
 
 def test_a_first_ratio_that_is_off_is_warned_about(run_folder, monkeypatch):
-    monkeypatch.setattr("rlhf_cli.stages.ppo.training.RATIO_TOLERANCE", -1.0)
+    monkeypatch.setattr("rlhf_cli.stages.ppo.RATIO_TOLERANCE", -1.0)
     assert "warning[R07]: step 1: the first ratio of an update is off 1 by 0" in ppo(run_folder, ONE).stderr
 
 
@@ -409,7 +409,7 @@ def test_eval_report_by_its_own_samples(trained_folder):
 def test_sequence_kl_is_the_sum_of_log_ratios_at_the_temperature():
     policy, sft, temperature = tiny.causal(seed=3), tiny.causal(seed=0), 0.7
     queries, responses = [[5, 6], [7], [8, 9, 4]], [[3, 2], [4, 8, 9, 5, 2], [6]]
-    found = answers.sequence_kl(policy, sft, Rollout.from_lists(queries, responses), temperature, max_rows=2)
+    found = sequence_kl(policy, sft, Rollout.from_lists(queries, responses), temperature, max_rows=2)
     for row, (query, response) in enumerate(zip(queries, responses, strict=True)):
         ids = torch.tensor([query + response])
         ours, theirs = (

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli import checkpoints
 from rlhf_cli.ppo.settings import PPOSettings
-from rlhf_cli.stages.ppo.snapshots import POINTS, Best, Snapshots, spread
+from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, BestPolicy, Snapshots, evenly_spaced_steps
 
 pytestmark = pytest.mark.training
 
@@ -51,7 +51,7 @@ def manifest(folder: Path) -> dict:
 
 def test_r01_names_step_row_prompt_and_the_last_good_checkpoint(run_folder, monkeypatch):
     """The third update's reward model answers nan for its second row."""
-    from rlhf_cli.ppo.rewards import ModelReward
+    from rlhf_cli.rewards import ModelReward
 
     plain, calls = ModelReward.__call__, []
 
@@ -174,18 +174,18 @@ def test_the_best_policy_is_kept_beside_the_even_ones(run_folder):
     names = {path.name for path in (run_folder / "ppo/snapshots").glob("step_*")}
     assert names == {"step_000006", "step_000012", f"step_{best['step']:06d}"}
     values, before = {}, 0
-    for point in sorted({1} | spread(12, POINTS)):
+    for point in sorted({1} | evenly_spaced_steps(12, NUM_CANDIDATES)):
         window = [row["objective/rlhf_reward"] for row in metrics[before:point]]
         values[point - 1], before = sum(window) / len(window), point  # by the policy after the update before
     assert best["value"] == pytest.approx(max(values.values())) and values[best["step"]] == max(values.values())
 
 
 def test_best_by_hand():
-    best, seen = Best(), []
+    best, seen = BestPolicy(), []
     for step, reward in enumerate([1.0, 0.0, 3.0, 5.0, 0.0], start=1):
         best.window.append(reward)
         if step in (1, 3, 5):
-            seen.append((best.beaten_by(step), best.step, best.value))
+            seen.append((best.close_window(step), best.step, best.value))
     assert seen == [(True, 1, 1.0), (True, 3, 1.5), (True, 5, 2.5)]
 
 
@@ -213,7 +213,7 @@ def snapshots(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings) -> Snap
     config = SimpleNamespace(
         folder=folder, held_out=[], ppo=PPOSettings(total_episodes=80, **settings), output=SimpleNamespace(snapshots=1)
     )
-    return Snapshots(config, SimpleNamespace(updates=10), checkpoints.Cost())
+    return Snapshots(config, SimpleNamespace(num_updates=10), checkpoints.Cost())
 
 
 def numbers(score: float, kl: float = 0.0, kl_coef: float = 0.05) -> dict[str, float]:
@@ -224,20 +224,24 @@ def test_a_coefficient_that_grows_makes_no_earlier_policy_the_best(tmp_path, mon
     """By each update's own coefficient the values would be 1 and 1 - 4 * 0.5."""
     settings = {"kl_coef": 0.1, "adap_kl_ctrl": True}
     kept = snapshots(tmp_path, monkeypatch, **settings)
-    kept.look(1, numbers(1.0, 0.0, 0.1), None)
-    kept.look(2, numbers(2.0, 4.0, 0.5), None)
-    assert kept.fields()["best"] == {"step": 1, "metric": "objective/scores - 0.1 * objective/kl", "value": 1.6}
+    kept.record_metrics(1, numbers(1.0, 0.0, 0.1), None)
+    kept.record_metrics(2, numbers(2.0, 4.0, 0.5), None)
+    assert kept.manifest_fields()["best"] == {
+        "step": 1,
+        "metric": "objective/scores - 0.1 * objective/kl",
+        "value": 1.6,
+    }
     again = snapshots(tmp_path, monkeypatch, **settings)
     again.load_state_dict(kept.state_dict())
-    assert again.fields() == kept.fields()
+    assert again.manifest_fields() == kept.manifest_fields()
 
 
 def test_a_run_of_before_goes_on_by_its_own_rule(tmp_path, monkeypatch):
     """Its best value is in the unit of that rule: 2 - 0.5 * 4 is less than 1, though 2 - 0.1 * 4 is more."""
     kept = snapshots(tmp_path, monkeypatch, kl_coef=0.1, adap_kl_ctrl=True)
     kept.load_state_dict({"step": 0, "value": 1.0, "window": []})
-    kept.look(2, numbers(2.0, 4.0, 0.5), None)
-    assert kept.fields()["best"] == {
+    kept.record_metrics(2, numbers(2.0, 4.0, 0.5), None)
+    assert kept.manifest_fields()["best"] == {
         "step": 0, "metric": "objective/scores - objective/kl_coef * objective/kl", "value": 1.0,
     }  # fmt: skip
 
@@ -308,19 +312,19 @@ def test_m05_a_state_of_an_older_version(trained_folder):
 def test_the_best_policy_that_a_state_knows_stays_until_another_state_is_saved(tmp_path, monkeypatch):
     """A run that goes on from that state may end with it."""
     kept = snapshots(tmp_path, monkeypatch)
-    kept.keep(0)
+    kept.save_if_due(0)
     there = []
     for step, score in enumerate((1.0, 2.0, 3.0, 0.0), 1):
-        kept.look(step, numbers(score), None)
-        kept.keep(step)
+        kept.record_metrics(step, numbers(score), None)
+        kept.save_if_due(step)
         if step == 2:
             there.append(checkpoints.state_steps(kept.folder))
-            kept.tidy(2)
+            kept.prune(2)
         there.append(checkpoints.state_steps(kept.folder))
     # The best by step 2 is the policy after step 1; that of step 2 itself waits for the numbers of step 3.
     assert there == [[0, 1], [0, 1, 2], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
     kept.path(10).mkdir()  # the last one is of those that stay
-    kept.tidy(10)
+    kept.prune(10)
     assert checkpoints.state_steps(kept.folder) == [2, 10]
-    kept.tidy(2)
+    kept.prune(2)
     assert checkpoints.state_steps(kept.folder) == [2]

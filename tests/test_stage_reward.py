@@ -21,8 +21,9 @@ from rlhf_cli import checkpoints, data, progress, rows
 from rlhf_cli.config import Options, RewardConfig, load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import reward as inputs
-from rlhf_cli.models import loading, reading, tokenizers
-from rlhf_cli.ppo.records import Rollout
+from rlhf_cli.models import forward, tokenizers
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.models.load import load_reward_model
 from rlhf_cli.stages import reward, sft, trl_training
 from rlhf_cli.statistics import wilson
 
@@ -179,7 +180,7 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
 ) -> None:
     config = config_of(world, tmp_path, sft_stage, reward={"max_steps": 20})
     manifest = train(config)
-    scorer = loading.load_scorer(config.folder / "model").eval()
+    scorer = load_reward_model(config.folder / "model").eval()
     assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
     tokenizer = tokenizers.load_tokenizer(config.folder / "model")
     parent = checkpoints.open_parents(config)["model.path"]
@@ -189,7 +190,7 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     assert len(answers) == 24 and len({tuple(ids) for ids in answers}) > 12
     assert all(tuple(ids[: len(prompt)]) in prompts for ids, (prompt, _) in zip(answers, cut, strict=True))
     rollout = Rollout.from_lists([prompt for prompt, _ in cut], [answer for _, answer in cut])
-    scores = reading.rollout_scores(scorer, rollout, max_rows=8)
+    scores = forward.rollout_scores(scorer, rollout, max_rows=8)
     assert float(scores.mean()) == pytest.approx(0, abs=1e-4) and float(scores.std(correction=0)) == pytest.approx(
         1, abs=1e-4
     )
@@ -201,8 +202,8 @@ def test_probes_are_the_scores_that_ppo_finds(world: World, tmp_path: Path, sft_
     manifest = train(config)
     probes = manifest["probes"]
     rollout = Rollout.from_lists([p["prompt_ids"] for p in probes], [p["response_ids"] for p in probes])
-    scorer = loading.load_scorer(config.folder / "model").eval()
-    found = reading.rollout_scores(scorer, rollout, max_rows=3)
+    scorer = load_reward_model(config.folder / "model").eval()
+    found = forward.rollout_scores(scorer, rollout, max_rows=3)
     assert len(probes) == 8 and found.tolist() == pytest.approx([p["score"] for p in probes], abs=1e-4)
     assert all(probe["response_ids"][-1] == 1 for probe in probes)
     assert ("reward_mean" in manifest) == hasattr(scorer.config, "reward_std") == (normalize == "sft")

@@ -15,8 +15,8 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli import data, rows
+from rlhf_cli.evaluation.reward_model import PROBE_LABELS
 from rlhf_cli.models import tokenizers
-from rlhf_cli.reward_card.faults import CALLED
 from rlhf_cli.stages import reward as reward_stage
 
 pytestmark = pytest.mark.training
@@ -112,7 +112,7 @@ def test_a_healthy_reward_model_is_not_flagged(world: World, tmp_path: Path, mon
     card = manifest["card"]
     assert card["flags"] == [] and not re.search(r"warning\[R", result.stderr), result.stderr
     assert card["accuracy"] > 0.95 and card["n"] == card["adversarial"]["n"] == 128
-    assert card["adversarial"]["probes"].keys() == CALLED.keys()
+    assert card["adversarial"]["probes"].keys() == PROBE_LABELS.keys()
     assert result.stdout.startswith("reward model: right on ") and "beaten by an empty answer" in result.stdout
     assert max(longest) == 128, "probes are cut to the model's context"
 

@@ -27,7 +27,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.config import Options, SFTConfig, load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import sft as inputs
-from rlhf_cli.models import loading
+from rlhf_cli.models.load import load_causal_lm
 from rlhf_cli.stages import sft, trl_training
 
 pytestmark = pytest.mark.training
@@ -311,7 +311,7 @@ def test_packed_answers_do_not_see_one_another(world: World, tmp_path: Path) -> 
 
 
 def test_the_models_own_head_gives_trls_numbers(world: World) -> None:
-    model = loading.load_causal(world.base)
+    model = load_causal_lm(world.base)
     ids = torch.randint(2, 300, (6, 20), generator=torch.Generator().manual_seed(0))
     labels = torch.where(torch.arange(20) < torch.tensor([[4], [9], [2], [19], [20], [7]]), -100, ids)  # one has none
     found = []
@@ -327,9 +327,7 @@ def test_the_models_own_head_gives_trls_numbers(world: World) -> None:
         gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         found.append([out.log_probs, out.entropy, out.is_top1.float(), out.label_mask.float(), gradient])
     assert all(torch.allclose(ours, theirs, atol=2e-5) for theirs, ours in zip(*found, strict=True))
-    assert torch.equal(
-        model(input_ids=ids).logits, loading.load_causal(model.config.name_or_path)(input_ids=ids).logits
-    )
+    assert torch.equal(model(input_ids=ids).logits, load_causal_lm(model.config.name_or_path)(input_ids=ids).logits)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli import terminal, verdict
+from rlhf_cli import terminal
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.verdict.frontier import deciding_judge
+from rlhf_cli.evaluation import render
+from rlhf_cli.evaluation.render import deciding_judge
 
 
 def model(reward: float, gold: float, **more: Any) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
 def test_models_best_of_and_win_rates_are_told_with_intervals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verdict.print_verdict(write(tmp_path, REPORT, []))
+    render.print_report(write(tmp_path, REPORT, []))
     told = lines(capsys)
     assert ["model", "reward", "KL", "length", "ended", "gold"] in told
     assert ["SFT", "0.100 [0.000, 0.200]", "0.00", "20.2", "100%", "0.400 [0.000, 1.000]"] in told
@@ -74,7 +75,7 @@ def test_three_pairs_stand_at_the_quartiles_of_the_gain(tmp_path: Path, capsys: 
     for index in range(9):  # the gain of prompt i is (i - 2) / 10, by gold; by reward it is the other way round
         samples += [sample(index, "sft", 0.2, f"old {index}"), sample(index, "ppo", index / 10, f"new {index}")]
         samples += [sample(index, "ppo", 0, "near-greedy", mode="greedy"), sample(index, "best_of_4", 1, "best")]
-    verdict.print_verdict(write(tmp_path, REPORT, samples))
+    render.print_report(write(tmp_path, REPORT, samples))
     told = lines(capsys)
     start = told.index(["Before and after, at the quartiles of PPO's gain by gold"])
     assert told[start + 2 : start + 11] == [
@@ -101,7 +102,7 @@ def test_three_pairs_stand_at_the_quartiles_of_the_gain(tmp_path: Path, capsys: 
     ],
 )
 def test_pairs_are_picked_without_chance(gains: dict[int, float], picked: list[int]) -> None:
-    assert verdict.pick(gains) == picked
+    assert render.quartile_examples(gains) == picked
 
 
 @pytest.mark.parametrize(
@@ -120,13 +121,13 @@ def test_an_evaluation_of_near_greedy_answers_alone_has_its_pairs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = [sample(0, "sft", 0.1, "old", mode="greedy"), sample(0, "ppo", 0.9, "new", mode="greedy")]
-    verdict.print_verdict(write(tmp_path, {**REPORT, "greedy": {}, "best_of": []}, samples))
+    render.print_report(write(tmp_path, {**REPORT, "greedy": {}, "best_of": []}, samples))
     assert ["PPO", "reward -0.90, gold 0.90", "new"] in lines(capsys)
 
 
 def test_what_a_model_writes_cannot_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samples = [sample(0, "sft", 0.1, "\x1b[31m[link=file:///etc/passwd]red"), sample(0, "ppo", 0.9, "two\nlines")]
-    verdict.print_verdict(write(tmp_path, REPORT, samples))
+    render.print_report(write(tmp_path, REPORT, samples))
     said = capsys.readouterr().out
     assert "\x1b" not in said
     assert "[link=file:///etc/passwd]red" in said and "two\\nlines" in said
@@ -145,7 +146,7 @@ def test_the_frontier_is_told_with_what_was_picked_and_how_sure_that_is(
     frontier = [point(10, -0.001, 0.4, 0.5), point(25, 11.812, 0.6, 0.7)]
     chosen = {"judge": "gold", "rule": "the highest mean of gold among 2 of 2 policies", "optimism": 0.0042}
     picked = {"selected_step": 25, "selected": {**chosen, "within_noise": [10]}}
-    verdict.print_verdict(write(tmp_path, {**REPORT, "best_of": [best], "frontier": frontier, **picked}, []))
+    render.print_report(write(tmp_path, {**REPORT, "best_of": [best], "frontier": frontier, **picked}, []))
     printed = capsys.readouterr().out
     told = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in printed.splitlines()]
     assert ["update", "KL", "reward", "gold", "win rate, gold", "at equal length"] in told
@@ -160,10 +161,10 @@ def test_the_frontier_is_told_with_what_was_picked_and_how_sure_that_is(
 
 def test_a_damaged_report_is_told(tmp_path: Path) -> None:
     with pytest.raises(RLHFError, match="M05"):
-        verdict.print_verdict(tmp_path)
+        render.print_report(tmp_path)
     (tmp_path / "report.json").write_text('{"n": 1')
     with pytest.raises(RLHFError, match="M05"):
-        verdict.print_verdict(tmp_path)
+        render.print_report(tmp_path)
 
 
 GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.875
@@ -171,13 +172,13 @@ GOLD = "win_rate.ppo_vs_sft.gold.value"  # 0.875
 
 @pytest.mark.parametrize("condition", [">= 0.875", "<=0.875", "> 0.87", "< 0.88", "== 0.875", " >= 8.7e-1 "])
 def test_requirements_that_hold(condition: str) -> None:
-    verdict.check_requirements(REPORT, {GOLD: condition}, where=lambda key: "eval.yaml:9")
+    render.check_requirements(REPORT, {GOLD: condition}, where=lambda key: "eval.yaml:9")
 
 
 @pytest.mark.parametrize("condition", [">= 0.876", "<= 0.874", "> 0.875", "< 0.875", "== 0.87"])
 def test_requirements_that_do_not_hold(condition: str) -> None:
     with pytest.raises(RLHFError) as caught:
-        verdict.check_requirements(REPORT, {GOLD: condition}, where=lambda key: "eval.yaml:9")
+        render.check_requirements(REPORT, {GOLD: condition}, where=lambda key: "eval.yaml:9")
     assert str(caught.value) == f"error[R06]: eval.yaml:9: {GOLD} is 0.875, required {condition}"
     assert caught.value.exit_code == 1
 
@@ -185,7 +186,7 @@ def test_requirements_that_do_not_hold(condition: str) -> None:
 def test_every_requirement_that_fails_has_its_line() -> None:
     require = {GOLD: ">= 0.9", "models.ppo.kl": "<= 6", "models.nobody.kl": "<= 6", "models.ppo": "> 0"}
     with pytest.raises(RLHFError) as caught:
-        verdict.check_requirements(REPORT, require, where=lambda key: "eval.yaml:9")
+        render.check_requirements(REPORT, require, where=lambda key: "eval.yaml:9")
     assert [problem.text for problem in caught.value.problems] == [
         f"{GOLD} is 0.875, required >= 0.9",
         "models.nobody.kl is no number of the report",
@@ -197,7 +198,7 @@ def test_an_interval_that_holds_a_half_is_undecided(tmp_path: Path, capsys: pyte
     rates = {
         name: {**rate(value, 0), "ci95": ci} for name, value, ci in (("a", 0.6, [0.5, 0.7]), ("b", 0.6, [0.51, 0.7]))
     }
-    verdict.print_verdict(write(tmp_path, {**REPORT, "win_rate": {"ppo_vs_sft": rates}, "greedy": {}}, []))
+    render.print_report(write(tmp_path, {**REPORT, "win_rate": {"ppo_vs_sft": rates}, "greedy": {}}, []))
     told = capsys.readouterr().out
     assert "0.600 [0.500, 0.700], undecided" in told and "0.600 [0.510, 0.700]  " in told
 
@@ -206,7 +207,7 @@ def test_a_warning_that_the_command_said_is_not_noted_again(tmp_path: Path, caps
     terminal.warn("R03", "no response ends")
     capsys.readouterr()
     more = [*REPORT["warnings"], "warning[D13]: eval.yaml:3: shared"]
-    verdict.print_verdict(write(tmp_path, {**REPORT, "warnings": more}, []))
+    render.print_report(write(tmp_path, {**REPORT, "warnings": more}, []))
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("noted")]
     assert told == [f"noted: {more[1]}", "noted: of the warnings above report.json has R03"]
 
@@ -249,12 +250,12 @@ ITSELF = "; by the reward itself it wins"
     ],
 )
 def test_the_verdict_is_one_sentence_with_its_caveat(rates: dict[str, Any], said: str) -> None:
-    told = verdict.sentence({**REPORT, "win_rate": {"ppo_vs_sft": rates}})
+    told = render.summary_sentence({**REPORT, "win_rate": {"ppo_vs_sft": rates}})
     assert told and told.endswith(said), told
 
 
 def test_without_a_comparison_there_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verdict.print_verdict(write(tmp_path, {**REPORT, "win_rate": {}}, []))
+    render.print_report(write(tmp_path, {**REPORT, "win_rate": {}}, []))
     assert "verdict" not in capsys.readouterr().out
 
 
@@ -263,7 +264,7 @@ def test_the_reward_model_is_told_with_what_it_is_worth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], low: float, guessing: bool
 ) -> None:
     judged = {**REPORT, "reward_model": {"accuracy": 0.6, "ci95": [low, 0.7]}}
-    verdict.print_verdict(write(tmp_path, judged, []))
+    render.print_report(write(tmp_path, judged, []))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reward model")]
     assert line.startswith(f"reward model: right on 0.600 [{low:.3f}, 0.700] of the held-out pairs")
     assert ("guessing" in line) == guessing

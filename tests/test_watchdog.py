@@ -11,12 +11,12 @@ import torch
 from ppo_folder import PPO, lines, ppo, rlhf, untimed, write
 from pydantic import ValidationError
 
+from rlhf_cli.models.batch import EnsembleScores
 from rlhf_cli.ppo import Experience, PPOSettings, Rollout, Watchdog
-from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.records import Opinions, Scored
+from rlhf_cli.ppo.monitor import EXCEEDS, SAYS, Alert
+from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult
 from rlhf_cli.ppo.settings import WatchdogSettings
 from rlhf_cli.ppo.settings.watchdog import SIGNALS
-from rlhf_cli.ppo.watchdog import BEYOND, SAYS, Firing
 
 ROWS = 64
 
@@ -44,9 +44,9 @@ def told(
     mask = rollout.response_mask
     zeros = torch.zeros(mask.shape)
     signs = torch.tensor([1.0, -1.0] * (rows // 2))
-    opinions = Opinions(signs * 0, {"one": torch.full((rows,), apart), "other": torch.full((rows,), -apart)})
+    opinions = EnsembleScores(signs * 0, {"one": torch.full((rows,), apart), "other": torch.full((rows,), -apart)})
     scores = judge + spread * signs
-    scored = Scored({"gold": scores, "reward": scores}, {"vote": opinions}, scores, Moments(), scores)
+    scored = ScoreResult({"gold": scores, "reward": scores}, {"vote": opinions}, scores, RunningMeanStd(), scores)
     numbers = dict.fromkeys(("values", "kl", "rewards", "advantages", "returns"), zeros)
     logprobs = torch.where(mask, kl, 0.0)
     return Experience(rollout, (), False, scored, 0.05, logprobs=logprobs, ref_logprobs=zeros, **numbers)
@@ -64,7 +64,7 @@ def fired(dog: Watchdog, *updates: dict) -> list[tuple[int, str]]:
     return [
         (firing.step, firing.signal)
         for step, update in enumerate(updates, 1)
-        for firing in dog.look(step, told(**update))
+        for firing in dog.check(step, told(**update))
     ]
 
 
@@ -121,12 +121,12 @@ def test_a_signal_that_lasts_fires_once_a_window():
 
 def test_a_firing_tells_its_reading_what_it_is_held_against_and_how_often():
     dog = watchdog(action="stop", actions={"length": "warn"})
-    dog.look(1, told(length=10))
-    (firing,) = dog.look(2, told(length=33.5))
-    assert firing == Firing(2, "length", None, 21.75, 10.0, 2.0, "warn", 1)
+    dog.check(1, told(length=10))
+    (firing,) = dog.check(2, told(length=33.5))
+    assert firing == Alert(2, "length", None, 21.75, 10.0, 2.0, "warn", 1)
     said = "step 2: the mean response length is 21.75 tokens, the SFT policy's 10; limit: a factor of 2"
     assert firing.text == said
-    found = [firing for update in (told(length=40, kl=2.0),) * 2 for firing in dog.look(3, update)]
+    found = [firing for update in (told(length=40, kl=2.0),) * 2 for firing in dog.check(3, update)]
     assert [(one.signal, one.action, one.times) for one in found] == [("kl", "stop", 1), ("length", "warn", 2)]
     kinds = {one.signal: one.text for one in _all_at_once()}
     assert kinds["judge"] == (
@@ -135,13 +135,13 @@ def test_a_firing_tells_its_reading_what_it_is_held_against_and_how_often():
     assert kinds["eos"] == (
         "step 3: 50.0% of the responses have a stop token, of the SFT policy's 100.0%; limit: 20.0% less"
     )
-    assert kinds.keys() == set(SIGNALS) == BEYOND.keys() == SAYS.keys()
+    assert kinds.keys() == set(SIGNALS) == EXCEEDS.keys() == SAYS.keys()
 
 
-def _all_at_once() -> list[Firing]:
+def _all_at_once() -> list[Alert]:
     dog = watchdog()
     bad = {"length": 30, "kl": 2.0, "ended": 0.0, "repeated": 1.0, "judge": -1.0, "apart": 5.0}
-    return [firing for step in range(1, 5) for firing in dog.look(step, told(**({} if step < 3 else bad)))]
+    return [firing for step in range(1, 5) for firing in dog.check(step, told(**({} if step < 3 else bad)))]
 
 
 @pytest.mark.parametrize("signal", SIGNALS)
@@ -168,18 +168,18 @@ def test_its_memory_goes_through_json():
     for step, update in enumerate(updates, 1):
         dog = watchdog()
         dog.load_state_dict(json.loads(json.dumps(state)))
-        found += [(firing.step, firing.signal) for firing in dog.look(step, told(**update))]
+        found += [(firing.step, firing.signal) for firing in dog.check(step, told(**update))]
         state = dog.state_dict()
     assert found == whole and len(whole) > 5
 
 
 def test_moments_of_portions_are_those_of_the_whole():
     values = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 3 + 100
-    parts = Moments.of(values[:7]) + Moments.of(values[7:8]) + Moments.of(values[8:])
+    parts = RunningMeanStd.of(values[:7]) + RunningMeanStd.of(values[7:8]) + RunningMeanStd.of(values[8:])
     wide = values.double().numpy()
     assert (parts.count, parts.mean) == (50, pytest.approx(wide.mean(), rel=1e-13))
-    assert parts.error == pytest.approx(np.std(wide, ddof=1) / math.sqrt(50), rel=1e-12)
-    assert Moments.of(values[:1]).error == math.inf
+    assert parts.standard_error == pytest.approx(np.std(wide, ddof=1) / math.sqrt(50), rel=1e-12)
+    assert RunningMeanStd.of(values[:1]).standard_error == math.inf
 
 
 def test_repetition_is_the_share_of_runs_of_three_tokens_that_stood_before():
@@ -214,7 +214,7 @@ def test_a_factor_goes_with_one_signal_that_raises():
 
 def test_every_signal_is_a_key():
     limits = set(WatchdogSettings.model_fields) - {"action", "actions", "window", "kl_factor"}
-    assert limits == set(SIGNALS) and {field.name for field in fields(Firing)} > {"signal", "reading", "limit"}
+    assert limits == set(SIGNALS) and {field.name for field in fields(Alert)} > {"signal", "reading", "limit"}
 
 
 # Through `rlhf ppo`: a planted reward that pays for a keyword, and a judge that likes it three times at most.
@@ -297,7 +297,7 @@ def test_raise_kl_coef_is_in_force_from_the_next_update_on_and_survives_a_kill(r
     """Two updates after a state the process ends; the run that goes on is the straight one, watchdog.jsonl too."""
     import shutil
 
-    from rlhf_cli.stages.ppo.training import Training
+    from rlhf_cli.stages.ppo import PPORunner
 
     hackable(run_folder, kl=0.1, judge=None, repetition=None, actions={"kl": "raise_kl_coef"}, kl_factor=4.0)
     straight = tmp_path_factory.mktemp("straight")
@@ -311,7 +311,7 @@ def test_raise_kl_coef_is_in_force_from_the_next_update_on_and_survives_a_kill(r
     assert result.stderr.count("warning[R13]") == len(found) and "; kl_coef is 4e-09 from here on" in result.stderr
 
     died_at = found[1]["step"] + 1
-    plain = Training._update
+    plain = PPORunner._update
 
     def dies(self):
         if self.trainer.updates == died_at:
@@ -319,7 +319,7 @@ def test_raise_kl_coef_is_in_force_from_the_next_update_on_and_survives_a_kill(r
         return plain(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Training, "_update", dies)
+        patch.setattr(PPORunner, "_update", dies)
         assert ppo(run_folder, *less).exit_code == 9
     assert ppo(run_folder, *less).exit_code == 0
     for name in ("watchdog.jsonl", "model/model.safetensors", "value/model.safetensors"):

@@ -14,7 +14,7 @@ from ppo_folder import lines
 from test_group_trl import child, config, stage, started, weights, when, workers
 
 from rlhf_cli.config import load
-from rlhf_cli.ppo.ranks import ALONE
+from rlhf_cli.models.parallel import SINGLE_PROCESS
 
 LINES = yaml.safe_load((Path(__file__).parents[1] / "configs/zero3.yaml").read_text())
 STAGES = ("sft", "reward")
@@ -43,7 +43,7 @@ def test_two_processes_with_parts_learn_what_one_learns_and_go_on_to_the_same_by
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     case = (name, {}, {"max_steps": 60, "eval_steps": 30})
     alone = config(world, tmp_path / "one", case, 1)
-    group_trl_cases.run(alone, ALONE)
+    group_trl_cases.run(alone, SINGLE_PROCESS)
     straight, stopped = (cut_up(config(world, tmp_path / folder, case, 2)) for folder in ("straight", "stopped"))
     result = child(*stage(straight))
     assert result.returncode == 0, result.stderr

@@ -3,10 +3,9 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_cli.models import reading
+from rlhf_cli.models import forward
 from rlhf_cli.ppo import Experience, HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts, Rollout
-from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.records import Scored
+from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult
 
 VOCABULARY, EOS, PAD = 16, 2, 0
 FAMILIES = {
@@ -86,7 +85,7 @@ def trainer(
     """
     chosen = settings(**changes)
     policy, ref = causal(family, policy_seed).to(dtype), causal(family, 0).to(dtype)
-    value, reward = reading.ValueHead(policy) if head else scorer(family).to(dtype), scorer(family).to(dtype)
+    value, reward = forward.ValueHead(policy) if head else scorer(family).to(dtype), scorer(family).to(dtype)
     stop = None if chosen.stop_token == "none" else EOS
     engine = HFEngine(policy, stop, PAD, chosen.temperature, bf16=chosen.bf16)
     sources = rewards or {"reward": ModelReward(reward, 4)}
@@ -110,7 +109,7 @@ def rollout() -> Rollout:
 def judged(**changes):
     """A trainer whose policy differs from its reference, and the four rows as it judges them."""
     made = trainer(**{"policy_seed": 3, **changes})
-    return made, made.judge(rollout(), scores=torch.tensor(SCORES))
+    return made, made.make_experience(rollout(), scores=torch.tensor(SCORES))
 
 
 def one_step(**changes):
@@ -125,14 +124,14 @@ def experience(rows: Rollout, kl_coef: float = 0.05, **fields: torch.Tensor) -> 
     names = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
     tensors = {name: fields.get(name, nothing) for name in names}
     scores = torch.zeros(len(rows))
-    scored = Scored({}, {}, scores, Moments(), scores)
+    scored = ScoreResult({}, {}, scores, RunningMeanStd(), scores)
     return Experience(rows, ((torch.arange(len(rows)),),), False, scored, kl_coef, **tensors)
 
 
 def gradient(made: PPOTrainer, judged: Experience) -> torch.Tensor:
     """The gradient of one optimizer step over the whole experience, policy and value; takes no step."""
-    (minibatch,) = judged.plan
+    (minibatch,) = judged.minibatches
     made.optimizer.step = lambda: None
-    made._learn(judged, minibatch)
+    made._train_minibatch(judged, minibatch)
     models = (made.policy, made.value)
     return torch.cat([p.grad.reshape(-1).clone() for m in models for p in m.parameters() if p.grad is not None])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.learning import curves
 from benchmarks.speed.workload import Reference, prompts
-from rlhf_cli.models.trees import load_tree, save_tree
+from rlhf_cli.models.save import load_tree, save_tree
 from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts
 
 EPISODES, HELD_OUT, EVERY = 3840, 64, 320  # a policy and the state are kept every 320 episodes

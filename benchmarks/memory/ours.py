@@ -21,11 +21,11 @@ from torch import nn
 from benchmarks.memory import held
 from rlhf_cli.cli import app
 from rlhf_cli.stages import trl_training
-from rlhf_cli.stages.ppo.training import Training
+from rlhf_cli.stages.ppo import PPORunner
 
 
-def models_of_ppo(training: Training) -> dict[str, nn.Module]:
-    trainer = training.trainer
+def models_of_ppo(runner: PPORunner) -> dict[str, nn.Module]:
+    trainer = runner.trainer
     rewards: dict[str, Any] = {f"reward {name}": source.model for name, source in trainer.rewards.items()}
     return {"policy": trainer.policy, "reference": trainer.ref, "value": trainer.value, **rewards}
 
@@ -38,7 +38,7 @@ def model_of_trl(trainer: Any) -> dict[str, nn.Module]:
 LOOPS: dict[str, tuple[Any, str, Callable[[Any], dict[str, nn.Module]]]] = {
     "sft": (trl_training, "train", model_of_trl),
     "reward": (trl_training, "train", model_of_trl),
-    "ppo": (Training, "run", models_of_ppo),
+    "ppo": (PPORunner, "run", models_of_ppo),
 }
 
 

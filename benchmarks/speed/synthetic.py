@@ -101,11 +101,11 @@ def padding(body: LlamaConfig, *, batch: int = BATCH, mean: int = MEAN, repeats:
     made = {share: rollout(ragged_lengths(batch, mean, share), body.vocab_size) for share in SHARES}
     seconds: dict[float, list[float]] = {share: [] for share in SHARES}
     read: dict[float, int] = {}
-    ppo.update(ppo.judge(made[SHARES[0]]))  # warms up
+    ppo.update(ppo.make_experience(made[SHARES[0]]))  # warms up
     for _ in range(repeats):
         for share, rows in made.items():
             began = time.process_time()
-            read[share] = int(ppo.update(ppo.judge(rows))["tokens/padded"])
+            read[share] = int(ppo.update(ppo.make_experience(rows))["tokens/padded"])
             seconds[share].append(time.process_time() - began)
     return [
         {

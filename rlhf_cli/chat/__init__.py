@@ -21,10 +21,10 @@ from rlhf_cli.chat.turns import Form, Sampling
 from rlhf_cli.checkpoints import LAST, shown
 from rlhf_cli.config import Options, PPOConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.inputs import ppo as inputs
-from rlhf_cli.models import devices, embeddings, loading, tokenizers
-from rlhf_cli.ppo.rewards import leaving_no_bytecode
+from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.progress import Progress
+from rlhf_cli.rewards import no_bytecode_files
+from rlhf_cli.stages import ppo_setup
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def run(folder: Path, wishes: Wishes, options: Options) -> None:
     error ends it. Raises RLHFError as `cast` does for the models, M01, M06-M08 for one that cannot be loaded, and off a
     terminal what `Talk.say` and the commands raise, and D04.
     """
-    with leaving_no_bytecode():
+    with no_bytecode_files():
         found = cast(folder, wishes.stage, wishes.step, wishes.compare)
         talk = _load(found, _sampling(found.config, wishes), options)
         for line in _opening(found, talk):
@@ -74,11 +74,13 @@ def _load(found: Cast, how: Sampling, options: Options) -> Talk:
     loaded: dict[Path, Any] = {}
     with Progress("chat", len(parents) + len(found.rewards), "model", brief=True) as bar:
         for folder, parent in parents.items():
-            model = loading.load_causal(folder, **loading.how(found.config.models, trust))
-            embeddings.check_vocabulary(model, tokenizer, shown(parent.path))
+            model = load.load_causal_lm(folder, **load.load_kwargs(found.config.models, trust))
+            tokenizers.check_vocabulary(model, tokenizer, shown(parent.path))
             loaded[folder] = model.to(devices.device()).eval()
             bar.advance(note=shown(parent.path))
-        stop = inputs.stop_token(found.config, tokenizer, loaded[first.model].get_input_embeddings().weight.shape[0])
+        stop = ppo_setup.stop_token_id(
+            found.config, tokenizer, loaded[first.model].get_input_embeddings().weight.shape[0]
+        )
         judge = Judge(found, options, tokenizer, stop, loaded[found.sft.model] if found.sft else None)
         bar.advance(len(found.rewards), note="rewards")
     voices = [Voice(role, loaded[role.model.model]) for role in found.roles]

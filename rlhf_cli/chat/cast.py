@@ -13,8 +13,8 @@ from rlhf_cli.config.base import Origin
 from rlhf_cli.errors import RLHFError, nearest
 from rlhf_cli.inputs import forms
 from rlhf_cli.inputs.forms import Written
-from rlhf_cli.inputs.ppo import made_with
 from rlhf_cli.run_folders import TALKING
+from rlhf_cli.stages.ppo_setup import load_run_config
 
 REFERENCE = "models.sft"
 
@@ -90,10 +90,10 @@ def _compared(compare: str | None, stage: str | None) -> list[str]:
 def _config(model: Parent) -> PPOConfig:
     """The config that PPO was run with; for an SFT model that of its run, begun or written, else every default."""
     if model.stage == "ppo":
-        return made_with(model.path)
+        return load_run_config(model.path)
     run = model.path.resolve().parent
     if (run / "ppo/config.yaml").is_file():
-        return made_with(run / "ppo")
+        return load_run_config(run / "ppo")
     if (run / "ppo.yaml").is_file():
         return configs.load("ppo", run / "ppo.yaml")
     models = {"sft": str(run / "sft"), "reward": str(run / "reward")}

@@ -12,12 +12,11 @@ from rlhf_cli.config import Options
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.inputs import models
-from rlhf_cli.inputs import ppo as inputs
-from rlhf_cli.ppo import scoring
-from rlhf_cli.ppo.records import Opinions, Rollout
-from rlhf_cli.ppo.rewards import EnsembleReward, RetoldReward, RewardSource, TextReward
-from rlhf_cli.stages.eval.answers import sequence_kl
-from rlhf_cli.stages.ppo import parts
+from rlhf_cli.models.batch import EnsembleScores, Rollout
+from rlhf_cli.ppo.scores import weighted_sum
+from rlhf_cli.rewards import EnsembleReward, RetokenizingReward, RewardFn, RewardSource
+from rlhf_cli.stages import ppo_setup
+from rlhf_cli.stages.eval import sequence_kl
 
 
 class Judge:
@@ -31,17 +30,19 @@ class Judge:
         texts, rewards = self._texts(cast, options)
         config = cast.config.model_copy(update={"rewards": rewards})
         writing = models.Writing(cast.roles[0].model, tokenizer, stop_token_id, [])
-        scorers = parts.Scorers(config, options, cast.parents, writing)
-        self.sources: dict[str, RewardSource] = parts.sources(config, texts, scorers)
+        cache = ppo_setup.RewardModelCache(config, options, cast.parents, writing)
+        self.sources: dict[str, RewardSource] = ppo_setup.build_reward_sources(config, texts, cache)
 
-    def _texts(self, cast: Cast, options: Options) -> tuple[dict[str, TextReward], dict[str, Any]]:
+    def _texts(self, cast: Cast, options: Options) -> tuple[dict[str, RewardFn], dict[str, Any]]:
         """The sources that read text, and the config's sections of all that can be asked."""
-        texts: dict[str, TextReward] = {}
+        texts: dict[str, RewardFn] = {}
         rewards: dict[str, Any] = {}
         for name in cast.rewards:
             alone = {name: cast.config.rewards[name]}
             try:
-                texts |= inputs.text_rewards(cast.config.model_copy(update={"rewards": alone}), options, cast.parents)
+                texts |= ppo_setup.build_reward_fns(
+                    cast.config.model_copy(update={"rewards": alone}), options, cast.parents
+                )
             except RLHFError as error:
                 self.missing.append(f"no {name}: {error.problems[0].text}")
             else:
@@ -55,8 +56,8 @@ class Judge:
         """
         for source in self.sources.values():
             for model in source.members.values() if isinstance(source, EnsembleReward) else [source]:
-                if isinstance(model, RetoldReward):
-                    model.meet(ids, prompt)
+                if isinstance(model, RetokenizingReward):
+                    model.add_prompt(ids, prompt)
         rollout = Rollout.from_lists([ids], [response], stop_token_id=self.stop_token_id).to(policy.device)
         scores = {name: self._score(name, source, rollout) for name, source in self.sources.items()}
         kl = None
@@ -68,7 +69,7 @@ class Judge:
 
     def _score(self, name: str, source: RewardSource, rollout: Rollout) -> float:
         said = source(rollout)
-        score = float(said.score if isinstance(said, Opinions) else said)
+        score = float(said.score if isinstance(said, EnsembleScores) else said)
         if not math.isfinite(score):
             raise RLHFError("R05", f"reward `{name}` gave {score}", hint="return a finite number")
         return score
@@ -82,4 +83,4 @@ class Judge:
         raw = {name: torch.tensor([scores[name]]) for name in parts_of_it}
         weights = {name: source.weight for name, source in parts_of_it.items()}
         clips = {name: source.clip for name, source in parts_of_it.items() if source.clip is not None}
-        return float(scoring.weighted(raw, weights, clips))
+        return float(weighted_sum(raw, weights, clips))

@@ -8,12 +8,12 @@ from typing import Any
 from rlhf_cli import data
 from rlhf_cli.chat.cast import Role
 from rlhf_cli.chat.turns import Form, Sampling
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading
-from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.models import load
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.seeds import derive
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Speech:
         )  # fmt: skip
         self.prompt_ids, self.ids = form.encode(prompt), list[int]()
         self.seconds = 0.0
-        context = loading.context_of(voice.model.config)
+        context = load.context_length(voice.model.config)
         room = how.max_new_tokens if context is None else min(how.max_new_tokens, context - len(self.prompt_ids))
         if room < 1:
             text = f"the prompt has {len(self.prompt_ids)} tokens, and {voice.name} reads {context} with its reply"
             raise RLHFError("C13", text, hint="/clear begins anew, /undo takes the last turn back")
         asked = Prompts.from_lists([self.prompt_ids])
-        asked = replace(asked, seeds=(derive(how.seed, "chat", how.draws),), response_length=room)
+        asked = replace(asked, seeds=(derive_seed(how.seed, "chat", how.draws),), response_length=room)
         engine = HFEngine(voice.model, stop_token_id, self.tokenizer.pad_token_id or 0, how.temperature)
         self._stream = engine.stream(asked)
 

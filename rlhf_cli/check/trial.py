@@ -13,14 +13,14 @@ from rlhf_cli.check.static import Stage
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import placed, shown
-from rlhf_cli.inputs import adapters, batches, limits, machine, models, reward_cards
-from rlhf_cli.inputs import eval as of_eval
-from rlhf_cli.inputs import ppo as of_ppo
+from rlhf_cli.evaluation import reward_cards
+from rlhf_cli.inputs import batches, limits, machine, models
 from rlhf_cli.inputs import reward as of_reward
 from rlhf_cli.inputs import sft as of_sft
 from rlhf_cli.inputs.machine import POLICIES
-from rlhf_cli.models import embeddings, fresh, loading, tokenizers
+from rlhf_cli.models import build, load, lora, tokenizers
 from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.stages import eval_setup, ppo_setup
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,10 @@ class Trial:
                 body = of_sft.new_body(config, config.model.new.tokenizer.vocab_size)
                 tokenizer = self._new_tokenizer(stage)
             elif start and start.tokenizer and body:
-                adapters.check_targets(config, body)
-                embeddings.check_ids(body.get_text_config().vocab_size, start.tokenizer, config.where("model.path"))
+                lora.check_target_modules(config, body)
+                tokenizers.check_vocabulary_size(
+                    body.get_text_config().vocab_size, start.tokenizer, config.where("model.path")
+                )
                 tokenizer = of_sft.tokenizer(config, start.tokenizer)
         if "data.train" in stage.data:
             strategy = None
@@ -86,7 +88,7 @@ class Trial:
             assert config.model.new
             tokenizer = of_sft.tokenizer(config, None)
             with placed(config.where("model.new")):
-                fresh.new_causal(config.model.new.config_fields(), tokenizer)
+                build.new_causal_lm(config.model.new.config_fields(), tokenizer)
             return tokenizer
         return None
 
@@ -97,7 +99,7 @@ class Trial:
         with self.report.collecting():
             if start and body is not None:
                 of_reward.check_body(config, body)
-                adapters.check_targets(config, body)
+                lora.check_target_modules(config, body)
             if start and start.tokenizer:
                 tokenizer = of_reward.tokenizer(config, start.tokenizer, start.parent.stage)
         rows, held_out = (
@@ -115,34 +117,34 @@ class Trial:
         start = self._chain(stage)
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
-            of_ppo.text_rewards(config, self.options, stage.parents, load=False)
+            ppo_setup.build_reward_fns(config, self.options, stage.parents, load=False)
         with self.report.collecting():
-            of_ppo.require_hub(config, stage.parents.get("models.sft"))
+            ppo_setup.check_hub_push(config, stage.parents.get("models.sft"))
         with self.report.collecting():
             if not stage.finished:
-                reward_cards.require(config, stage.parents)
+                reward_cards.check_required(config, stage.parents)
         with self.report.collecting():
             if body is not None:
-                of_ppo.check_layers(config, body)
-                adapters.check_targets(config, body)
+                ppo_setup.check_num_shared_layers(config, body)
+                lora.check_target_modules(config, body)
         scorers, own = self._scorers(stage, tokenizer)
         with self.report.collecting():
             if tokenizer is not None and body is not None:
                 vocabulary = max(len(tokenizer), body.get_text_config().vocab_size)
-                stop = of_ppo.stop_token(config, tokenizer, vocabulary)
+                stop = ppo_setup.stop_token_id(config, tokenizer, vocabulary)
                 for key, scorer in scorers.items():
                     stops = data.stop_token_id(own[key]) if key in own else stop
-                    of_ppo.warn_pad(scorer, stops, config.where(key))
+                    ppo_setup.warn_pad_is_stop_token(scorer, stops, config.where(key))
         prompts, held_out = (
-            self._rows(stage, f"data.{key}", partial(of_ppo.read, config, key, tokenizer, body))
+            self._rows(stage, f"data.{key}", partial(ppo_setup.read_prompts, config, key, tokenizer, body))
             for key in ("prompts", "eval_prompts")
         )
-        self._rows(stage, "data.ptx_data", partial(of_ppo.read_ptx, config, tokenizer, body))
+        self._rows(stage, "data.ptx_data", partial(ppo_setup.read_ptx, config, tokenizer, body))
         if prompts is not None:
             self._retold(stage, scorers, own, [*prompts, *(held_out or [])])
             with self.report.collecting():
-                of_ppo.check_rows(config, prompts, held_out)
-            self.report.add("ppo", "batches", of_ppo.arithmetic(config, prompts))
+                ppo_setup.check_prompt_counts(config, prompts, held_out)
+            self.report.add("ppo", "batches", ppo_setup.describe_batches(config, prompts))
         self._promise(stage, tokenizer, body)
         self.policy_settings[config.folder] = config.ppo
 
@@ -151,17 +153,17 @@ class Trial:
         start = self._chain(stage)
         tokenizer, body = (start.tokenizer, start.body) if start else (None, None)
         with self.report.collecting():
-            of_eval.functions(config)
-        of_eval.warn_of_selection(config)
+            eval_setup.judge_functions(config)
+        eval_setup.warn_of_selection_by_reward(config)
         scorers, own = self._scorers(stage, tokenizer)
         length = config.eval.response_length or 0
         with self.report.collecting():
             settings, policy = self.policy_settings.get(Path(config.models.ppo)), stage.parents.get("models.ppo")
             if policy is not None:
-                settings = of_eval.trained_by(policy)
+                settings = eval_setup.ppo_settings(policy)
             if settings is not None or policy is not None:
-                length = of_eval.sampling(config, settings, Path(config.models.ppo), None).response_length
-        rows = self._rows(stage, "data.prompts", partial(of_eval.read, config, tokenizer, body, length))
+                length = eval_setup.sampling_params(config, settings, Path(config.models.ppo), None).response_length
+        rows = self._rows(stage, "data.prompts", partial(eval_setup.read_prompts, config, tokenizer, body, length))
         if rows is not None:
             self._retold(stage, scorers, own, list(rows))
             for other in self.trained_on:
@@ -181,11 +183,11 @@ class Trial:
         for key, parent in stage.parents.items():
             if key in POLICIES:
                 with self.report.collecting(), placed(config.where(key)):
-                    body = loading.causal_config(parent.model, options.trust_remote_code)
+                    body = load.read_causal_lm_config(parent.model, options.trust_remote_code)
                     if key != "models.sft":
                         self.report.add(config.stage, key, f"{shown(parent.path)}: {body.model_type}")
                     if start and start.tokenizer:
-                        embeddings.check_ids(body.get_text_config().vocab_size, start.tokenizer, None)
+                        tokenizers.check_vocabulary_size(body.get_text_config().vocab_size, start.tokenizer, None)
         return start
 
     def _scorers(self, stage: Stage, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -201,7 +203,7 @@ class Trial:
             if machine.is_scorer(key) and parent.path not in seen:
                 seen.add(parent.path)
                 with self.report.collecting(), placed(stage.config.where(key)):
-                    scorer = loading.scorer_config(parent.model, self.options.trust_remote_code)
+                    scorer = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
                     theirs = start and models.own_tokenizer(stage.config, self.options, start, parent)
                     how = "; encoded anew for it" if theirs else ""
                     told = f"{shown(parent.path)}: {scorer.model_type}, one label{how}"
@@ -209,7 +211,7 @@ class Trial:
                     found[key] = scorer
                     own |= {key: theirs} if theirs else {}
                     if tokenizer is not None:
-                        embeddings.check_ids(scorer.get_text_config().vocab_size, theirs or tokenizer, None)
+                        tokenizers.check_vocabulary_size(scorer.get_text_config().vocab_size, theirs or tokenizer, None)
         return found, own
 
     def _policy(self, stage: Stage) -> Parent | None:
@@ -240,9 +242,9 @@ class Trial:
         with self.report.collecting():
             tokenizer = models.tokenizer(config, options, parent)
             with placed(config.where(key)):
-                body = loading.read_config(parent.model, options.trust_remote_code)
+                body = load.read_config(parent.model, options.trust_remote_code)
             self.report.add(config.stage, key, f"{shown(parent.path)}: {body.model_type}, {len(tokenizer)} tokens")
-            look = loading.start_config if config.stage == "reward" else loading.causal_config
+            look = load.read_init_config if config.stage == "reward" else load.read_causal_lm_config
             with self.report.collecting(), placed(config.where(key)):
                 look(parent.model, options.trust_remote_code)
             return Start(parent, tokenizer, body)
@@ -255,12 +257,12 @@ class Trial:
             if parent.path in seen:
                 continue
             seen.add(parent.path)
-            load = models.causal if config.stage == "sft" or key in POLICIES else models.scorer
-            load = models.scorer_to_train if config.stage == "reward" else load
-            load = models.classifier if key.endswith(".pipeline") else load
+            load_model = models.causal if config.stage == "sft" or key in POLICIES else models.scorer
+            load_model = models.scorer_to_train if config.stage == "reward" else load_model
+            load_model = models.classifier if key.endswith(".pipeline") else load_model
             with self.report.collecting():
-                model = load(config, options, parent, models.tokenizer(config, options, parent))
-                if parent.manifest.get("probes") and load is models.scorer:
+                model = load_model(config, options, parent, models.tokenizer(config, options, parent))
+                if parent.manifest.get("probes") and load_model is models.scorer:
                     models.check_probes(model, parent, where=config.where(key))
                 self.report.add(config.stage, key, f"loaded, {model.num_parameters():,} parameters")
 
@@ -270,7 +272,7 @@ class Trial:
         manifest: Mapping[str, Any] = {}
         if tokenizer is not None:
             with self.report.collecting():
-                manifest = tokenizers.token_fields(tokenizer, data.stop_token_id(tokenizer))
+                manifest = tokenizers.manifest_fields(tokenizer, data.stop_token_id(tokenizer))
         parent = Parent("", config.folder, config.stage, config.folder / "model", "", dict(manifest))
         self.promised[config.folder] = Start(parent, tokenizer, body)
 

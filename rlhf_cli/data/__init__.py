@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from rlhf_cli.data.batches import LikeLengths, prompt_batch
 from rlhf_cli.data.examples import (
     Prompt,
     is_plain_text,
@@ -13,11 +12,12 @@ from rlhf_cli.data.examples import (
     sft_rows,
 )
 from rlhf_cli.data.found import Rows, warn_shared
+from rlhf_cli.data.sampling import LengthGroupedSampler, prompt_batch
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.data.tokens import encode, encode_many, pieces, stop_token_id
 
 __all__ = [
-    "LikeLengths",
+    "LengthGroupedSampler",
     "Pair",
     "Prompt",
     "Rows",

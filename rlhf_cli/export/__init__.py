@@ -20,7 +20,7 @@ from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError, all_of, nearest
 from rlhf_cli.export import card, sameness
 from rlhf_cli.inputs import machine
-from rlhf_cli.models import adapters, loading, publishing, saving, tokenizers
+from rlhf_cli.models import hub, load, lora, save, tokenizers
 from rlhf_cli.progress import Progress
 
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,7 +60,7 @@ def run(
         partial(_check_format, dtype),
         *([partial(checkpoints.require_free, out.resolve())] if out else []),
         lambda: chosen.append(checkpoints.choose(folder, stage, step)),
-        *([partial(publishing.require_access, to.name, public=to.public)] if to else []),
+        *([partial(hub.require_access, to.name, public=to.public)] if to else []),
     )
     (found,) = chosen
     example = card.held_out(found) if show_prompt else None
@@ -84,22 +84,22 @@ def _write(
     """Make the folder, held against the run's own model; returns what it is, and how it was checked, in words."""
     source = found.model.model
     with Progress("export", 4, "part") as bar:
-        kept = loading.read_config(source, options.trust_remote_code).dtype or torch.float32
+        kept = load.read_config(source, options.trust_remote_code).dtype or torch.float32
         written = FORMATS[dtype] if dtype else kept
         _check_room(found.model, target, written)
         tokenizer = tokenizers.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
-        model = loading.load_apart(source, trust_remote_code=options.trust_remote_code).eval()
+        model = load.load_unmerged(source, trust_remote_code=options.trust_remote_code).eval()
         bar.advance(note="loaded")
-        rows = sameness.rows_of(found.model, tokenizer, adapters.inside(model).config)
-        own = sameness.logits(adapters.inside(model), rows)
+        rows = sameness.rows_of(found.model, tokenizer, lora.unwrap(model).config)
+        own = sameness.logits(lora.unwrap(model), rows)
         bar.advance(note="the run's own logits")
-        model = adapters.fold(model).to(written)
+        model = lora.merge_and_unload(model).to(written)
         run_name = found.model.path.resolve().parent.name
         name, address = (to.name.partition("/")[2], to.name) if to else (f"{run_name}-{found.model.stage}", HERE)
         about = card.subject(found, model, tokenizer, _named(written), name, address, example)
         numbers = model.num_parameters()
         with checkpoints.new_folder(target) as scratch:
-            saving.save_model(model, tokenizer, scratch, card.write(about))
+            save.save_model(model, tokenizer, scratch, card.write(about))
             for path in scratch.glob("*.safetensors"):  # safetensors lets nobody else read them
                 path.chmod((scratch / "README.md").stat().st_mode)
             del model, about  # the folder's is loaded in its place
@@ -120,10 +120,10 @@ def _push(found: Chosen, target: Path, to: Repository) -> None:
     at = f" after PPO update {found.step}" if found.step is not None else ""
     run_name = found.model.path.resolve().parent.name
     message = f"{found.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
-    done = publishing.push(target, to.name, message, public=to.public, bars=terminal.is_terminal(sys.stderr))
+    done = hub.push(target, to.name, message, public=to.public, bars=terminal.is_terminal(sys.stderr))
     seen = "private" if done.private else "public"
     what = f"commit {done.commit[:12]}" if done.changed else f"unchanged since commit {done.commit[:12]}"
-    terminal.out(f"push     {done.address} ({seen}), {what}, each file's hash the same there as here")
+    terminal.out(f"push     {done.url} ({seen}), {what}, each file's hash the same there as here")
     if done.removed:
         terminal.out(f"push     removed there, of an older upload: {', '.join(done.removed)}")
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading, spelling
+from rlhf_cli.models import load, tokenizer_diff
 from rlhf_cli.models.tokenizers import PAD, template_sha256, tokenizer_sha256
 from rlhf_cli.rows import read_jsonl
 
@@ -36,7 +36,7 @@ class Rows:
 def rows_of(model: Parent, tokenizer: Any, config: Any) -> Rows:
     """Held-out rows that the run has left, and some of random tokens: they reach what no text holds."""
     stored = _probes(model) or _answers(model, tokenizer)
-    length = min(LENGTH, loading.context_of(config) or LENGTH)
+    length = min(LENGTH, load.context_length(config) or LENGTH)
     generator = torch.Generator().manual_seed(0)
     size = (DRAWN if stored else STORED + DRAWN, length)
     drawn = torch.randint(config.get_text_config().vocab_size, size, generator=generator).tolist()
@@ -83,7 +83,7 @@ def require(folder: Path, rows: Rows, own: list[Tensor], written: torch.dtype, t
     for name, read in (("tokenizer", tokenizer_sha256), ("chat template", template_sha256)):
         if read(again) != read(tokenizer):
             raise _another(f"its {name} is another one")
-    if apart := spelling.difference(tokenizer, again, PAD):
+    if apart := tokenizer_diff.first_difference(tokenizer, again, PAD):
         raise _another(f"its tokenizer is another one: {apart}")
     theirs = logits(model.eval(), rows)
     difference = max(float((ours - other).abs().max()) for ours, other in zip(own, theirs, strict=True))

@@ -7,7 +7,7 @@ from rlhf_cli import processes, terminal
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.data import Rows
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import loading
+from rlhf_cli.models import load
 from rlhf_cli.statistics import wilson
 
 Row = TypeVar("Row")
@@ -58,7 +58,7 @@ def check_context(config: SFTConfig | RewardConfig, body: Any, longest: int, *, 
     `strict`: max_length itself must fit, as where sequences are filled up to it, or the model is made for it.
     """
     settings, stage = config.sft if isinstance(config, SFTConfig) else config.reward, config.stage
-    context, limit = None if body is None else loading.context_of(body), settings.max_length
+    context, limit = None if body is None else load.context_length(body), settings.max_length
     reaches = limit if strict else longest
     if context is None or reaches <= context:
         return
@@ -109,7 +109,7 @@ def _check_left_out(
 def longer_rows(config: SFTConfig | RewardConfig, body: Any) -> str:
     """What lets longer rows into SFT or reward training of a model `body`; None: its context is not known."""
     settings = config.sft if isinstance(config, SFTConfig) else config.reward
-    context, key = None if body is None else loading.context_of(body), f"{config.stage}.max_length"
+    context, key = None if body is None else load.context_length(body), f"{config.stage}.max_length"
     if context is None:
         return f"raise {key} (now {settings.max_length})"
     if settings.max_length < context:

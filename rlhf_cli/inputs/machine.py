@@ -55,13 +55,13 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
     needed = _scaled(config, MEMORY * trained + WEIGHT * frozen)
     _check_memory(config, trained, frozen, needed, runs_here=runs_here)
     what = "weights, gradients and the optimizer" if trained else "the weights that adapters stand beside"
-    text = f"memory: {room.size(needed)} of {room.size(devices.memory())} for {what}"
+    text = f"memory: {room.size(needed)} of {room.size(devices.memory_bytes())} for {what}"
     return f"{text}; `rlhf plan` counts the rest, and time" if needed else ""
 
 
 def usable_here(settings: PPOSettings) -> PPOSettings:
     """`usable` in this process; what is not is said by `check`."""
-    return usable(settings, bf16=devices.can_use("bfloat16"), gpu=not _on_cpu(), group=processes.count() > 1)
+    return usable(settings, bf16=devices.supports_dtype("bfloat16"), gpu=not _on_cpu(), group=processes.count() > 1)
 
 
 def usable(settings: PPOSettings, *, bf16: bool, gpu: bool, group: bool) -> PPOSettings:
@@ -80,7 +80,7 @@ def _warn_of_formats(config: Any) -> None:
     if config.stage != "eval" and getattr(config, config.stage).bf16:
         wishes[f"{config.stage}.bf16"] = "bfloat16"
     for key, name in wishes.items():
-        if name != "auto" and not devices.can_use(name):
+        if name != "auto" and not devices.supports_dtype(name):
             text = f"{name} does not work on {devices.device_name()}, float32 is used"
             terminal.warn("E01", text, where=config.where(key), hint=f"leave {key} out")
     if isinstance(config, PPOConfig) and config.ppo.offload and _on_cpu():
@@ -132,7 +132,7 @@ def _check_disk(config: Config, trained: int) -> None:
 
 def _check_memory(config: Config, trained: int, frozen: int, needed: int, *, runs_here: bool) -> None:
     sharing = processes.local_count() if _on_cpu() else 1  # each has all of the models
-    device, there = devices.device_name(), devices.memory() // sharing
+    device, there = devices.device_name(), devices.memory_bytes() // sharing
     if needed > there:
         what = f"{trained:,} numbers that are trained" + (f" and {frozen:,} that are not" if frozen else "")
         text = f"{what} need {room.size(needed)} of memory at least, {device} has {room.size(there)}"
@@ -147,7 +147,7 @@ def _check_memory(config: Config, trained: int, frozen: int, needed: int, *, run
 def _scaled(config: Any, count: int) -> int:
     """Bytes in the format of the weights, of those that float32 would take."""
     dtype = (config.model if config.stage in ("sft", "reward") else config.models).dtype
-    return count if dtype in ("auto", "float32") or not devices.can_use(dtype) else count // 2
+    return count if dtype in ("auto", "float32") or not devices.supports_dtype(dtype) else count // 2
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def numbers(parent: Parent) -> int:
     """
     if parent.base:
         return numbers(parent.base)
-    return sum(map(_in_file, weights.files_of(parent.model)))
+    return sum(map(_in_file, weights.weight_files(parent.model)))
 
 
 def _in_file(path: Path) -> int:

@@ -12,9 +12,9 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Config, Options
 from rlhf_cli.errors import RLHFError, placed
 from rlhf_cli.inputs.machine import POLICIES
-from rlhf_cli.models import embeddings, loading, reading, tokenizers
-from rlhf_cli.ppo.records import Rollout
-from rlhf_cli.ppo.rewards import ModelReward, RetoldReward
+from rlhf_cli.models import forward, load, tokenizers
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.rewards import ModelReward, RetokenizingReward
 
 # Another padding moves a score by about 1e-6 in float32; in bfloat16, with deviation 1, by some hundredths.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -31,16 +31,16 @@ def tokenizer(config: Config, options: Options, parent: Parent) -> Any:
 def causal(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """A language model, on the CPU. Raises RLHFError M01, M06-M08, M10."""
     with placed(config.where(parent.key)):
-        model = loading.load_causal(parent.model, **_how(config, options))
-        embeddings.check_vocabulary(model, tokenizer)
+        model = load.load_causal_lm(parent.model, **_how(config, options))
+        tokenizers.check_vocabulary(model, tokenizer)
     return model
 
 
 def scorer(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """A trained reward model, on the CPU. Raises RLHFError M01-M03, M06-M08."""
     with placed(config.where(parent.key)):
-        model = loading.load_scorer(parent.model, **_how(config, options))
-        embeddings.check_vocabulary(model, tokenizer)
+        model = load.load_reward_model(parent.model, **_how(config, options))
+        tokenizers.check_vocabulary(model, tokenizer)
     return model
 
 
@@ -52,11 +52,11 @@ def check_alike(config: Any, options: Options, parents: Mapping[str, Parent]) ->
     """
     same = (*POLICIES, "models.value", *(["models.reward"] if config.stage == "ppo" else []))
     known = {key: parent for key, parent in parents.items() if key in same}
-    tokenizers.check_alike(known, config.where, trust_remote_code=options.trust_remote_code)
+    tokenizers.check_same_tokenization(known, config.where, trust_remote_code=options.trust_remote_code)
     for key, parent in parents.items() if config.stage == "eval" else ():
         if key not in known:
             with placed(config.where(key)):
-                tokenizers.read_alike(parents["models.sft"], parent, trust_remote_code=options.trust_remote_code)
+                tokenizers.same_tokenization(parents["models.sft"], parent, trust_remote_code=options.trust_remote_code)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def own_tokenizer(config: Any, options: Options, sft: Parent, parent: Parent) ->
     Raises RLHFError M01, M08.
     """
     with placed(config.where(parent.key)):
-        if tokenizers.read_alike(sft, parent, trust_remote_code=options.trust_remote_code):
+        if tokenizers.same_tokenization(sft, parent, trust_remote_code=options.trust_remote_code):
             return None
     return tokenizer(config, options, parent)
 
@@ -91,7 +91,7 @@ def retold_prompts(
     texts = {tuple(prompt.ids): prompt.text for prompt in prompts}
     with placed(config.where(key)):
         encoded = data.encode_many(theirs, list(texts.values()), [None] * len(texts))
-        longest, context = max((len(ids) for ids, _ in encoded), default=0), loading.context_of(body)
+        longest, context = max((len(ids) for ids, _ in encoded), default=0), load.context_length(body)
         if context is not None and longest >= context:
             text = f"{key}: a prompt has {longest} of its tokens, and its model reads {context} at most"
             raise RLHFError("C13", text, hint="take longer prompts out, or name another reward model")
@@ -109,25 +109,25 @@ def reward(config: Any, key: str, writing: Writing, model: Any, theirs: Any, *, 
         return ModelReward(model, rows, **how)
     terminal.say(f"{config.stage:<8} {key}: {RETOLD}")
     prompts = retold_prompts(config, key, theirs, writing.prompts, model.config)
-    return RetoldReward(
+    return RetokenizingReward(
         model, rows, **how, name=key, tokenizer=writing.tokenizer, encode=partial(data.encode_many, theirs),
-        stop_token_id=writing.stop_token_id, context=loading.context_of(model.config), prompts=prompts,
+        stop_token_id=writing.stop_token_id, context=load.context_length(model.config), prompts=prompts,
     )  # fmt: skip
 
 
 def classifier(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """The text classifier of a reward's `pipeline`, on the CPU. Raises RLHFError M01, M02, M06-M08."""
     with placed(config.where(parent.key)):
-        model = loading.load_classifier(parent.model, trust_remote_code=options.trust_remote_code)
-        embeddings.check_vocabulary(model, tokenizer)
+        model = load.load_classifier(parent.model, trust_remote_code=options.trust_remote_code)
+        tokenizers.check_vocabulary(model, tokenizer)
     return model
 
 
 def scorer_to_train(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """A language model with a fresh one-label head, on the CPU. Raises RLHFError M01, M03, M06-M08."""
     with placed(config.where(parent.key)):
-        model = loading.scorer_from_causal(parent.model, **_how(config, options))
-        embeddings.check_vocabulary(model, tokenizer)
+        model = load.init_reward_model(parent.model, **_how(config, options))
+        tokenizers.check_vocabulary(model, tokenizer)
     return model
 
 
@@ -135,7 +135,7 @@ def check_probes(model: Any, parent: Parent, *, where: str) -> None:
     """The reward model must give the scores that its stage stored with it, read in PPO's own way (M09)."""
     probes = parent.manifest["probes"]
     rollout = Rollout.from_lists([probe["prompt_ids"] for probe in probes], [probe["response_ids"] for probe in probes])
-    scores = reading.rollout_scores(model, rollout.to(model.device), max_rows=len(probes)).cpu()
+    scores = forward.rollout_scores(model, rollout.to(model.device), max_rows=len(probes)).cpu()
     stored = torch.tensor([probe["score"] for probe in probes])
     off = ((scores - stored).abs() > PROBE_TOLERANCE[model.dtype]).nonzero()[:, 0].tolist()
     if off:
@@ -151,4 +151,4 @@ def check_probes(model: Any, parent: Parent, *, where: str) -> None:
 
 def _how(config: Any, options: Options) -> dict[str, Any]:
     section = config.model if config.stage in ("sft", "reward") else config.models
-    return loading.how(section, options.trust_remote_code)
+    return load.load_kwargs(section, options.trust_remote_code)

@@ -13,10 +13,10 @@ from torch import nn
 from rlhf_cli import checkpoints, room, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, PPOConfig
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import models
-from rlhf_cli.models import adapters, devices, loading, sharing
-from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.models import devices, load, lora, sharding
 
 KEY = "models.adapters"
 
@@ -25,7 +25,7 @@ KEY = "models.adapters"
 class OneBase:
     """The SFT model, which is the reference, and whose weights stand below the adapters of the others.
 
-    What `policy`, `scorer` and `value` return are peft's models, for `saving.save_model`; what PPO works with is the
+    What `policy`, `scorer` and `value` return are peft's models, for `save.save_model`; what PPO works with is the
     plain model inside, `get_base_model()`.
     """
 
@@ -36,7 +36,7 @@ class OneBase:
 
     def policy(self) -> Any:
         """The SFT model with adapters that learn and change nothing yet. Raises RLHFError C07."""
-        return self._fresh(sharing.twin(self.model), self.sft, "policy")
+        return self._fresh(sharding.clone_sharing_weights(self.model), self.sft, "policy")
 
     def apart(self, parent: Parent, tokenizer: Any) -> str | None:
         """Why a reward or value model, which reads a tokenizer's tokens, needs weights of its own; None: it does not.
@@ -53,20 +53,22 @@ class OneBase:
     def scorer(self, parent: Parent) -> Any:
         """The reward or value model whose adapter these weights bear, with its head. Raises RLHFError M01-M03."""
         with placed(self.config.where(parent.key)):
-            config = loading.scorer_config(parent.model, self.options.trust_remote_code)
-            body = loading.scorer_around(sharing.twin(self.model), self._head())
+            config = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
+            body = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), self._head())
             return self._there(
-                adapters.beside(body, parent.model, config, self.sft.hub or self.sft.model, self.sft.revision)
+                lora.load_adapter(body, parent.model, config, self.sft.hub or self.sft.model, self.sft.revision)
             )
 
     def beside(self, whole: Any, parent: Parent) -> Any:
         """A value model where the weights of `whole`, a reward model, are others: adapters beside these."""
-        return self._fresh(sharing.twin(whole), parent, "value")
+        return self._fresh(sharding.clone_sharing_weights(whole), parent, "value")
 
     def with_head(self, policy: Any, head: nn.Linear) -> Any:
         """The value model that a head on the policy amounts to: the policy's adapters with that head, to be saved."""
-        made = self._fresh(loading.scorer_around(sharing.twin(self.model), head), self.sft, "value")
-        adapters.copy_numbers(policy, made)
+        made = self._fresh(
+            load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), head), self.sft, "value"
+        )
+        lora.copy_adapter_weights(policy, made)
         return made
 
     def tell(self, parent: Parent, why: str, whole: Any) -> None:
@@ -80,10 +82,10 @@ class OneBase:
         ours = self.config.models.adapters
         assert ours is not None
         with placed(self.config.where(f"{KEY}.target_modules")), torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(derive(self.config.seed, f"adapters of the {role}"))
-            made = adapters.put_on(
-                model, ours, rows=0, base=below.hub or below.model, revision=below.revision, device=devices.device(),
-                bf16=False, key=KEY,
+            torch.random.default_generator.manual_seed(derive_seed(self.config.seed, f"adapters of the {role}"))
+            made = lora.add_adapters(
+                model, ours, vocab_size=0, base=below.hub or below.model, revision=below.revision,
+                device=devices.device(), bf16=False, key=KEY,
             )  # fmt: skip
         return self._there(made)
 

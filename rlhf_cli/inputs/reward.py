@@ -6,8 +6,8 @@ from typing import Any
 from rlhf_cli import data
 from rlhf_cli.config import RewardConfig
 from rlhf_cli.errors import RLHFError, all_of
-from rlhf_cli.inputs import adapters, limits
-from rlhf_cli.models import tokenizers, weights
+from rlhf_cli.inputs import limits
+from rlhf_cli.models import lora, tokenizers, weights
 
 
 def tokenizer(config: RewardConfig, given: Any, parent_stage: str) -> Any:
@@ -22,8 +22,8 @@ def tokenizer(config: RewardConfig, given: Any, parent_stage: str) -> Any:
             text = f"model.chat_template is not that of the SFT stage ({(template or 'none')[:12]} there)"
             hint = "take it out: the template comes with the SFT model"
             raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
-    adapters.refuse_new_tokens(config, given, before)
-    tokenizers.prepare_padding(given, stop_token_id=data.stop_token_id(given))
+    lora.refuse_new_tokens(config, given, before)
+    tokenizers.ensure_pad_token(given, stop_token_id=data.stop_token_id(given))
     return given
 
 

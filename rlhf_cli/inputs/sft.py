@@ -6,8 +6,8 @@ from typing import Any
 from rlhf_cli import data, terminal
 from rlhf_cli.config import SFTConfig
 from rlhf_cli.errors import all_of, placed
-from rlhf_cli.inputs import adapters, limits
-from rlhf_cli.models import fresh, tokenizers
+from rlhf_cli.inputs import limits
+from rlhf_cli.models import build, lora, tokenizers
 
 TRAINED_ON = "model.new.tokenizer.train"
 CUT = ("wrapped", "bfd_split")  # packing strategies that cut long rows, so that none is too long
@@ -26,8 +26,8 @@ def tokenizer(config: SFTConfig, given: Any) -> Any:
     before = len(given)
     if config.model.chat_template is not None:
         tokenizers.set_chat_template(given, config.model.chat_template)
-    adapters.refuse_new_tokens(config, given, before)
-    tokenizers.prepare_padding(given, stop_token_id=data.stop_token_id(given))
+    lora.refuse_new_tokens(config, given, before)
+    tokenizers.ensure_pad_token(given, stop_token_id=data.stop_token_id(given))
     return given
 
 
@@ -36,7 +36,7 @@ def new_body(config: SFTConfig, vocab_size: int) -> Any:
     assert config.model.new is not None
     with placed(config.where("model.new")):
         unknown = dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos"))
-        body = fresh.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **unknown)
+        body = build.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **unknown)
     limits.check_context(config, body, 0, strict=True)
     return body
 

@@ -1,4 +1,4 @@
-"""Tokenizers and models: what enters from transformers, and how numbers are read off it."""
+"""Tokenizers and models: loading, saving, forward passes, adapters and sharding."""
 
 import logging
 import os
@@ -7,13 +7,13 @@ from rlhf_cli import terminal
 
 
 class _CleanRecord(logging.LogRecord):
-    """A line of a library's log, which may hold names out of files of others: they move no cursor here."""
+    """A library's log record without control characters, which names in third-party files may contain."""
 
     def getMessage(self) -> str:
         return terminal.clean(super().getMessage())
 
 
-# Before transformers, trl and bitsandbytes are imported anywhere: their notes about themselves are no messages of ours.
+# Set before transformers, trl and bitsandbytes are imported, to keep their start-up messages from the user.
 for _name, _value in (
     ("TRANSFORMERS_VERBOSITY", "error"),
     ("HF_HUB_DISABLE_TELEMETRY", "1"),

@@ -1,4 +1,4 @@
-"""What models run on: the first GPU or the CPU, its memory, the number formats that it has, its threads."""
+"""The device that models run on: the first GPU or the CPU, its memory, its dtypes and its threads."""
 
 import os
 import time
@@ -9,63 +9,63 @@ import torch
 
 from rlhf_cli import room
 
-SMALL = 5_000_000  # parameters
-ALL_THREADS = torch.get_num_threads()
-BUSY = 0.9  # share of the processor below which other work is worth a line
+SMALL_MODEL_PARAMETERS = 5_000_000
+DEFAULT_THREADS = torch.get_num_threads()
+MIN_CPU_SHARE = 0.9  # share of CPU time below which a measurement was disturbed by other processes
 T = TypeVar("T")
 
 
-def fit_threads(parameters: int) -> None:
-    """One CPU thread for a model of few parameters, unless OMP_NUM_THREADS says otherwise.
+def set_num_threads(parameters: int) -> None:
+    """Use one CPU thread for models with few parameters, unless OMP_NUM_THREADS is set.
 
-    Its matrices are too small to share out: on two busy cores the demo's base model (0.6 M parameters) made 1.2 steps a
-    second with two threads and 10.9 with one.
+    Their matrices are too small to parallelise: on two busy cores the demo's base model (0.6 M parameters) ran 1.2
+    steps per second with two threads and 10.9 with one.
     """
-    small = parameters < SMALL and device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ
-    torch.set_num_threads(1 if small else ALL_THREADS)
+    small = parameters < SMALL_MODEL_PARAMETERS and device().type == "cpu" and "OMP_NUM_THREADS" not in os.environ
+    torch.set_num_threads(1 if small else DEFAULT_THREADS)
 
 
 def device() -> torch.device:
-    """The first GPU where there is one, else the CPU."""
+    """Return the first GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name() -> str:
-    """What `device` is called: the GPU's name, or the CPU."""
+    """Return the GPU's name, or "the CPU"."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
 
 
-def can_use(name: str) -> bool:
-    """Whether `device` computes in the number format "float16", "bfloat16" or "float32"."""
+def supports_dtype(name: str) -> bool:
+    """Return True if `device` can compute in "float16", "bfloat16" or "float32"."""
     if device().type == "cpu":
         return name != "float16"
     return name != "bfloat16" or torch.cuda.is_bf16_supported()
 
 
-def computes_in_bf16(wish: bool | None) -> bool:
-    """Whether training computes in bfloat16: as wished where `device` can, and unasked on a GPU."""
-    return can_use("bfloat16") and (device().type == "cuda" if wish is None else wish)
+def use_bf16(requested: bool | None) -> bool:
+    """Return True if training uses bfloat16: if requested, or by default on a GPU, and only if it is supported."""
+    return supports_dtype("bfloat16") and (device().type == "cuda" if requested is None else requested)
 
 
-def memory() -> int:
-    """The bytes of the memory of `device`."""
+def memory_bytes() -> int:
+    """Return the total memory of `device` in bytes."""
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else room.memory()
 
 
-def number_format(name: str) -> torch.dtype:
-    """float32 for `auto`: what is trained keeps full-precision weights, and bf16 enters as autocast.
+def resolve_dtype(name: str) -> torch.dtype:
+    """Return the dtype to load weights in: float32 for "auto", because training uses bf16 through autocast only.
 
-    float32 too in place of a format that this device lacks, which E01 tells.
+    An unsupported dtype also becomes float32, with the warning E01 elsewhere.
     """
-    return getattr(torch, name) if name != "auto" and can_use(name) else torch.float32
+    return getattr(torch, name) if name != "auto" and supports_dtype(name) else torch.float32
 
 
-def shared(measure: Callable[[], T]) -> tuple[T, float]:
-    """What `measure` returns, and the share of its time that this thread had the processor: other work leaves less.
+def measure_cpu_share(function: Callable[[], T]) -> tuple[T, float]:
+    """Return the result of a function, and the share of its run time that this thread spent on the CPU.
 
-    1 on a GPU, which a thread only waits for.
+    The share is below 1 if other processes used the CPU. It is 1 on a GPU, for which a thread only waits.
     """
-    began, busy = time.perf_counter(), time.thread_time()
-    measured = measure()
-    share = (time.thread_time() - busy) / (time.perf_counter() - began)
-    return measured, share if device().type == "cpu" else 1.0
+    wall_start, cpu_start = time.perf_counter(), time.thread_time()
+    result = function()
+    share = (time.thread_time() - cpu_start) / (time.perf_counter() - wall_start)
+    return result, share if device().type == "cpu" else 1.0

@@ -1,10 +1,10 @@
-"""Rows of unlike length laid end to end, so that nothing is computed for padding.
+"""Sequence packing: rows of different lengths are concatenated, so that nothing is computed for padding.
 
-Nearly all of a transformer works on each token by itself, and so sees real tokens alone: (1, T, H). Only attention has
-to know which row a token is of. There, and nowhere else, the rows are laid out as rectangles (n, L), attended to by
-transformers' own `sdpa` code under the mask that it makes for such a rectangle, and laid end to end again. On a CPU a
-rectangle holds neighbours of one length, which costs no copy and no padding; on an accelerator, where a call costs more
-than padding does, all rows share one.
+Most of a transformer processes each token by itself, and so gets the real tokens only: (1, T, H). Only attention must
+know the row of each token. There the rows are padded to batches (n, L), attended to by transformers' own `sdpa` code
+with the mask that it creates for such a batch, and concatenated again. On a CPU a batch contains consecutive rows of
+one length, which needs no copy and no padding. On an accelerator, where a call costs more than padding, all rows form
+one batch.
 """
 
 import inspect
@@ -20,147 +20,154 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "sdpa_by_row"  # what packed models have as their attn_implementation
+ATTN_IMPLEMENTATION = "sdpa_by_row"  # of packed models
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """Rows that are attended to together."""
+class PaddedBatch:
+    """Rows that are attended to together, padded to one length."""
 
-    lengths: Sequence[int]  # of its n rows, which lie one after the other
+    lengths: Sequence[int]  # of its n consecutive rows
     width: int  # L, the longest of them
-    source: Tensor | None = None  # (n L,) int64: the token at each place, any real one on padding; none: no padding
-    places: Tensor | None = None  # (T,) int64: the place of each token
+    source_index: Tensor | None = None  # (n L,) int64: token of each cell, any for padding; None without padding
+    cell_index: Tensor | None = None  # (T,) int64: cell of each token; None without padding
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "Rectangle":
-        """The rectangle of rows of these lengths."""
+    def from_lengths(cls, lengths: list[int], device: torch.device) -> "PaddedBatch":
+        """Return the batch of rows of these lengths."""
         width, counts = max(lengths), torch.tensor(lengths)
         if min(lengths) == width:
             return cls(lengths, width)
         columns = torch.arange(width)
         real = columns < counts[:, None]
-        source = torch.where(real, (counts.cumsum(0) - counts)[:, None] + columns, 0).flatten()
-        return cls(lengths, width, source.to(device), real.flatten().nonzero()[:, 0].to(device))
+        source_index = torch.where(real, (counts.cumsum(0) - counts)[:, None] + columns, 0).flatten()
+        return cls(lengths, width, source_index.to(device), real.flatten().nonzero()[:, 0].to(device))
 
-    def unpack(self, x: Tensor) -> Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         """(1, heads, T, D) -> (n, heads, L, D)."""
         tokens = x[0].transpose(0, 1)
-        if self.source is not None:
-            tokens = tokens.index_select(0, self.source)
+        if self.source_index is not None:
+            tokens = tokens.index_select(0, self.source_index)
         return tokens.reshape(len(self.lengths), self.width, *tokens.shape[1:]).transpose(1, 2)
 
-    def pack(self, x: Tensor) -> Tensor:
+    def unpad(self, x: Tensor) -> Tensor:
         """(n, L, heads, D) -> (1, T, heads, D)."""
         tokens = x.flatten(0, 1)
-        return (tokens if self.places is None else tokens.index_select(0, self.places))[None]
+        return (tokens if self.cell_index is None else tokens.index_select(0, self.cell_index))[None]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Where the T tokens of n rows lie. Goes through a model in the place of its attention mask."""
+class PackedRows:
+    """Positions of n rows in T concatenated tokens. Passed through a model in place of its attention mask."""
 
-    rectangles: Sequence[Rectangle]
-    mask: Tensor | None = None  # (1, 1, L, L) bool of the layer, for the longest row; none: plain causal
+    batches: Sequence[PaddedBatch]
+    mask: Tensor | None = None  # (1, 1, L, L) bool of the layer, for the longest row; None for plain causal attention
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "Rows":
-        """Rows of the given lengths, one after the other."""
+    def from_lengths(cls, lengths: list[int], device: torch.device) -> "PackedRows":
+        """Return consecutive rows of the given lengths."""
         if device.type != "cpu":
-            return cls([Rectangle.of(lengths, device)])
-        return cls([Rectangle(list(alike), width) for width, alike in groupby(lengths) if width])
+            return cls([PaddedBatch.from_lengths(lengths, device)])
+        return cls([PaddedBatch(list(group), width) for width, group in groupby(lengths) if width])
 
     @property
     def width(self) -> int:
-        return max(rectangle.width for rectangle in self.rectangles)
+        return max(batch.width for batch in self.batches)
 
     def split(self, x: Tensor) -> Iterator[Tensor]:
-        """(1, heads, T, D) -> each rectangle's (n, heads, L, D)."""
-        parts = x.split([sum(rectangle.lengths) for rectangle in self.rectangles], dim=2)
-        return (rectangle.unpack(part) for rectangle, part in zip(self.rectangles, parts, strict=True))
+        """(1, heads, T, D) -> (n, heads, L, D) of each batch."""
+        chunks = x.split([sum(batch.lengths) for batch in self.batches], dim=2)
+        return (batch.pad(chunk) for batch, chunk in zip(self.batches, chunks, strict=True))
 
 
-_current: ContextVar[Rows | None] = ContextVar("rows", default=None)
+_current: ContextVar[PackedRows | None] = ContextVar("rows", default=None)
 
 
-def _mask(batch_size: int, q_length: int, kv_length: int, **how: Any) -> Any:
-    """What a layer's attention gets as its mask: while a packed batch goes in, its `Rows`."""
+def _mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any:
+    """Return a layer's attention mask; for a packed batch its `PackedRows`."""
     rows = _current.get()
     if rows is None:
-        return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **how)
-    how["attention_mask"] = None  # what stands right of a real token cannot reach it
-    return replace(rows, mask=sdpa_mask(batch_size=1, q_length=rows.width, kv_length=rows.width, **how))
+        return sdpa_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length, **options)
+    options["attention_mask"] = None  # no real token attends to the padding on its right
+    return replace(rows, mask=sdpa_mask(batch_size=1, q_length=rows.width, kv_length=rows.width, **options))
 
 
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **how: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention of a packed batch where its `Rows` come as the mask, else transformers' `sdpa`."""
-    if not isinstance(attention_mask, Rows):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **how)
-    rows, found = attention_mask, []
-    for rectangle, *parts in zip(rows.rectangles, *map(rows.split, (query, key, value)), strict=True):
-        mask = None if rows.mask is None else rows.mask[..., : rectangle.width, : rectangle.width]
-        found.append(rectangle.pack(sdpa_attention_forward(module, *parts, mask, **how)[0]))
-    return torch.cat(found, dim=1), None
+    """Compute attention by padded batches if the mask is a `PackedRows`, else with transformers' `sdpa`."""
+    if not isinstance(attention_mask, PackedRows):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    rows, outputs = attention_mask, []
+    for batch, *qkv in zip(rows.batches, *map(rows.split, (query, key, value)), strict=True):
+        mask = None if rows.mask is None else rows.mask[..., : batch.width, : batch.width]
+        outputs.append(batch.unpad(sdpa_attention_forward(module, *qkv, mask, **options)[0]))
+    return torch.cat(outputs, dim=1), None
 
 
-AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, _mask)
+AttentionInterface.register(ATTN_IMPLEMENTATION, _attend)
+AttentionMaskInterface.register(ATTN_IMPLEMENTATION, _mask)
 
 
-def packs(model: Any) -> bool:
-    """Whether a model's rows are laid end to end."""
-    return model.config._attn_implementation == NAME
+def is_enabled(model: Any) -> bool:
+    """Return True if a model packs its rows."""
+    return model.config._attn_implementation == ATTN_IMPLEMENTATION
 
 
 def enable(models: Sequence[Any]) -> bool:
-    """Let all of `models` pack their rows; False, and nothing changes, where one of them cannot.
+    """Make all models pack their rows; if one of them cannot, change nothing and return False.
 
-    That is a model whose attention is not transformers' `sdpa`, and one for which a trial finds other numbers than
-    those of the padded batch.
+    A model cannot if its attention is not transformers' `sdpa`, or if packing changes its hidden states in a trial.
     """
-    plain = [model for model in models if not packs(model)]
-    if all(model.config._attn_implementation == "sdpa" and _takes_positions(model.base_model) for model in plain):
-        padded = [_trial(model) for model in plain]
-        for model in plain:
-            model.set_attn_implementation(NAME)
-        if all(packs(model) and _alike(_trial(model), wanted) for model, wanted in zip(plain, padded, strict=True)):
+    unpacked = [model for model in models if not is_enabled(model)]
+    if all(
+        model.config._attn_implementation == "sdpa" and _accepts_position_ids(model.base_model) for model in unpacked
+    ):
+        expected = [_trial(model) for model in unpacked]
+        for model in unpacked:
+            model.set_attn_implementation(ATTN_IMPLEMENTATION)
+        pairs = zip(unpacked, expected, strict=True)
+        if all(is_enabled(model) and _is_close(_trial(model), states) for model, states in pairs):
             return True
-    for model in plain:
-        if packs(model):
+    for model in unpacked:
+        if is_enabled(model):
             model.set_attn_implementation("sdpa")
     return False
 
 
-def _takes_positions(body: Any) -> bool:
-    return "position_ids" in inspect.signature(body.forward).parameters
+def _accepts_position_ids(backbone: Any) -> bool:
+    return "position_ids" in inspect.signature(backbone.forward).parameters
 
 
 @torch.no_grad()
 def _trial(model: Any) -> Tensor:
-    """Last hidden states (T, H) of three short rows."""
+    """Return the last hidden states (T, H) of three short rows."""
     lengths = torch.tensor([5, 2, 4], device=model.device)
     row = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2, 2, 2, 2], device=model.device)
     column = torch.tensor([0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3], device=model.device)
     ids = (torch.arange(15, device=model.device) % model.config.get_text_config().vocab_size).reshape(3, 5)
-    return hidden_at(model.base_model, ids, lengths, row, column)
+    return hidden_states_at(model.base_model, ids, lengths, row, column)
 
 
-def _alike(found: Tensor, wanted: Tensor) -> bool:
-    """Apart by rounding alone; a token that saw another row's would be far off."""
-    return bool((found - wanted).float().norm() <= 0.02 * wanted.float().norm())
+def _is_close(states: Tensor, expected: Tensor) -> bool:
+    """Return True if states differ by rounding only. A token that attends to another row would differ far more."""
+    return bool((states - expected).float().norm() <= 0.02 * expected.float().norm())
 
 
-def hidden_at(body: Any, ids: Tensor, lengths: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Last hidden states (N, H) of a causal body at (row, column) of ids (n, L), of `lengths` (n,), padded right."""
-    if not packs(body):  # a causal model needs no mask for what stands right of the real tokens
-        return body(input_ids=ids[:, : int(lengths.max())], use_cache=False).last_hidden_state[row, column]
+def hidden_states_at(backbone: Any, ids: Tensor, lengths: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """Return a causal backbone's last hidden states (N, H) at (row, column) of `ids` (n, L), padded on the right.
+
+    `lengths` (n,) are the rows' tokens, `row` and `column` (N,) the indices.
+    """
+    if not is_enabled(backbone):  # a causal model needs no mask for padding on the right
+        return backbone(input_ids=ids[:, : int(lengths.max())], use_cache=False).last_hidden_state[row, column]
     starts, rows = lengths.cumsum(0) - lengths, torch.repeat_interleave(lengths)
     columns = torch.arange(len(rows), device=ids.device) - starts[rows]
-    flat, token = ids[rows, columns][None], _current.set(Rows.of(lengths.tolist(), ids.device))
-    try:  # a mask of ones keeps transformers from making its own out of the positions
-        output = body(input_ids=flat, attention_mask=torch.ones_like(flat), position_ids=columns[None], use_cache=False)
+    flat, token = ids[rows, columns][None], _current.set(PackedRows.from_lengths(lengths.tolist(), ids.device))
+    try:  # with a mask of ones transformers does not derive one from the positions
+        output = backbone(
+            input_ids=flat, attention_mask=torch.ones_like(flat), position_ids=columns[None], use_cache=False
+        )
     finally:
         _current.reset(token)
     return output.last_hidden_state[0, starts[row] + column]

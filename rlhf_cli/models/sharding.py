@@ -1,14 +1,20 @@
-"""Models cut up over the processes of a group by FSDP2, torch's fully_shard (Zhao et al. 2023, arXiv 2304.11277).
+"""Shared, sharded and offloaded weights: FSDP2, DeepSpeed ZeRO-3, layers shared by two models, CPU offloading.
 
-The weights of a layer come together for its own passes alone, and its gradients are added up and cut up at its own
-backward pass. Embeddings and output head are together for a whole minibatch: their passes are many, and as many as a
-process has response tokens, so that they cannot wait for one another. Norms and one-label heads are small, and whole.
+FSDP2 is torch's fully_shard (Zhao et al. 2023, arXiv 2304.11277). The weights of a layer are gathered for its own
+forward and backward pass, and its gradients are reduced and sharded in its backward pass. Embeddings and output head
+are gathered for a whole minibatch: the number of their passes depends on a process's response tokens, so processes
+cannot wait for one another there. Norms and one-label heads are small, and replicated.
+
+DeepSpeed's ZeRO-3 (Rajbhandari et al. 2020, arXiv 1910.02054), for `trainer.deepspeed`, leaves empty weights in the
+model, with each process's shard as their `ds_tensor`.
 """
 
+import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,61 +29,67 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.models import sharing
 
-Add = Callable[[Iterable[Tensor]], None]  # puts the sum over all processes in the place of tensors
+AllReduce = Callable[[Iterable[Tensor]], None]  # replaces each tensor by its sum over all processes
 
 
 def shard(model: Any, device: torch.device, *, trained: bool) -> None:
-    """Leave this process its part of a model that all have alike, on the device; layers are moved one at a time.
+    """Shard a model that is identical in all processes, and move it to the device one layer at a time.
 
-    Without `trained` embeddings and head stay whole: nothing but themselves is kept for them.
+    Embeddings and head are sharded only if `trained`: frozen ones have no gradients or optimizer state.
     """
     mesh = _mesh(device)
-    layers: Any = sharing.layers(model)
+    layers: Any = decoder_layers(model)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-        # Losses are divided by the tokens of all processes: their gradients are to be added, not averaged.
+        # Losses are divided by the tokens of all processes, so gradients are summed and not averaged.
         layer.set_force_sum_reduction_for_comms(True)
         layer.set_gradient_divide_factor(1.0)
     model.to(device)
-    for weight, places in words(model) if trained else ():
-        part = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
-        _put(nn.Parameter(part, requires_grad=weight.requires_grad), places)
+    for weight, modules in vocabulary_weights(model) if trained else ():
+        local = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
+        _set_weight(nn.Parameter(local, requires_grad=weight.requires_grad), modules)
 
 
 def is_sharded(model: Any) -> bool:
-    """Whether `shard` has cut the model up."""
+    """Return True if `shard` was applied to the model."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def is_sharded_tensor(tensor: Tensor) -> bool:
+    """Return True if this process has only a shard of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
 @contextmanager
-def words_together(model: Any, add: Add) -> Iterator[None]:
-    """Within, embeddings and head are whole; their gradients are added up and cut up at the end."""
-    cut = [(weight, places) for weight, places in words(model) if isinstance(weight, DTensor)]
-    whole: list[nn.Parameter] = [nn.Parameter(w.full_tensor().detach(), requires_grad=w.requires_grad) for w, _ in cut]
-    for all_of_it, (_, places) in zip(whole, cut, strict=True):
-        _put(all_of_it, places)
+def gathered_embeddings(model: Any, all_reduce: AllReduce) -> Iterator[None]:
+    """Context manager that gathers embeddings and head; on exit their gradients are summed and sharded."""
+    sharded = [(weight, modules) for weight, modules in vocabulary_weights(model) if isinstance(weight, DTensor)]
+    full_weights: list[nn.Parameter] = [
+        nn.Parameter(weight.full_tensor().detach(), requires_grad=weight.requires_grad) for weight, _ in sharded
+    ]
+    for full, (_, modules) in zip(full_weights, sharded, strict=True):
+        _set_weight(full, modules)
     try:
         yield
     finally:
-        for weight, places in cut:
-            _put(weight, places)
-    held = torch.tensor([float(all_of_it.grad is not None) for all_of_it in whole])
-    add([held])
-    for (weight, _), all_of_it, anybody in zip(cut, whole, held.tolist(), strict=True):
-        if anybody:
-            grad = torch.zeros_like(all_of_it) if all_of_it.grad is None else all_of_it.grad
-            all_of_it.grad = None
-            add([grad])
+        for weight, modules in sharded:
+            _set_weight(weight, modules)
+    has_gradient = torch.tensor([float(full.grad is not None) for full in full_weights])
+    all_reduce([has_gradient])
+    for (weight, _), full, on_any_rank in zip(sharded, full_weights, has_gradient.tolist(), strict=True):
+        if on_any_rank:
+            grad = torch.zeros_like(full) if full.grad is None else full.grad
+            full.grad = None
+            all_reduce([grad])
             weight.grad = distribute_tensor(grad, weight.device_mesh, [Shard(0)], src_data_rank=None)
 
 
 @contextmanager
-def together(model: Any, add: Add) -> Iterator[None]:
-    """Within, all of the model is whole, and a forward pass, without gradients, waits for nobody."""
+def gathered(model: Any, all_reduce: AllReduce) -> Iterator[None]:
+    """Context manager that gathers a whole model, for forward passes without gradients and communication."""
     layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    with torch.no_grad(), words_together(model, add):
+    with torch.no_grad(), gathered_embeddings(model, all_reduce):
         for layer in layers:
             layer.set_reshard_after_forward(False)
             layer.unshard()
@@ -89,107 +101,225 @@ def together(model: Any, add: Add) -> Iterator[None]:
                 layer.set_reshard_after_forward(True)
 
 
-def whole_state(model: Any) -> dict[str, Tensor] | None:
-    """All of a model's weights on the CPU, for which all processes must ask; None where it is not cut up."""
+def full_state_dict(model: Any) -> dict[str, Tensor] | None:
+    """Return all weights on the CPU; None if the model is not sharded. All processes must call it."""
     state = model.state_dict()
     if not any(isinstance(tensor, DTensor) for tensor in state.values()):
         return None
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu() for name, t in state.items()}
 
 
-def fill(model: Any, state: dict[str, Tensor]) -> None:
-    """Give a model the weights of a whole one, of which each process keeps its part."""
-    own = model.state_dict()
+def load_full_state_dict(model: Any, state: dict[str, Tensor]) -> None:
+    """Load unsharded weights into a sharded model; each process keeps its shard."""
+    target_state = model.state_dict()
     for name, tensor in state.items():
-        there = own[name]
-        if isinstance(there, DTensor):
-            tensor = distribute_tensor(tensor.to(there.device), there.device_mesh, [Shard(0)], src_data_rank=None)
-        there.copy_(tensor)
+        target = target_state[name]
+        if isinstance(target, DTensor):
+            tensor = distribute_tensor(tensor.to(target.device), target.device_mesh, [Shard(0)], src_data_rank=None)
+        target.copy_(tensor)
 
 
-def total_norm(tensors: Iterable[Tensor], add: Add) -> Tensor:
-    """The 2-norm of tensors, some of which are cut up: that of all parts."""
+def total_norm(tensors: Iterable[Tensor], all_reduce: AllReduce) -> Tensor:
+    """Return the 2-norm of tensors, of which some may be sharded, over all processes."""
     tensors = list(tensors)
-    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    parts = [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
-    if not parts:
-        return nn.utils.get_total_norm(whole)
-    squares = nn.utils.get_total_norm(parts) ** 2
-    add([squares])
-    return (squares + nn.utils.get_total_norm(whole) ** 2).sqrt()
+    replicated = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    shards = [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
+    if not shards:
+        return nn.utils.get_total_norm(replicated)
+    squares = nn.utils.get_total_norm(shards) ** 2
+    all_reduce([squares])
+    return (squares + nn.utils.get_total_norm(replicated) ** 2).sqrt()
 
 
-def clip(weights: Iterable[Tensor], most: float, add: Add) -> Tensor:
-    """Scale the gradients down to the norm `most`, and return the norm that they had."""
-    learnt = [weight for weight in weights if weight.grad is not None]
-    norm = total_norm([weight.grad for weight in learnt if weight.grad is not None], add)
-    nn.utils.clip_grads_with_norm_([weight for weight in learnt if not isinstance(weight, DTensor)], most, norm)
-    for weight in learnt:
+def clip_grad_norm(weights: Iterable[Tensor], max_norm: float, all_reduce: AllReduce) -> Tensor:
+    """Scale the gradients down to `max_norm`, and return their norm before."""
+    weights = [weight for weight in weights if weight.grad is not None]
+    norm = total_norm([weight.grad for weight in weights if weight.grad is not None], all_reduce)
+    nn.utils.clip_grads_with_norm_([weight for weight in weights if not isinstance(weight, DTensor)], max_norm, norm)
+    for weight in weights:
         if isinstance(weight.grad, DTensor):
-            weight.grad.to_local().mul_((most / (norm + 1e-6)).clamp(max=1.0))
+            weight.grad.to_local().mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def write(folder: Path, parts: Mapping[str, Tensor]) -> None:
-    """All processes write what each has of the tensors: torch.distributed.checkpoint's format."""
-    dcp.save(dict(parts), checkpoint_id=folder)
+def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write sharded tensors in torch.distributed.checkpoint's format. All processes must call it."""
+    dcp.save(dict(tensors), checkpoint_id=folder)
 
 
-def read(folder: Path, kinds: Mapping[str, tuple[list[int], torch.dtype]]) -> dict[str, Tensor]:
-    """The tensors, of these shapes and formats, that `write` left: each process its part, one by itself all of them.
+def load_shards(folder: Path, specs: Mapping[str, tuple[list[int], torch.dtype]]) -> dict[str, Tensor]:
+    """Load tensors, given as name -> (shape, dtype), that `save_shards` wrote; unsharded without a process group.
 
-    Raises RLHFError M05 where the list of their places holds anything else, of which nothing is run.
+    Raises RLHFError M05 if the metadata file contains other objects. They are not executed.
     """
-    alone = not dist.is_initialized()
-    device = torch.device("cuda" if torch.cuda.is_available() and not alone else "cpu")
-    found: dict[str, Tensor] = {}
-    for name, (shape, dtype) in kinds.items():
+    no_dist = not dist.is_initialized()
+    device = torch.device("cuda" if torch.cuda.is_available() and not no_dist else "cpu")
+    tensors: dict[str, Tensor] = {}
+    for name, (shape, dtype) in specs.items():
         empty = torch.zeros(shape, dtype=dtype, device=device)
-        found[name] = empty if alone else distribute_tensor(empty, _mesh(device), [Shard(0)], src_data_rank=None)
+        tensors[name] = empty if no_dist else distribute_tensor(empty, _mesh(device), [Shard(0)], src_data_rank=None)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this process is alone
-            dcp.load(dict(found), storage_reader=_Reader(folder), no_dist=alone)
+            warnings.simplefilter("ignore")  # that there is no process group
+            dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=no_dist)
     except (pickle.UnpicklingError, CheckpointException) as error:
         text = f"{shown(folder)} cannot be read, or holds something else than numbers, none of which was run"
         raise RLHFError("M05", text, hint="remove that state; an older one is used where there is one") from error
-    return found
+    return tensors
 
 
 class _Reader(dcp.FileSystemReader):
-    """Of the pickle that lists places, what such a list is made of and nothing else."""
+    """A reader that unpickles the metadata file with `_MetadataUnpickler`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _Places(file).load()
+            metadata = _MetadataUnpickler(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class _Places(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that allows only the classes of a checkpoint's metadata."""
+
     def find_class(self, module: str, name: str) -> Any:
-        ours = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        number_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
+        is_dcp = module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | type(torch.Size))
         known = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("collections", "OrderedDict")}
-        if not (ours or number_format or (module, name) in known):
+        if not (is_dcp or is_dtype or (module, name) in known):
             raise pickle.UnpicklingError(f"{module}.{name} is no part of a list of places")
         return super().find_class(module, name)
 
 
 def _mesh(device: torch.device) -> DeviceMesh:
-    """All processes, in a row."""
+    """Return the one-dimensional mesh of all processes."""
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
-def words(model: Any) -> list[tuple[Any, list[nn.Module]]]:
-    """The weights of embeddings and output head, and the modules that have each as their `weight`."""
-    found = [model.get_input_embeddings(), *([model.get_output_embeddings()] if model.can_generate() else [])]
-    modules = [module for module in found if module is not None]
+def vocabulary_weights(model: Any) -> list[tuple[Any, list[nn.Module]]]:
+    """Return the weights of embeddings and output head, each with the modules that have it as their `weight`."""
+    layers = [model.get_input_embeddings(), *([model.get_output_embeddings()] if model.can_generate() else [])]
+    modules = [layer for layer in layers if layer is not None]
     weights: dict[int, Any] = {id(module.weight): module.weight for module in modules}
     return [(weight, [m for m in modules if m.weight is weight]) for weight in weights.values()]
 
 
-def _put(weight: Any, modules: list[nn.Module]) -> None:
+def _set_weight(weight: Any, modules: list[nn.Module]) -> None:
     for module in modules:
         module.weight = weight
+
+
+def is_zero3_sharded(model: Any) -> bool:
+    """Return True if DeepSpeed has sharded the model."""
+    return any(hasattr(weight, "ds_tensor") for weight in model.parameters())
+
+
+def zero3_shard(weight: Tensor) -> Tensor:
+    """Return this process's shard of a weight, or the weight itself if it is not sharded."""
+    return getattr(weight, "ds_tensor", weight)
+
+
+def zero3_full_state_dict(model: Any) -> dict[str, Tensor]:
+    """Return all weights on the CPU, gathered one at a time. All processes must call it."""
+    import deepspeed  # installed by the user
+
+    state = model.state_dict(keep_vars=True)
+    full: dict[int, Tensor] = {}
+    for tensor in state.values():
+        if id(tensor) not in full:  # tied weights stay one tensor
+            with deepspeed.zero.GatheredParameters([tensor], enabled=hasattr(tensor, "ds_tensor")):
+                full[id(tensor)] = tensor.detach().to("cpu", copy=True)
+    return {name: full[id(tensor)] for name, tensor in state.items()}
+
+
+def disable_zero3() -> None:
+    """Make transformers load unsharded models from now on, in every process."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # most of a second
+
+    unset_hf_deepspeed_config()
+
+
+@contextmanager
+def zero3_disabled() -> Iterator[None]:
+    """Context manager in which transformers loads unsharded models, even with `trainer.deepspeed`."""
+    from transformers.integrations import deepspeed  # most of a second
+
+    before = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = before
+
+
+def clone_sharing_weights(model: Any) -> Any:
+    """Return a copy of a model with new modules and the same tensors.
+
+    Modules replaced in the copy do not affect the original. Moving or freezing a tensor affects both.
+    """
+    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in _tensors(model)})
+
+
+def share_layers(policy: Any, ref: Any, count: int) -> None:
+    """Freeze the embeddings and first `count` layers of `policy`, and make `ref` use them instead of its own.
+
+    Raises ValueError if `policy` has no more than `count` layers, since no layer could be trained, or if the shared
+    weights of the two models differ, since the reference would change.
+    """
+    policy_stack, ref_stack = _layer_stack(policy), _layer_stack(ref)
+    policy_layers = decoder_layers(policy)
+    if count >= len(policy_layers):
+        raise ValueError(f"num_shared_layers {count} of {len(policy_layers)} layers leaves none to train")
+    embeddings = {name: child for name, child in policy_stack.named_children() if isinstance(child, nn.Embedding)}
+    replaced = [*(getattr(ref_stack, name) for name in embeddings), *decoder_layers(ref)[:count]]
+    if not all(map(_equal, [*embeddings.values(), *policy_layers[:count]], replaced)):
+        raise ValueError("policy and reference differ in the layers that num_shared_layers would have them share")
+    for name, child in embeddings.items():
+        setattr(ref_stack, name, child.requires_grad_(False))
+    for index in range(count):
+        decoder_layers(ref)[index] = policy_layers[index].requires_grad_(False)
+    ref.tie_weights()
+
+
+def _equal(first: nn.Module, second: nn.Module) -> bool:
+    return all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+
+
+def _layer_stack(model: Any) -> nn.Module:
+    """Return the module that contains the embeddings and the list of layers."""
+    size = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if any(isinstance(child, nn.ModuleList) and len(child) == size for child in module.children()):
+            return module
+    raise ValueError(f"no list of {size} layers in a {type(model).__name__}")
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """Return the list of a model's decoder layers."""
+    return next(child for child in _layer_stack(model).children() if isinstance(child, nn.ModuleList))
+
+
+def offload_to_cpu(model: Any) -> None:
+    """Move a model to the CPU; if there is an accelerator, into pinned memory, which is faster to copy from."""
+    model.to("cpu")
+    if torch.accelerator.is_available():
+        for tensor in _tensors(model):
+            tensor.data = tensor.data.pin_memory()
+
+
+@contextmanager
+def on_device(model: Any, device: torch.device) -> Iterator[None]:
+    """Context manager that replaces a frozen model's tensors by copies on the device, which are discarded on exit."""
+    offloaded = [(tensor, tensor.data) for tensor in _tensors(model)]
+    for tensor, cpu_data in offloaded:
+        tensor.data = torch.empty_like(cpu_data, device=device).copy_(cpu_data, non_blocking=True)
+    try:
+        yield
+    finally:
+        for tensor, cpu_data in offloaded:
+            tensor.data = cpu_data
+
+
+def _tensors(model: Any) -> list[Tensor]:
+    """Return parameters and buffers; tied weights once."""
+    return list(chain(model.parameters(), model.buffers()))

@@ -1,4 +1,4 @@
-"""Tokenizers: loaded, trained from a file, given a pad token where they lack one, and told apart by hash."""
+"""Tokenizers: load, train, add a pad token, resize embeddings, and compare by hash."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import Problem, RLHFError, panics_as, shown
-from rlhf_cli.models import spelling
+from rlhf_cli.models import tokenizer_diff
 from rlhf_cli.sources import read_rows
 
 PAD = "[PAD]"
@@ -28,9 +28,9 @@ CHATML = (
 
 
 def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder, padding on the left; `chat_template` (see `set_chat_template`) replaces its own.
+    """Load a folder's tokenizer with left padding; `chat_template` (see `set_chat_template`) replaces the stored one.
 
-    Raises RLHFError M01 where the folder holds no tokenizer, M08 where it needs code of its own.
+    Raises RLHFError M01 if the folder has no readable tokenizer, M08 if it needs custom Python code.
     """
     refuse_code(folder, trust_remote_code)
     try:
@@ -38,14 +38,14 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, padding_side="left", trust_remote_code=trust_remote_code, local_files_only=True
             )
-            known = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
-            # Some settings that make no sense show themselves only here.
-            tokenizer(tokenizer.decode([min(known)]) if known else "")
+            plain_ids = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
+            # Some invalid settings raise only when a text is encoded.
+            tokenizer(tokenizer.decode([min(plain_ids)]) if plain_ids else "")
     except (RLHFError, MemoryError):
         raise
-    except Exception as error:  # whatever stands in these files
+    except Exception as error:  # the files may contain anything
         if "trust_remote_code" in str(error):
-            raise needs_code(folder) from error
+            raise remote_code_error(folder) from error
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
         raise RLHFError("M01", f"{shown(folder)} holds no tokenizer that can be read: {reason}") from error
     if chat_template is not None:
@@ -54,18 +54,18 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
 
 
 def refuse_code(folder: Path | str, trusted: bool) -> None:
-    """Raises RLHFError M08 for a folder with Python code that its config or its tokenizer names, unless `trusted`.
+    """Raise RLHFError M08 if the config or tokenizer names Python code in the folder, unless `trusted`.
 
-    Even where transformers has a class of its own: that one may compute something else than the authors' code did.
+    This holds even if transformers has a built-in class: it may compute something else than the authors' code.
     """
     paths = (Path(folder) / name for name in ("config.json", "tokenizer_config.json"))
     settings = (read_object(path) or {} for path in paths if path.is_file())  # a named pipe may never end
-    if not trusted and any(Path(folder).glob("*.py")) and any("auto_map" in each for each in settings):
-        raise needs_code(folder)
+    if not trusted and any(Path(folder).glob("*.py")) and any("auto_map" in config for config in settings):
+        raise remote_code_error(folder)
 
 
-def needs_code(folder: Path | str) -> RLHFError:
-    """The refusal of a model that brings Python code of its own."""
+def remote_code_error(folder: Path | str) -> RLHFError:
+    """Return the error for a model that needs custom Python code."""
     return RLHFError(
         "M08",
         f"{shown(folder)} wants to run Python code that comes with the model",
@@ -74,9 +74,9 @@ def needs_code(folder: Path | str) -> RLHFError:
 
 
 def set_chat_template(tokenizer: Any, template: str) -> None:
-    """Give the tokenizer the template of a Jinja file, a template's text, or `chatml` (whose two tokens are added).
+    """Set the chat template from a Jinja file, from a template's text, or to `chatml` (which adds its two tokens).
 
-    Raises RLHFError C07 for a name that is none of them.
+    Raises RLHFError C07 for any other value.
     """
     if template == "chatml":
         tokenizer.add_tokens([AddedToken(token, special=True) for token in CHATML_TOKENS], special_tokens=True)
@@ -90,10 +90,10 @@ def set_chat_template(tokenizer: Any, template: str) -> None:
         raise RLHFError("C07", f"model.chat_template: {text}")
 
 
-def prepare_padding(tokenizer: Any, *, stop_token_id: int) -> str | None:
-    """Make sure that padding looks like nothing else: adds `[PAD]`, and returns it, where it is missing or ends a text.
+def ensure_pad_token(tokenizer: Any, *, stop_token_id: int) -> str | None:
+    """Add `[PAD]` and return it if the pad token is missing, or is also the EOS or stop token.
 
-    Warns T02 or T01. The embeddings of the model have to grow with it (`embeddings.fit_embeddings`).
+    Warns T02 or T01. The model's embeddings must be resized afterwards (`resize_to_tokenizer`).
     """
     if tokenizer.pad_token_id is None:
         terminal.warn("T02", f"the tokenizer has no pad token: {PAD} is added, and saved with the model")
@@ -106,16 +106,37 @@ def prepare_padding(tokenizer: Any, *, stop_token_id: int) -> str | None:
     return PAD
 
 
-def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
-    """A byte-level BPE of at most `vocab_size` tokens, trained on all texts of a source.
+def check_vocabulary(model: Any, tokenizer: Any, where: str | None = None) -> None:
+    """Raise RLHFError M06 if the tokenizer has ids for which the model has no embedding."""
+    check_vocabulary_size(model.get_input_embeddings().weight.shape[0], tokenizer, where)
 
-    Ids 0 and 1 are `<pad>` and `<eos>`. Raises RLHFError D01-D04, D05 for no text, C06 for fewer than 258 tokens.
+
+def check_vocabulary_size(num_embeddings: int, tokenizer: Any, where: str | None) -> None:
+    """Raise RLHFError M06 if the tokenizer has ids beyond `num_embeddings`."""
+    if (largest := max(tokenizer.get_vocab().values())) >= num_embeddings:
+        raise RLHFError(
+            "M06",
+            f"the tokenizer has ids up to {largest}, the model {num_embeddings} embeddings",
+            where=where,
+            hint="use the tokenizer that belongs to the model",
+        )
+
+
+def resize_to_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Grow the embeddings to added tokens; new rows start near the mean row, so that no new logit stands out."""
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))
+
+
+def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on all texts of a source.
+
+    Ids 0 and 1 are `<pad>` and `<eos>`. Raises RLHFError D01-D05 (D05: no text), C06 for fewer than 258 tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<pad>", "<eos>"]
-    if vocab_size < len(alphabet) + len(special):
-        least = len(alphabet) + len(special)
-        text = f"model.new.tokenizer.vocab_size is {vocab_size}; {least} is the least (every byte, and two of ours)"
+    if vocab_size < (minimum := len(alphabet) + len(special)):
+        text = f"model.new.tokenizer.vocab_size is {vocab_size}; {minimum} is the least (every byte, and two of ours)"
         raise RLHFError("C06", text)
     source = DataSource.of(source)
     texts = [text for _, row in read_rows(source) for text in _strings(row.values())]
@@ -132,44 +153,50 @@ def train_tokenizer(source: DataSource | Path | str, vocab_size: int) -> Any:
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """A hash of vocabulary, merges, start and end token. What else makes ids, `spelling` compares.
+    """Return the SHA-256 of vocabulary, merges, BOS and EOS id. `tokenizer_diff` compares all other settings.
 
-    Padding does not count, which no text holds: a model is read like the one that `prepare_padding` made of it.
+    An added `[PAD]` is left out, since no text contains it: `ensure_pad_token` does not change the hash.
     """
     vocabulary = tokenizer.get_vocab()
     if tokenizer.pad_token == PAD:
         del vocabulary[PAD]
     special = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
-    parts: dict[str, Any] = {"vocabulary": sorted(vocabulary.items()), "special": special}
+    content: dict[str, Any] = {"vocabulary": sorted(vocabulary.items()), "special": special}
     if tokenizer.is_fast:
-        parts["merges"] = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        content["merges"] = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges")
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def template_sha256(tokenizer: Any) -> str | None:
-    """A hash of the chat template's text; None without one."""
+    """Return the SHA-256 of the chat template's text; None without a template."""
     template = tokenizer.chat_template
     return hashlib.sha256(template.encode()).hexdigest() if template else None
 
 
-def check_alike(parents: Mapping[str, Parent], where: Callable[[str], str], *, trust_remote_code: bool) -> None:
-    """Refuse parents that read text in another way than `models.sft` (T04, T05); `where(key)` is the place of a key."""
+def check_same_tokenization(
+    parents: Mapping[str, Parent], where: Callable[[str], str], *, trust_remote_code: bool
+) -> None:
+    """Raise RLHFError T04 or T05 if a parent's token ids differ from those of `models.sft`.
+
+    `where(key)` is the location of a config key.
+    """
     foreign = {}
     for key, parent in parents.items():
         if parent.stage == checkpoints.FOREIGN:
             tokenizer = load_tokenizer(parent.model, trust_remote_code=trust_remote_code)
             hashes = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "template_sha256": template_sha256(tokenizer)}
             foreign[key] = hashes
-    first = parents["models.sft"]
+    sft = parents["models.sft"]
     problems: list[Problem] = []
 
-    def difference(one: Parent, other: Parent) -> str | None:
-        made = all(parent.sha256 or parent.stage == checkpoints.FOREIGN for parent in (one, other))
-        return _difference(one.model, one.sha256, other.model, other.sha256, trust_remote_code) if made else None
+    def difference(first: Parent, second: Parent) -> str | None:
+        complete = all(parent.sha256 or parent.stage == checkpoints.FOREIGN for parent in (first, second))
+        folders = first.model, first.sha256, second.model, second.sha256
+        return _difference(*folders, trust_remote_code) if complete else None
 
     for key, parent in parents.items():
         try:
-            checkpoints.check_same_tokenizer(first, parent, where=where(key), foreign=foreign, difference=difference)
+            checkpoints.check_same_tokenizer(sft, parent, where=where(key), foreign=foreign, difference=difference)
         except RLHFError as error:
             problems += error.problems
     if problems:
@@ -177,18 +204,19 @@ def check_alike(parents: Mapping[str, Parent], where: Callable[[str], str], *, t
 
 
 @lru_cache(maxsize=64)
-def _difference(first: Path, first_sha: str, other: Path, other_sha: str, trust_remote_code: bool) -> str | None:
-    """`spelling.difference` of the tokenizers in two folders, once in a process while their hashes stay."""
-    if first == other:
+def _difference(first: Path, first_sha: str, second: Path, second_sha: str, trust_remote_code: bool) -> str | None:
+    """Return `tokenizer_diff.first_difference` of the tokenizers in two folders, cached by folder and hash."""
+    if first == second:
         return None
-    one, two = (load_tokenizer(folder, trust_remote_code=trust_remote_code) for folder in (first, other))
-    return spelling.difference(one, two, PAD)
+    pair = [load_tokenizer(folder, trust_remote_code=trust_remote_code) for folder in (first, second)]
+    return tokenizer_diff.first_difference(pair[0], pair[1], PAD)
 
 
-def read_alike(first: Parent, other: Parent, *, trust_remote_code: bool) -> bool:
-    """Whether two models read text alike: one's tokens are the other's. Raises RLHFError M01, M08."""
+def same_tokenization(first: Parent, second: Parent, *, trust_remote_code: bool) -> bool:
+    """Return True if two models' tokenizers give the same token ids. Raises RLHFError M01, M08."""
     try:
-        check_alike({"models.sft": first, other.key: other}, str, trust_remote_code=trust_remote_code)
+        parents = {"models.sft": first, second.key: second}
+        check_same_tokenization(parents, str, trust_remote_code=trust_remote_code)
     except RLHFError as error:
         if error.problems[0].code not in ("T04", "T05"):
             raise
@@ -196,27 +224,18 @@ def read_alike(first: Parent, other: Parent, *, trust_remote_code: bool) -> bool
     return True
 
 
-def special_ids(tokenizer: Any) -> dict[str, int | None]:
-    """{pad, bos, eos}: ids, None where the tokenizer has no such token."""
-    return {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-
-
-def special_tokens(tokenizer: Any, stop_token_id: int | None) -> dict[str, int | None]:
-    """{pad, bos, eos, stop}: ids, as a manifest tells them."""
-    return {**special_ids(tokenizer), "stop": stop_token_id}
-
-
-def token_fields(tokenizer: Any, stop: int | None) -> dict[str, Any]:
-    """What the manifest tells of the tokens."""
+def manifest_fields(tokenizer: Any, stop_token_id: int | None) -> dict[str, Any]:
+    """Return the manifest's fields about the tokenizer; the id of a missing special token is None."""
+    ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     return {
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "template_sha256": template_sha256(tokenizer),
-        "special_tokens": special_tokens(tokenizer, stop),
+        "special_tokens": {**ids, "stop": stop_token_id},
     }
 
 
 def _strings(values: Iterable[Any]) -> Iterator[str]:
-    """All texts in the values of a row; of messages the content alone."""
+    """Yield all texts in the values of a row; of messages only the content."""
     for value in values:
         if isinstance(value, str):
             yield value

@@ -1,7 +1,7 @@
-"""Whether the weights of a folder are those that its config asks for: each name and each shape, and none left over.
+"""Check that a folder's weights fit its config: every name and shape, and no tensor that the model does not use.
 
-transformers fills what is missing with random numbers, drops what is left over, and goes on. Its own loader answers
-here: first with the names and shapes alone, on torch's meta device, which takes no memory; then as the weights load.
+transformers fills missing weights with random values, drops unused ones, and continues. This module uses its loader's
+report: first with names and shapes only, on torch's meta device, which needs no memory; then for the actual load.
 """
 
 from collections.abc import Collection
@@ -15,104 +15,105 @@ from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.models import shapes, zero3
+from rlhf_cli.models import build, sharding
 
-# Masks and angles that GPT-2, GPT-NeoX and old Llamas stored beside their weights.
+# Attention masks and rotary angles that GPT-2, GPT-NeoX and old Llamas stored with their weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-VALUE_HEAD = "v_head."  # which TRL's AutoModelForCausalLMWithValueHead stored beside a language model
-NAMED = 3  # tensors, in a message
+VALUE_HEAD = "v_head."  # stored by TRL's AutoModelForCausalLMWithValueHead with a language model
+MAX_NAMES = 3  # tensors named in a message
 
-# Kind, labels, folder and its files as they are -> the missing head. Several keys and stages name one model.
-_known: dict[tuple[Any, ...], tuple[str, ...]] = {}
+# Auto class, labels, folder and its files' stats -> the missing head. Several config keys and stages name one model.
+_checked: dict[tuple[Any, ...], tuple[str, ...]] = {}
 
 
 @dataclass(frozen=True)
-class Fit:
-    """What a loader found: names that the files lack, names that the model has no place for, names with two shapes."""
+class Mismatches:
+    """Differences between a folder's tensors and the model of its config."""
 
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    missing: tuple[str, ...]  # not in the files
+    unexpected: tuple[str, ...]  # not in the model
     reshaped: tuple[str, ...]
-    head: tuple[str, ...]  # those that make a classifier's head and are missing, too
-    fresh: bool  # whether that head is meant to be missing: the folder holds a language model
+    missing_head: tuple[str, ...]  # missing weights of a classifier's head
+    head_is_new: bool  # the folder contains a causal LM, so the head is expected to be missing
 
-    def require(self, folder: Path | str) -> tuple[str, ...]:
-        """The names of a classifier's missing head. Raises RLHFError M13 where anything else does not fit."""
+    def require_fit(self, folder: Path | str) -> tuple[str, ...]:
+        """Return the names of a classifier's missing head. Raises RLHFError M13 for any other mismatch."""
         if not (self.missing or self.unexpected or self.reshaped):
-            return self.head
-        missing = self.missing if self.fresh else (*self.head, *self.missing)
-        parts = {"missing": missing, "not in the model": self.unexpected, "of another shape": self.reshaped}
-        said = "; ".join(f"{len(names)} {what} ({_listed(names)})" for what, names in parts.items() if names)
-        text = f"{shown(folder)}: the weights do not fit config.json: {said}"
+            return self.missing_head
+        missing = self.missing if self.head_is_new else (*self.missing_head, *self.missing)
+        groups = {"missing": missing, "not in the model": self.unexpected, "of another shape": self.reshaped}
+        listed = "; ".join(f"{len(names)} {group} ({_listed(names)})" for group, names in groups.items() if names)
+        text = f"{shown(folder)}: the weights do not fit config.json: {listed}"
         hint = "copy or download the folder again: weights and config.json must be of one model"
         raise RLHFError("M13", text, hint=hint)
 
 
-def by_headers(kind: Any, folder: Path, config: Any) -> tuple[str, ...]:
-    """The names of a missing head, were the folder's weights loaded as a model of `kind` with this config.
+def check_headers(auto_class: Any, folder: Path, config: Any) -> tuple[str, ...]:
+    """Return the weights of a classifier's head that the folder lacks, reading only the headers of its files.
 
-    Nothing but the headers of the files is read. Weights in a quantized form, which only their loader understands, and
-    models with code of their own are left to `of_load`. Raises RLHFError M13 for weights that do not fit, M01 for
-    a config that makes no model.
+    Quantized weights and models with custom code are not checked here but by `find_mismatches`, after loading.
+    Raises RLHFError M13 for weights that do not fit, M01 for a config that no model can be built from.
     """
     if getattr(config, "quantization_config", None) or getattr(config, "auto_map", None):
         return ()
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors") and path.is_file())
-    states = [(path.name, path.stat()) for path in files]
-    as_they_are = tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states)
-    key = (kind, config.num_labels, folder, as_they_are)
-    if key not in _known:
-        _known[key] = of_load(*_dry_load(kind, folder, config), kind, folder, config).require(folder)
-    return _known[key]
+    stats = [(path.name, path.stat()) for path in files]
+    versions = tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    key = (auto_class, config.num_labels, folder, versions)
+    if key not in _checked:
+        mismatches = find_mismatches(*_load_on_meta(auto_class, folder, config), auto_class, config)
+        _checked[key] = mismatches.require_fit(folder)
+    return _checked[key]
 
 
-def _dry_load(kind: Any, folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
-    """The model without numbers, and transformers' report on the tensors of the files."""
-    found: dict[str, torch.Tensor] = {}
-    files = files_of(folder)
+def _load_on_meta(auto_class: Any, folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the model on the meta device, and transformers' loading report."""
+    state: dict[str, torch.Tensor] = {}
+    files = weight_files(folder)
     if not files:
         raise RLHFError("M01", f"{shown(folder)} holds no weights: there is no model.safetensors")
     for path in files:
         with safe_open(path, "pt") as file:
             for name in list(file.keys()):
-                found[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
-    made = shapes.of_kind(kind, config)
-    with zero3.not_cutting():
-        return type(made).from_pretrained(
-            None, config=made.config, state_dict=found, device_map={"": "meta"}, dtype=torch.float32,
+                state[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
+    model = build.meta_model(auto_class, config)
+    with sharding.zero3_disabled():
+        return type(model).from_pretrained(
+            None, config=model.config, state_dict=state, device_map={"": "meta"}, dtype=torch.float32,
             ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=True,
         )  # fmt: skip
 
 
-def of_load(model: Any, report: dict[str, Any], kind: Any, folder: Path, config: Any) -> Fit:
-    """What transformers' report on a load says, without what is meant to be so.
+def find_mismatches(model: Any, report: dict[str, Any], auto_class: Any, config: Any) -> Mismatches:
+    """Return the mismatches in transformers' loading report, without those that are intended.
 
-    A classifier has no use for the head of another task, a text model none for the towers of the composite model
-    whose part it is, and nothing for masks and angles. Tied weights, and what a class ignores by itself, are in no
-    report. `config` is the folder's own: of the composite model where there is one.
+    Intended are: heads of other tasks in a classifier's folder, the other towers of a composite model of which
+    `model` is the text model, and stored masks and angles. The report itself leaves out tied weights and the names
+    that a model class ignores. `config` is the folder's own, possibly of a composite model.
     """
     missing, unexpected = sorted(report["missing_keys"]), set(report["unexpected_keys"])
-    scores = kind is AutoModelForSequenceClassification
-    head = tuple(name for name in missing if scores and _outside(model, name))
+    classifies = auto_class is AutoModelForSequenceClassification
+    missing_head = tuple(name for name in missing if classifies and _in_head(model, name))
     if unexpected:
-        towers = _towers(model, config)
-        whole = not missing if is_classifier(config) else missing == list(head)
-        aside = _other_heads(model, unexpected) if scores and whole else set()
+        towers = _other_towers(model, config)
+        backbone_complete = not missing if is_classifier(config) else missing == list(missing_head)
+        other_heads = _other_heads(model, unexpected) if classifies and backbone_complete else set()
         unexpected = {
-            name for name in unexpected - aside
+            name for name in unexpected - other_heads
             if not (name.startswith(VALUE_HEAD) or name.endswith(BUFFERS) or towers & set(name.split(".")))
         }  # fmt: skip
     reshaped = [
-        f"{name} {list(there)}, not {list(wanted)}" for name, there, wanted in sorted(report["mismatched_keys"])
+        f"{name} {list(stored)}, not {list(expected)}" for name, stored, expected in sorted(report["mismatched_keys"])
     ]
-    body = tuple(name for name in missing if name not in head)
-    return Fit(body, tuple(sorted(unexpected)), tuple(reshaped), head, fresh=not is_classifier(config))
+    missing_backbone = tuple(name for name in missing if name not in missing_head)
+    head_is_new = not is_classifier(config)
+    return Mismatches(missing_backbone, tuple(sorted(unexpected)), tuple(reshaped), missing_head, head_is_new)
 
 
-def require_tied(folder: Path | str, model: Any) -> None:
-    """Raises RLHFError M13 where one matrix is meant to be embeddings and head, and the files hold two unlike ones.
+def check_tied_embeddings(folder: Path | str, model: Any) -> None:
+    """Raise RLHFError M13 if the config ties embeddings and head, but the files have two different matrices.
 
-    transformers keeps both at first, and makes one of them as soon as the embeddings grow.
+    transformers keeps both until the embeddings are resized, and then replaces one by the other.
     """
     head = model.get_output_embeddings()
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
@@ -124,58 +125,59 @@ def require_tied(folder: Path | str, model: Any) -> None:
 
 
 def is_classifier(config: Any) -> bool:
-    """Whether a config is that of a trained sequence classifier."""
+    """Return True if a config belongs to a trained sequence classifier."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
 
 
-def _outside(model: Any, name: str) -> bool:
-    """Whether a weight belongs to what stands on a model's body."""
+def _in_head(model: Any, name: str) -> bool:
+    """Return True if a weight is not part of a model's backbone."""
     return not name.startswith(f"{model.base_model_prefix}.")
 
 
 def _other_heads(model: Any, unexpected: set[str]) -> set[str]:
-    """What stands on a body that is whole: heads of other tasks, whatever files call them, and a pooler."""
-    own = {model.base_model_prefix, *(name for name, _ in model.base_model.named_children())}
-    return {name for name in unexpected if name.split(".")[0] not in own or "pooler" in name.split(".")}
+    """Return the names of other tasks' heads, under any name, and of a pooler; the backbone must be complete."""
+    backbone = {model.base_model_prefix, *(name for name, _ in model.base_model.named_children())}
+    return {name for name in unexpected if name.split(".")[0] not in backbone or "pooler" in name.split(".")}
 
 
-def _towers(model: Any, config: Any) -> set[str]:
-    """Names of the parts that a composite model has beside its text model, where `model` is that text model alone."""
+def _other_towers(model: Any, config: Any) -> set[str]:
+    """Return the names of a composite model's modules other than its text model; empty if `model` is composite."""
     if type(model.config) is type(config):
         return set()
-    composite = shapes.backbone(config)
-    words = composite.get_input_embeddings()
-    return {name for name, part in composite.named_children() if all(module is not words for module in part.modules())}
+    composite = build.backbone_from_config(config)
+    embeddings = composite.get_input_embeddings()
+    children = composite.named_children()
+    return {name for name, child in children if all(module is not embeddings for module in child.modules())}
 
 
 def _listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(list(names)[:NAMED])}{more}"
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"{', '.join(list(names)[:MAX_NAMES])}{more}"
 
 
-def files_of(folder: Path) -> list[Path]:
-    """The safetensors files that are loaded of a folder: one, else those of the index. Raises RLHFError M01, S03."""
-    whole = folder / "model.safetensors"
-    found = [whole] if whole.exists() else [folder / part for part in sorted(parts(folder))]
-    for path in found:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: a single one, or those in the index. Raises RLHFError M01, S03."""
+    single = folder / "model.safetensors"
+    paths = [single] if single.exists() else [folder / name for name in sorted(shard_files(folder))]
+    for path in paths:
         if path.exists() and not path.is_file():
             raise RLHFError("M01", "this is no regular file, and may never end", where=shown(path))
-    return found
+    return paths
 
 
-def parts(folder: Path) -> set[str]:
-    """The files that the index of weights in several parts names; none without an index.
+def shard_files(folder: Path) -> set[str]:
+    """Return the file names in the index of sharded weights; an empty set without an index.
 
-    Raises RLHFError M01 for an index that names no parts, S03 for parts outside of their folder.
+    Raises RLHFError M01 for an index without file names, S03 for files outside of the folder.
     """
     path = folder / "model.safetensors.index.json"
     if not path.exists():
         return set()
-    named = (read_object(path) or {}).get("weight_map")
-    if not isinstance(named, dict) or not all(isinstance(part, str) for part in named.values()):
+    weight_map = (read_object(path) or {}).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         text = '"weight_map" must give the file of each weight'
         hint = "fetch the file again, or take it out where model.safetensors holds them all"
         raise RLHFError("M01", text, where=shown(path), hint=hint)
-    if outside := sorted(part for part in named.values() if part != Path(part).name):
+    if outside := sorted(name for name in weight_map.values() if name != Path(name).name):
         raise RLHFError("S03", f'the part "{outside[0]}" leads out of its folder', where=shown(path))
-    return set(named.values())
+    return set(weight_map.values())

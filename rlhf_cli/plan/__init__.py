@@ -163,7 +163,7 @@ def _show(plan: dict[str, Any], target: Target) -> None:
     writes = ", with all responses at their limit" if plan["stage"] in WRITES else ""
     steps = f"{'' if plan['steps_are'] == 'exact' else plan['steps_are'] + ' '}{plan['steps']}"
     terminal.out(f"         {steps} x {times.duration(whole)}: {_about(plan)} {in_all}{writes}")
-    if plan["share"] < devices.BUSY:
+    if plan["share"] < devices.MIN_CPU_SHARE:
         alone = times.duration(whole * plan["steps"] * plan["share"])
         terminal.out(f"         other work leaves {plan['share']:.0%} of the processor just now; alone some {alone}")
     terminal.out(f"data     {_rows(plan)}")

@@ -10,14 +10,15 @@ from typing import Any
 from rlhf_cli import checkpoints
 from rlhf_cli.config import CONFIGS, Config, EvalConfig, Options, PPOConfig, RewardConfig, SFTConfig, load
 from rlhf_cli.errors import placed
-from rlhf_cli.inputs import eval as of_eval
 from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import sft as of_sft
-from rlhf_cli.models import loading, tokenizers
+from rlhf_cli.models import tokenizers
+from rlhf_cli.models.load import read_config
 from rlhf_cli.plan import remaining
 from rlhf_cli.plan.remaining import Remaining
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.sources import read_rows
+from rlhf_cli.stages import eval_setup
 
 SAMPLE = 1000  # rows that a tokenizer is trained on here
 
@@ -99,7 +100,7 @@ class Chain:
     def _there(self, config: Config, reference: checkpoints.Reference) -> Start:
         parent = checkpoints.open_reference(config, reference, hashed=False)
         with placed(config.where(reference.key)):
-            body = loading.read_config(parent.model, self.options.trust_remote_code)
+            body = read_config(parent.model, self.options.trust_remote_code)
         return Start(body, models.tokenizer(config, self.options, parent))
 
     def _fresh(self, config: SFTConfig) -> Start:
@@ -150,5 +151,7 @@ class Chain:
         if isinstance(config, PPOConfig):
             return config.ppo.max_response_length
         if isinstance(config, EvalConfig):
-            return of_eval.sampling(config, self.settings(config), Path(config.models.ppo), None).response_length
+            return eval_setup.sampling_params(
+                config, self.settings(config), Path(config.models.ppo), None
+            ).response_length
         return 0

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from rlhf_cli.config import Config, PPOConfig
-from rlhf_cli.models import shapes, sharing
+from rlhf_cli.models import build, sharding
 from rlhf_cli.plan.memory import Phase
 
 UNITS = (2, 3, 4)
@@ -82,7 +82,7 @@ def _are_alike(kind: Any, body: str) -> bool:
     if any(one != each[0] for _, each in _of_each_layer(text, text.num_hidden_layers) for one in each):
         return False
     try:
-        first, *others = map(_looks, sharing.layers(shapes.backbone(config)))
+        first, *others = map(_looks, sharding.decoder_layers(build.backbone_from_config(config)))
     except ValueError:  # a family that is built in another way
         return False
     return all(layer == first for layer in others)

@@ -42,12 +42,12 @@ class Duration:
 def of(found: Estimate, flops: float | None) -> Duration:
     """By `flops`, operations a second, or as this machine does it now."""
     most = max(found.parameters.values())
-    devices.fit_threads(most)
-    floor, share = devices.shared(lambda: _floor(found, flops))
-    small = most < devices.SMALL and found.mode != "qlora"  # whose 4 bits nobody opens here
+    devices.set_num_threads(most)
+    floor, share = devices.measure_cpu_share(lambda: _floor(found, flops))
+    small = most < devices.SMALL_MODEL_PARAMETERS and found.mode != "qlora"  # whose 4 bits nobody opens here
     if flops or found.target.gpu or not small or share * sum(floor.values()) > TOO_LONG:
         return Duration(floor, False, 1 if flops else share)
-    seconds, share = devices.shared(lambda: _by_running(found))
+    seconds, share = devices.measure_cpu_share(lambda: _by_running(found))
     return Duration(seconds, True, share)
 
 

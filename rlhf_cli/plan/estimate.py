@@ -10,8 +10,7 @@ from rlhf_cli import checkpoints
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.errors import placed
 from rlhf_cli.inputs import machine
-from rlhf_cli.inputs import ppo as of_ppo
-from rlhf_cli.models import reading, shapes
+from rlhf_cli.models import build, forward
 from rlhf_cli.plan import depth, memory, remaining
 from rlhf_cli.plan.chain import Chain
 from rlhf_cli.plan.depth import Found
@@ -22,6 +21,7 @@ from rlhf_cli.plan.remaining import How as HowTrue
 from rlhf_cli.plan.remaining import Remaining
 from rlhf_cli.plan.tally import Tally
 from rlhf_cli.plan.target import Target
+from rlhf_cli.stages import ppo_setup
 
 EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
 
@@ -117,7 +117,7 @@ def _ppo(
     *, apart: Collection[str],
 ) -> Found:  # fmt: skip
     """`apart`: keys of models that are no adapters of the policy's weights, though PPO trains adapters."""
-    of_ppo.check_layers(config, bodies["models.sft"])
+    ppo_setup.check_num_shared_layers(config, bodies["models.sft"])
     settings, section = target.usable(config.ppo), config.models
     policy = _causal(config, "models.sft", bodies, section, count)
     made: dict[str, Any] = {"policy": policy, "reference": copy.deepcopy(policy)}
@@ -126,7 +126,7 @@ def _ppo(
         if use.role in ("value", "reward"):
             name = use.role if use.role not in made else f"{use.role} {use.key}"
             made[name], keys[name] = _scorer(config, use.key, bodies, section, count), use.key
-    value = made.get("value") or reading.ValueHead(policy)
+    value = made.get("value") or forward.ValueHead(policy)
     parameters = {name: model.num_parameters() for name, model in made.items()}
     rewards = {name: model for name, model in made.items() if name.startswith("reward")}
     paths = {reference.key: reference.path for reference in checkpoints.references(config)}
@@ -154,11 +154,11 @@ def _eval(
 
 
 def _causal(config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
-    return _built(shapes.causal, config, key, bodies, section, count)
+    return _built(build.causal_lm_from_config, config, key, bodies, section, count)
 
 
 def _scorer(config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
-    return _built(shapes.scorer, config, key, bodies, section, count)
+    return _built(build.reward_model_from_config, config, key, bodies, section, count)
 
 
 def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
@@ -175,7 +175,7 @@ def _how(config: Any, ours: Any, mode: str, target: Target) -> How:
 
 def _steps(config: Config, rows: int, processes: int) -> int:
     if isinstance(config, PPOConfig):
-        return of_ppo.of_group(config, processes).ppo.num_updates(max(1, rows))
+        return ppo_setup.scale_to_world_size(config, processes).ppo.num_updates(max(1, rows))
     if isinstance(config, SFTConfig | RewardConfig):
         return (config.sft if isinstance(config, SFTConfig) else config.reward).steps(max(1, rows), processes)
     return 1

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.models.shapes import META
-from rlhf_cli.ppo.records import MicroBatch, Rollout
+from rlhf_cli.models.batch import MicroBatch, Rollout
+from rlhf_cli.models.build import META
 
 
 @dataclass(frozen=True)

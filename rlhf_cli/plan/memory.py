@@ -38,15 +38,18 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_cli.config.adapters import LoRA
-from rlhf_cli.models import eight_bits, reading, shapes, sharing
+from rlhf_cli.models import build, forward, sharding
 from rlhf_cli.plan import modes
 from rlhf_cli.plan.clock import Clock
 from rlhf_cli.plan.ghosts import Lengths, prime, rollout
 from rlhf_cli.plan.tally import Tally
-from rlhf_cli.ppo import formulas, noise, passes
-from rlhf_cli.ppo.rewards import ModelReward
+from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.forward_backward import logits_chunk_size, max_micro_batch_tokens
+from rlhf_cli.ppo.optimizer import adamw_8bit, embedding_weights
+from rlhf_cli.ppo.rollout import NOISE_CHUNK_ELEMENTS_CPU, gumbel_sample, token_counters
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards import ModelReward
 
 Count = type[Tally] | type[Clock]  # a stage's bytes and operations without its models, or its seconds with small ones
 
@@ -99,10 +102,10 @@ def ppo(
     """The phases of an update, with what the one before it left; of several processes, what each of them makes."""
     vocabulary, episodes = _vocabulary(models.policy), settings.episodes_per_update
     minibatch = episodes // settings.num_mini_batches
-    tokens = passes.most_tokens(settings, on_cpu=not gpu) or sys.maxsize
+    tokens = max_micro_batch_tokens(settings, on_cpu=not gpu) or sys.maxsize
     size = max(1, min(settings.per_device_train_batch_size, tokens // lengths.row))
     rows = min(minibatch, count.together * size)
-    held = passes.logits_held(settings, vocabulary, on_cpu=not gpu) or "all"
+    held = logits_chunk_size(settings, vocabulary, on_cpu=not gpu) or "all"
     once = settings.model_copy(
         update={
             "num_mini_batches": 1, "num_ppo_epochs": 1, "value_only_updates": 0, "logits_at_a_time": held,
@@ -136,11 +139,11 @@ def ppo(
             ModelReward(model, at_once, packed=settings.packing)(ghosts)
         judged.append(scored)
     with tally(models.ref) as read:
-        experience = trainer.judge(ghosts, torch.zeros(rows, device=count.device))
+        experience = trainer.make_experience(ghosts, torch.zeros(rows, device=count.device))
     judged.append(read)
     work = sum(each.work for each in judged) * episodes / rows
     found.append(Phase("judge", min(size, rows), _together(*(each.moments for each in judged)), work))
-    with tally(*[models.ref] * trainer.passes.exact_kl_in_loss) as learnt:
+    with tally(*[models.ref] * trainer.model_runner.exact_kl_in_loss) as learnt:
         trainer.update(experience)
     work = learnt.work * episodes / rows * settings.num_ppo_epochs
     found.append(Phase("update", min(size, rows), learnt.moments, work))
@@ -151,18 +154,17 @@ def _cut_up(phase: Phase, models: Trained, settings: PPOSettings, processes: int
     """A phase where policy, value model and reference are cut up (models/sharding.py): what each process keeps at rest,
     and what is together while it is used: a layer, embeddings and heads, and in a rollout the policy.
     """
-    from rlhf_cli.models import sharding
 
     def size(weights: Iterable[Tensor]) -> int:
         return sum({id(weight): weight.nbytes for weight in weights}.values())
 
     def layers(model: Any) -> list[int]:
-        return [size(layer.parameters()) for layer in sharing.layers(model)]
+        return [size(layer.parameters()) for layer in sharding.decoder_layers(model)]
 
     def words(model: Any) -> int:
-        return size(weight for weight, _ in sharding.words(model))
+        return size(weight for weight, _ in sharding.vocabulary_weights(model))
 
-    learn = [model for model in (models.policy, models.value) if not isinstance(model, reading.ValueHead)]
+    learn = [model for model in (models.policy, models.value) if not isinstance(model, forward.ValueHead)]
     gone = 1 - 1 / processes
     learnt = sum(sum(layers(model)) + words(model) for model in learn)
     rest = 0 if settings.offload else sum(layers(models.ref))
@@ -202,10 +204,10 @@ def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths, *,
     rows = min(rows, in_all)
     with torch.no_grad():
         with tally() as read:
-            cache = shapes.cache(model)
+            cache = build.kv_cache(model)
             _next(model, cache, rows, lengths.prompt, gpu=gpu)
             reading_them = _with_cache(read, cache)
-        full, half = (shapes.cache(model) for _ in range(2))
+        full, half = (build.kv_cache(model) for _ in range(2))
         with tally():
             _next(model, full, rows, lengths.row - 1, gpu=gpu)
             _next(model, half, rows, lengths.prompt + lengths.response // 2, gpu=gpu)
@@ -240,9 +242,9 @@ def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0, *, gpu
     mask = torch.ones(rows, before + width, dtype=torch.int64, device=model.device)
     made = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     scaled = made.logits[:, -1].float() / 1.0
-    at_once = rows if gpu else min(rows, max(1, noise.CELLS // scaled.shape[1]))
-    keys, counters = ids.new_zeros(at_once, 2, dtype=torch.int32), noise.counters(scaled.shape[1], ids.device)
-    return noise.drawn(scaled[:at_once], keys, 0, counters)
+    at_once = rows if gpu else min(rows, max(1, NOISE_CHUNK_ELEMENTS_CPU // scaled.shape[1]))
+    keys, counters = ids.new_zeros(at_once, 2, dtype=torch.int32), token_counters(scaled.shape[1], ids.device)
+    return gumbel_sample(scaled[:at_once], keys, 0, counters)
 
 
 # SFT, reward
@@ -266,7 +268,7 @@ def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How, count: Co
     def loss(micro: Any) -> Tensor:
         if how.gpu:  # TRL's fused head makes no logits
             return model.base_model(input_ids=micro.ids, use_cache=False).last_hidden_state.float().sum()
-        logits = reading.response_logits(model, micro).float()
+        logits = forward.response_logits(model, micro).float()
         logprobs = torch.log_softmax(logits, -1)
         with torch.no_grad():  # for TRL's log
             _entropy, _top = -(logprobs.exp() * logprobs).sum(-1), logits.argmax(-1)
@@ -279,26 +281,26 @@ def reward(model: Any, pairs: int, lengths: Lengths, parts: int, how: How, count
     """An optimizer step on `parts` micro-batches of `pairs`, whose two sides are read together."""
 
     def loss(micro: Any) -> Tensor:
-        return reading.final_scores(model, micro).sum()
+        return forward.pooled_scores(model, micro).sum()
 
     return _step(model, loss, 2 * pairs, lengths, parts, how, count)
 
 
 def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: How, count: Count) -> Phase:
     if how.checkpointing:
-        reading.checkpoint_activations(model)
+        forward.enable_gradient_checkpointing(model)
     if how.mode != "full":
         modes.adapt(model, how.mode, how.adapters)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, foreach=how.gpu)
     if how.eight_bits:
-        optimizer = eight_bits.adamw([{"params": trained}], words=eight_bits.embeddings([model]))
+        optimizer = adamw_8bit([{"params": trained}], full_precision=embedding_weights([model]))
     prime(optimizer, gradients=False)
     made = min(parts, count.together)
     with count([model], _vocabulary(model), optimizer) as tally:
         for _ in range(made):
             micro = rollout(rows, lengths, count.device).micro_batch(torch.arange(rows, device=count.device))
-            with reading.recomputing(model):
+            with forward.gradient_checkpointing(model):
                 with torch.autocast(count.device.type, dtype=torch.bfloat16, enabled=how.bf16):
                     found = loss(micro)
                 found.backward()
@@ -326,7 +328,7 @@ def evaluation(
         for judge in judges:
             ModelReward(judge, rows)(ghosts)
         micro = ghosts.micro_batch(torch.arange(rows, device=count.device))
-        kept = [formulas.token_logprobs(reading.response_logits(each, micro), micro.targets, 1.0) for each in policies]
+        kept = [losses.token_logprobs(forward.response_logits(each, micro), micro.targets, 1.0) for each in policies]
         del kept
     return [*found, Phase("judge", rows, scored.moments, scored.work * in_all / rows)]
 

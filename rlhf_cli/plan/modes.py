@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_cli.config.adapters import Adapters, LoRA
-from rlhf_cli.models import adapters
-from rlhf_cli.models.shapes import META
+from rlhf_cli.models import lora
+from rlhf_cli.models.build import META
 
 Mode = Literal["full", "lora", "qlora", "one-base"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -35,7 +35,7 @@ class Packed(nn.Module):
         super().__init__()
         count = shape[0] * shape[1]
         self.packed = nn.Buffer(torch.empty(-(-count // 2), dtype=torch.uint8, device=META))
-        self.scales = nn.Buffer(torch.empty(-(-count // adapters.BLOCK), device=META))
+        self.scales = nn.Buffer(torch.empty(-(-count // lora.BLOCK_SIZE), device=META))
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,11 +89,11 @@ def adapt(model: Any, mode: str, ours: LoRA = STANDARD) -> None:
 
     `qlora`: all of its linear layers are packed that can be.
     """
-    layers = list(adapters.linear_layers(model)) if hasattr(model, "base_model") else []  # a head alone has none
-    targets = adapters.targets_of(model, ours) if layers else []
+    layers = list(lora.linear_layers(model)) if hasattr(model, "base_model") else []  # a head alone has none
+    targets = lora.target_modules(model, ours) if layers else []
     for owner, name, layer in layers:
         width, height = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
-        base = Packed((width, height)) if mode == "qlora" and adapters.can_pack(layer) else layer
+        base = Packed((width, height)) if mode == "qlora" and lora.can_quantize(layer) else layer
         beside = Adapted(base, width, height, ours.r, layer.weight.device)
         setattr(owner, name, beside if name in targets else base)
     freeze(model)

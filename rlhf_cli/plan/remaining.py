@@ -6,11 +6,10 @@ from typing import Any, Literal
 
 from rlhf_cli import data, sources, terminal
 from rlhf_cli.config import Config, EvalConfig, PPOConfig, RewardConfig, SFTConfig
-from rlhf_cli.inputs import eval as of_eval
-from rlhf_cli.inputs import ppo as of_ppo
 from rlhf_cli.inputs import reward as of_reward
 from rlhf_cli.inputs import sft as of_sft
 from rlhf_cli.plan.ghosts import Lengths
+from rlhf_cli.stages import eval_setup, ppo_setup
 
 WHOLE = 5000  # rows of which all are tokenised; of more at most so many, spread over the file
 How = Literal["exact", "about", "at most"]
@@ -42,10 +41,10 @@ def of(config: Config, body: Any, tokenizer: Any, response: int) -> Remaining:
             mean = _mean(row[side] for row in pairs for side in ("chosen_ids", "rejected_ids"))
             return _counted(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
         if isinstance(config, PPOConfig):
-            prompts = of_ppo.read(config, "prompts", tokenizer, body, sample=WHOLE)
+            prompts = ppo_setup.read_prompts(config, "prompts", tokenizer, body, sample=WHOLE)
             return _counted(prompts, Lengths(prompts.longest, response), "prompts")
         assert isinstance(config, EvalConfig)
-        prompts = of_eval.read(config, tokenizer, body, response, sample=WHOLE)
+        prompts = eval_setup.read_prompts(config, tokenizer, body, response, sample=WHOLE)
         found = _counted(prompts, Lengths(prompts.longest, response), "prompts")
         return replace(found, rows=min(config.eval.n, found.rows))
 

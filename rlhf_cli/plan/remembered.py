@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlhf_cli.models.shapes import META
+from rlhf_cli.models.build import META
 
 
 class _Shape(NamedTuple):

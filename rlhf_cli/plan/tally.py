@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from rlhf_cli.models.shapes import META
+from rlhf_cli.models.build import META
 from rlhf_cli.plan.remembered import again, tensors_of
 
 ATEN = torch.ops.aten

@@ -22,13 +22,13 @@ class Target:
         if gib is not None:
             return cls(True, round(gib * 2**30), f"a GPU of {gib:g} GiB", processes)
         gpu = devices.device().type == "cuda"
-        return cls(gpu, devices.memory() // (1 if gpu else processes), devices.device_name(), processes)
+        return cls(gpu, devices.memory_bytes() // (1 if gpu else processes), devices.device_name(), processes)
 
     def computes_in_bf16(self, wish: bool | None) -> bool:
-        """As devices.computes_in_bf16; a GPU that is not here is taken to be able to."""
-        return devices.computes_in_bf16(wish) if not self.gpu else wish is not False
+        """As devices.use_bf16; a GPU that is not here is taken to be able to."""
+        return devices.use_bf16(wish) if not self.gpu else wish is not False
 
     def usable(self, settings: PPOSettings) -> PPOSettings:
         """The settings that it can follow."""
-        bf16 = self.gpu or devices.can_use("bfloat16")
+        bf16 = self.gpu or devices.supports_dtype("bfloat16")
         return machine.usable(settings, bf16=bf16, gpu=self.gpu, group=self.processes > 1)

@@ -1,31 +1,32 @@
 """PPO as a library: `from rlhf_cli.ppo import PPOTrainer, PPOSettings, formulas`.
 
-Needs torch, transformers and pydantic alone.
+Requires only torch, transformers and pydantic.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_cli.models.reading import ValueHead
-    from rlhf_cli.ppo import formulas
-    from rlhf_cli.ppo.records import Experience, Prompts, Rollout
-    from rlhf_cli.ppo.rewards import FunctionReward, ModelReward
+    from rlhf_cli.models.batch import Prompts, Rollout
+    from rlhf_cli.models.forward import ValueHead
+    from rlhf_cli.ppo import losses as formulas
+    from rlhf_cli.ppo.experience import Experience
+    from rlhf_cli.ppo.monitor import Watchdog
     from rlhf_cli.ppo.rollout import HFEngine
     from rlhf_cli.ppo.settings import PPOSettings
     from rlhf_cli.ppo.trainer import PPOTrainer
-    from rlhf_cli.ppo.watchdog import Watchdog
+    from rlhf_cli.rewards import FunctionReward, ModelReward
 
-_HOMES = {
-    "Experience": "ppo.records",
-    "Prompts": "ppo.records",
-    "Rollout": "ppo.records",
-    "FunctionReward": "ppo.rewards",
-    "ModelReward": "ppo.rewards",
+_MODULES = {
+    "Experience": "ppo.experience",
+    "Prompts": "models.batch",
+    "Rollout": "models.batch",
+    "FunctionReward": "rewards",
+    "ModelReward": "rewards",
     "HFEngine": "ppo.rollout",
     "PPOSettings": "ppo.settings",
     "PPOTrainer": "ppo.trainer",
-    "ValueHead": "models.reading",
-    "Watchdog": "ppo.watchdog",
+    "ValueHead": "models.forward",
+    "Watchdog": "ppo.monitor",
 }
 __all__ = [
     "Experience",
@@ -43,11 +44,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads on first use: the config needs PPOSettings without torch."""
+    """Import on first use, so that the config gets PPOSettings without torch. `formulas` is an alias of `losses`."""
     from importlib import import_module
 
     if name == "formulas":
-        return import_module("rlhf_cli.ppo.formulas")
-    if name in _HOMES:
-        return getattr(import_module(f"rlhf_cli.{_HOMES[name]}"), name)
+        return import_module("rlhf_cli.ppo.losses")
+    if name in _MODULES:
+        return getattr(import_module(f"rlhf_cli.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

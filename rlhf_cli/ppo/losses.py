@@ -1,57 +1,207 @@
-"""The losses of N response tokens, from what the models say of them."""
+"""All equations of PPO: log-probs, KL, rewards, advantages, losses. Tensors in, tensors out; no models, no settings.
 
-from dataclasses import dataclass
+Shapes: B rows, R response tokens, V vocabulary; a function without masks works on any shape.
+Masks are bool, True = counts, and select by `torch.where`: values on padding, NaN included, have no effect.
+Log-ratios are r = logp_ref - logp with samples from the policy, in nats (natural logarithm).
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rlhf_cli.ppo import formulas
-from rlhf_cli.ppo.records import Told
-from rlhf_cli.ppo.settings import PPOSettings
 
-Gauges = dict[str, Tensor]  # metric -> what it is the mean of, (N,)
-
-
-@dataclass(frozen=True)
-class PolicyLosses:
-    """Everything at each token, (N,)."""
-
-    loss: Tensor  # the clipped surrogate, the KL term of kl_in loss and the entropy bonus; with gradient
-    gauges: Gauges
+def response_mask(ids: Tensor, stop_token_id: int | None) -> Tensor:
+    """Return the mask (B, R) of ids (B, R): True through the first stop token; all True if `stop_token_id` is None."""
+    if stop_token_id is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    stops = (ids == stop_token_id).int()
+    return stops.cumsum(1) - stops == 0
 
 
-def policy_losses(
-    told: Told, logits: Tensor, ref_logits: Tensor | None, kl_coef: float, settings: PPOSettings
-) -> PolicyLosses:
-    """`logits` (N, V) of the policy as it is now; the reference's `ref_logits` (N, V) for kl_estimator full."""
-    log_probs = formulas.log_probs(logits, settings.temperature)
-    logprobs = formulas.picked(log_probs, told.ids)
-    surrogate, ratio, clipped = formulas.policy_loss(
-        logprobs, told.logprobs, told.advantages, settings.cliprange, settings.cliprange_high, settings.dual_clip
-    )
-    with torch.set_grad_enabled(settings.entropy_coef > 0 and torch.is_grad_enabled()):
-        entropy = formulas.entropy(log_probs)
-    loss = surrogate
-    if settings.entropy_coef:
-        loss = loss - settings.entropy_coef * entropy
-    if settings.kl_in == "loss":
-        if ref_logits is not None:
-            kl = formulas.kl_full(logits, ref_logits, settings.temperature)
-        else:
-            kl = formulas.kl_loss_tokens(logprobs, told.logprobs, told.ref_logprobs, settings.kl_estimator)
-        loss = loss + kl_coef * kl
-    gauges = {
-        "loss/policy_avg": surrogate,
-        "policy/clipfrac_avg": clipped.float(),
-        "policy/entropy_avg": entropy,
-        "policy/approxkl_avg": formulas.approx_kl(logprobs, told.logprobs),
-        "policy/policykl": told.logprobs - logprobs,
-        "val/ratio": ratio,
-    }
-    return PolicyLosses(loss, {name: gauge.detach() for name, gauge in gauges.items()})
+def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits / temperature, (..., V), in float32 or the logits' wider dtype."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if temperature == 1.0 else wide / temperature
 
 
-def value_losses(told: Told, values: Tensor, settings: PPOSettings) -> tuple[Tensor, Gauges]:
-    """The loss (N,), with gradient, of `values` (N,) of the value model as it is now."""
-    error, clipped = formulas.value_loss(values, told.values, told.returns, settings.cliprange_value)
-    return error, {"loss/value_avg": error.detach(), "val/clipfrac_avg": clipped.float()}
+def log_probs(logits: Tensor, temperature: float) -> Tensor:
+    """Return log softmax(logits / temperature), (..., V), over the full vocabulary."""
+    return torch.log_softmax(apply_temperature(logits, temperature), -1)
+
+
+def gather_logprobs(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Return the log-probability (...) of `ids` (...) under log-probs (..., V)."""
+    return log_probs.gather(-1, ids[..., None])[..., 0]
+
+
+def token_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Return z_i - logsumexp(z) with z = logits / temperature: the log-probability (...) of `ids` (...)."""
+    return gather_logprobs(log_probs(logits, temperature), ids)
+
+
+def entropy(log_probs: Tensor) -> Tensor:
+    """Return the entropy (...) of log-probs (..., V) in nats: -sum_i p_i log p_i."""
+    finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # 0 log 0 is 0, and so is its gradient
+    return -(log_probs.exp() * finite).sum(-1)
+
+
+def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the sum over the mask, a scalar."""
+    return torch.where(mask, x, 0).sum()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over the mask, a scalar. The mask must have at least one True."""
+    return masked_sum(x, mask) / mask.sum()
+
+
+def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Return the variance over the mask, a scalar; `unbiased` divides by n - 1."""
+    n = mask.sum()
+    squares = torch.where(mask, (x - masked_mean(x, mask)) ** 2, 0).sum()
+    return squares / (n - 1).clamp(min=1) if unbiased else squares / n
+
+
+def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """Return (x - mean) / sqrt(var + eps) over the mask, 0 elsewhere; `shift_mean=False` adds the mean back.
+
+    `whiten` of lm-human-preferences (Ziegler et al. 2019), with TRL's unbiased variance in place of the biased one.
+    """
+    mean = masked_mean(x, mask)
+    white = (x - mean) * torch.rsqrt(masked_var(x, mask) + eps)
+    return torch.where(mask, white if shift_mean else white + mean, 0)
+
+
+# KL(pi || ref) of a token from its log-probs alone (Schulman 2020, "Approximating KL divergence"), (...) -> (...).
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda r: -r,
+    "k2": lambda r: r**2 / 2,
+    "k3": lambda r: torch.expm1(r) - r,
+    "abs": lambda r: r.abs(),
+}
+
+
+def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate KL(pi || ref) at each token (...) in nats, for samples of pi; `estimator` is a key of KL_ESTIMATORS."""
+    return KL_ESTIMATORS[estimator](ref_logprobs - logprobs)
+
+
+def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
+    """Return KL(pi || ref) = sum_v pi(v) (log pi(v) - log ref(v)) at each position in nats; (..., V) -> (...)."""
+    logp, ref = log_probs(logits, temperature), log_probs(ref_logits, temperature)
+    # 0 log 0 is 0; masked before the product, or the gradient would be 0 * inf
+    return (logp.exp() * torch.where(logp > -torch.inf, logp - ref, 0)).sum(-1)
+
+
+def token_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Return the KL penalty as a loss at each token (...), for samples of the old policy.
+
+    k2 has the KL's gradient at the sampled token: grad (r^2 / 2) = -r grad logp = log(pi / ref) grad logp. k3 has the
+    better value, so a straight-through estimator combines them: k2 + (k3 - k2).detach(). The importance ratio
+    pi / pi_old has no gradient; it is 1 on the first step.
+    """
+    k2, k3 = (token_kl(logprobs, ref_logprobs, name) for name in ("k2", "k3"))
+    loss = k2 if estimator == "k2" else k2 + (k3 - k2).detach()
+    return torch.exp(logprobs - old_logprobs).detach() * loss
+
+
+def compute_token_rewards(scores: Tensor, penalty: Tensor, mask: Tensor) -> Tensor:
+    """Return rewards (B, R): `-penalty` (B, R) at each token, plus the row's score (B,) at its last real token.
+
+    Ziegler et al. 2019, section 2.1: R(x, y) = r(x, y) - beta log(pi(y|x) / rho(y|x)).
+    """
+    index = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, index, -1).amax(1, keepdim=True)
+    return torch.where(mask, -penalty, 0) + torch.where(index == last, scores[:, None], 0)
+
+
+def overlong_fraction(lengths: Tensor, limit: int, tokens: int) -> Tensor:
+    """Return max(0, length - (limit - tokens)) / tokens, (B,), 0 to 1: use of the last `tokens` before the limit.
+
+    Yu et al. 2025 (DAPO, arXiv 2503.14476), equation 13.
+    """
+    return (lengths - (limit - tokens)).clamp(min=0) / tokens
+
+
+def adapt_kl_coef(kl_coef: float, kl: float, *, target: float, episodes: int, horizon: int) -> float:
+    """Return the next KL coefficient, kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) episodes / horizon).
+
+    `kl` and `target` are in nats per response; `episodes` is the number in the last update.
+
+    Ziegler et al. 2019, section 2.2; TRL 0.11's AdaptiveKLController.
+    """
+    return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * episodes / horizon)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns, each (B, R), by generalised advantage estimation; 0 outside the mask.
+
+    Schulman et al. 2016 (arXiv 1506.02438), equations 11, 12 and 16. Index t is a response token: values[t] is the
+    value before it, rewards[t] its reward, and the value after the last real token is 0.
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        returns_t = A_t + V_t
+
+    Tokens outside the mask are skipped: t + 1 is the next token in the mask.
+    """
+    advantages = torch.zeros_like(values)
+    advantage = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(advantage)
+    for t in reversed(range(values.shape[1])):
+        counts = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = torch.where(counts, delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(counts, values[:, t], next_value)
+        advantages[:, t] = torch.where(counts, advantage, 0)
+    return advantages, torch.where(mask, advantages + values, 0)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    cliprange: float,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return PPO's clipped surrogate loss at each token, as (loss, ratio, clipped), each (...).
+
+    -min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A), ratio = pi / pi_old (Schulman et al. 2017, equation 7). With
+    `dual_clip` c the loss of a negative advantage is at most -c A (Ye et al. 2020, arXiv 1912.09729, equation 5).
+    `clipped` is True where a bound is active.
+    """
+    ratio = torch.exp(logprobs - old_logprobs)
+    unclipped_loss = -advantages * ratio
+    upper = cliprange if cliprange_high is None else cliprange_high
+    clipped_loss = -advantages * ratio.clamp(1 - cliprange, 1 + upper)
+    loss, clipped = torch.max(unclipped_loss, clipped_loss), clipped_loss > unclipped_loss
+    if dual_clip is not None:
+        ceiling = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        loss, clipped = torch.min(loss, ceiling), clipped | (loss > ceiling)
+    return loss, ratio, clipped
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float) -> tuple[Tensor, Tensor]:
+    """Return the clipped value loss at each token, as (loss, clipped), each (...).
+
+    max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2. OpenAI baselines, ppo2/model.py; Huang et al. 2024
+    (arXiv 2403.17031), section 7.
+    """
+    clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    unclipped_error, clipped_error = (values - returns) ** 2, (clipped_values - returns) ** 2
+    return torch.max(unclipped_error, clipped_error) / 2, clipped_error > unclipped_error
+
+
+def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Return (logp - logp_old)^2 / 2 at each token: TRL's measure of the policy change in an update."""
+    return (logprobs - old_logprobs) ** 2 / 2
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Return 1 - Var(returns - values) / Var(returns) over the mask, a scalar.
+
+    1 is perfect, 0 no better than a constant. Returns that differ only by rounding give 0.
+    """
+    variance = masked_var(returns, mask, unbiased=False)
+    unexplained = masked_var(returns - values, mask, unbiased=False) / variance
+    return torch.where(variance > 1e-12 * masked_mean(returns**2, mask), 1 - unexplained, 0)

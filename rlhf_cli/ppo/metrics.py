@@ -1,81 +1,81 @@
-"""What an update is measured by, under TRL's names. Sums are over a response's tokens, means over rows."""
+"""Metrics of an update, under TRL's names: summed over a response's tokens, averaged over rows."""
 
 import torch
 from torch import Tensor
 
-from rlhf_cli.ppo import formulas
-from rlhf_cli.ppo.records import Experience
+from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.experience import Experience
 
 Stats = dict[str, float]
 
 
-def objective(experience: Experience, *, in_reward: bool) -> Stats:
-    """The rollout as it was judged. `objective/non_score_reward` is the KL penalty as applied: 0 with kl_in loss."""
+def rollout_metrics(experience: Experience, *, kl_in_reward: bool) -> Stats:
+    """Return a rollout's metrics; `objective/non_score_reward` is the reward's KL penalty, 0 with kl_in loss."""
     mask, rollout, kl_coef = experience.mask, experience.rollout, experience.kl_coef
 
-    def per_row(x: Tensor) -> float:
+    def mean_sum(x: Tensor) -> float:
         return float(torch.where(mask, x, 0).sum(1).mean())
 
-    penalty, score = -kl_coef * per_row(experience.kl) if in_reward else 0.0, float(experience.scores.mean())
+    penalty, score = -kl_coef * mean_sum(experience.kl) if kl_in_reward else 0.0, float(experience.scores.mean())
     return {
-        "objective/kl": per_row(experience.kl),
-        "objective/kl_k1": per_row(experience.logprobs - experience.ref_logprobs),
-        "objective/entropy": per_row(-experience.logprobs),
+        "objective/kl": mean_sum(experience.kl),
+        "objective/kl_k1": mean_sum(experience.logprobs - experience.ref_logprobs),
+        "objective/entropy": mean_sum(-experience.logprobs),
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": penalty + score,
         "objective/scores": score,
-        **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in experience.scored.sources.items()},
-        **_opinions(experience),
+        **{f"objective/score/{name}": float(raw.float().mean()) for name, raw in experience.score_result.raw.items()},
+        **_ensemble_metrics(experience),
         "objective/kl_coef": kl_coef,
         "objective/response_length": float(rollout.response_lengths.float().mean()),
         "objective/eos_fraction": float(rollout.ended.float().mean()),
         "objective/repetition": float(rollout.repetition.mean()),
         "val/num_eos_tokens": int(rollout.ended.sum()),
-        "val/explained_variance": float(formulas.explained_variance(experience.values, experience.returns, mask)),
+        "val/explained_variance": float(losses.explained_variance(experience.values, experience.returns, mask)),
         "tokens/real": int(rollout.mask.sum()),
-        "tokens/padded": experience.tokens_read,
+        "tokens/padded": experience.forward_tokens,
     }
 
 
-def distributions(experience: Experience) -> dict[str, list[float]]:
-    """What some of these are the means of: a number a response, of advantages one a response token."""
+def rollout_histograms(experience: Experience) -> dict[str, list[float]]:
+    """Return the values behind some of the means: one per response, and one advantage per response token."""
     mask, rollout = experience.mask, experience.rollout
     kl = torch.where(mask, experience.logprobs - experience.ref_logprobs, 0).sum(1)
-    found = {
+    histograms = {
         "scores": experience.scores,
-        **{f"score/{name}": raw for name, raw in experience.scored.sources.items()},
+        **{f"score/{name}": raw for name, raw in experience.score_result.raw.items()},
         "kl_k1": kl,
         "response_length": rollout.response_lengths,
         "advantages": experience.advantages[mask],
     }
-    return {f"rollout/{name}": values.float().tolist() for name, values in found.items()}
+    return {f"rollout/{name}": values.float().tolist() for name, values in histograms.items()}
 
 
-def _opinions(experience: Experience) -> Stats:
-    """Of each ensemble: its members' raw scores, and how far they are apart."""
-    found: Stats = {}
-    for name, opinions in experience.scored.opinions.items():
-        found |= {f"objective/score/{name}/{each}": float(raw.mean()) for each, raw in opinions.members.items()}
-        found[f"objective/disagreement/{name}"] = float(opinions.disagreement.mean())
-    return found
+def _ensemble_metrics(experience: Experience) -> Stats:
+    """Return each ensemble's mean score by member, and the mean deviation between members."""
+    stats: Stats = {}
+    for name, ensemble in experience.score_result.ensembles.items():
+        stats |= {f"objective/score/{name}/{member}": float(raw.mean()) for member, raw in ensemble.members.items()}
+        stats[f"objective/disagreement/{name}"] = float(ensemble.disagreement.mean())
+    return stats
 
 
-def sums(parts: list[Stats]) -> Stats:
-    """Sums by name of what several say, each of whom may leave names out."""
-    found: Stats = {}
+def sum_metrics(parts: list[Stats]) -> Stats:
+    """Return the sums by name; a part may lack names."""
+    sums: Stats = {}
     for part in parts:
         for name, number in part.items():
-            found[name] = found[name] + number if name in found else number
-    return found
+            sums[name] = sums[name] + number if name in sums else number
+    return sums
 
 
-def averages(steps: list[Stats]) -> Stats:
-    """Means over the update's optimizer steps, those that ratio_threshold skipped left out (where not all were)."""
-    made = [step for step in steps if not step["skipped"]] or steps
-    names = [name for name in made[0] if name not in ("ratio_error", "skipped")]
-    stats = {name: sum(step[name] for step in made) / len(made) for name in names}
-    stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in made) / len(made)
-    if made is steps and steps[0]["skipped"]:
-        stats |= {"policy/grad_norm": 0.0, "value/grad_norm": 0.0}  # no step was made
+def mean_over_steps(steps: list[Stats]) -> Stats:
+    """Return the means over optimizer steps, without those skipped by ratio_threshold (unless all were)."""
+    counted = [step for step in steps if not step["skipped"]] or steps
+    names = [name for name in counted[0] if name not in ("ratio_error", "skipped")]
+    stats = {name: sum(step[name] for step in counted) / len(counted) for name in names}
+    stats["val/ratio_var"] = sum((step["val/ratio"] - stats["val/ratio"]) ** 2 for step in counted) / len(counted)
+    if counted is steps and steps[0]["skipped"]:
+        stats |= {"policy/grad_norm": 0.0, "value/grad_norm": 0.0}  # no optimizer step was taken
     stats["policy/skipped_minibatches"] = sum(step["skipped"] for step in steps)
     return stats | {"policy/first_ratio_error": steps[0]["ratio_error"]}

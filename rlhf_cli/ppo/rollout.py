@@ -1,10 +1,10 @@
-"""Engines that write responses.
+"""Rollout engines: generate responses to prompts.
 
-An engine is anything with `generate(Prompts) -> Rollout`; to add one, add a class here.
+An engine is any object with `generate(Prompts) -> Rollout`. To add one, add a class here.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,136 +12,135 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from rlhf_cli.ppo import formulas, noise
-from rlhf_cli.ppo.records import Prompts, Rollout
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo import losses
 from rlhf_cli.progress import counted
+
+NOISE_CHUNK_ELEMENTS_CPU = 2**17  # random numbers made at once on a CPU: they fit its cache
 
 
 class RolloutEngine(Protocol):
     def generate(self, prompts: Prompts) -> Rollout:
-        """Responses of at most `prompts.response_length` tokens.
-
-        Row i's draws are keyed by `prompts.seeds[i]` alone.
-        """
+        """Return responses of at most `prompts.response_length` tokens; `prompts.seeds[i]` alone keys row i's draws."""
         ...
 
 
 @dataclass
 class HFEngine:
-    """Samples with a transformers causal model, all rows together.
+    """Batched sampling with a transformers causal model.
 
-    Noise of the row's own is added to logits / temperature and the largest taken (ppo/noise.py), so that which rows
-    share a batch changes no draw (but where float noise decides a near-tie). No top-k, top-p or repetition penalty: the
-    log-probs that PPO trains on are those of the full softmax. Temperature 0 takes the most likely token.
+    Tokens are sampled by the Gumbel-max trick with noise keyed by row, so a row's tokens do not depend on the batch
+    (except in a near-tie decided by rounding). There is no top-k, top-p or repetition penalty: PPO trains on log-probs
+    of the full softmax. Temperature 0 is greedy.
 
-    `thrifty`: a prompt that stands in several neighbouring rows is read once for all of them, and rows that have ended
-    are dropped from the batch.
+    `compact_batch`: a prompt repeated in adjacent rows is prefilled once, and finished rows are dropped from the batch.
     """
 
     model: Any
     stop_token_id: int | None
     pad_token_id: int
     temperature: float = 1.0
-    batch_size: int | None = None  # rows at a time; None = all
-    bf16: bool = False  # forward passes under bfloat16 autocast, as those that log-probs are read from
-    thrifty: bool = True
+    batch_size: int | None = None  # rows per batch; None: all
+    bf16: bool = False  # bfloat16 autocast, as in the forward passes that compute log-probs
+    compact_batch: bool = True
 
     @torch.no_grad()
     def generate(self, prompts: Prompts) -> Rollout:
+        """Generate a response to each prompt."""
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         size = self.batch_size or len(prompts)
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             starts = counted("batch", range(0, len(prompts), size))
-            parts = [self._write(prompts.rows(start, start + size)) for start in starts]
-        responses = torch.cat(parts)
-        counts = formulas.response_mask(responses, self.stop_token_id)
+            responses = torch.cat([self._generate_ids(prompts.rows(slice(start, start + size))) for start in starts])
+        response_mask = losses.response_mask(responses, self.stop_token_id)
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=responses.device)
         if self.stop_token_id is not None:
             ended = (responses == self.stop_token_id).any(1)
-        width = int(counts.sum(1).max())
-        ids = torch.cat(
-            [prompts.ids.to(responses.device), torch.where(counts, responses, self.pad_token_id)[:, :width]], 1
-        )
-        mask = torch.cat([prompts.mask.to(responses.device), counts[:, :width]], 1)
-        return Rollout(ids, mask, counts[:, :width], ended)
+        width = int(response_mask.sum(1).max())
+        responses = torch.where(response_mask, responses, self.pad_token_id)[:, :width]
+        response_mask = response_mask[:, :width]
+        ids = torch.cat([prompts.ids.to(responses.device), responses], 1)
+        mask = torch.cat([prompts.mask.to(responses.device), response_mask], 1)
+        return Rollout(ids, mask, response_mask, ended)
 
     @torch.no_grad()
     def stream(self, prompt: Prompts) -> Iterator[int]:
-        """The response to a single prompt as it is drawn, token by token, through the stop token.
+        """Yield the response to a single prompt token by token, through the stop token.
 
-        The tokens that `generate` gives. Not under autocast, which would reach into whoever takes them.
+        The tokens are those of `generate`. bf16 is not supported: autocast would stay on in the caller between tokens.
         """
         assert len(prompt) == len(prompt.seeds) == 1 and prompt.response_length > 0 and not self.bf16
-        for _, tokens in self._drawn(prompt):
+        for _, tokens in self._decode_steps(prompt):
             yield int(tokens)
 
-    def _write(self, prompts: Prompts) -> Tensor:
-        """Response ids (b, response_length); what stands after a row's stop token is padding."""
+    def _generate_ids(self, prompts: Prompts) -> Tensor:
+        """Return response ids (b, response_length), padded after a row's stop token."""
         responses = torch.full((len(prompts), prompts.response_length), self.pad_token_id, device=self.model.device)
-        for step, (rows, tokens) in enumerate(self._drawn(prompts)):
+        for step, (rows, tokens) in enumerate(self._decode_steps(prompts)):
             responses[rows, step] = tokens
         return responses
 
-    def _drawn(self, prompts: Prompts) -> Iterator[tuple[Tensor, Tensor]]:
-        """Step by step the rows (n,) of `prompts` whose responses go on, and their next tokens (n,)."""
+    def _decode_steps(self, prompts: Prompts) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each step the unfinished rows (n,) of `prompts` and their next tokens (n,)."""
         device = self.model.device
-        first = int(prompts.mask.int().argmax(1).min())  # what is padding in all of these rows costs nothing
-        ids, mask = prompts.ids[:, first:].to(device), prompts.mask[:, first:].to(device)
-        open_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `prompts`
-        going = torch.ones_like(open_rows, dtype=torch.bool)
-        state = self._read(ids, mask)
-        keys, counters = noise.keys(prompts.seeds, device), noise.counters(state.logits.shape[1], device)
+        start = int(prompts.mask.int().argmax(1).min())  # skip columns that are padding in all rows
+        ids, mask = prompts.ids[:, start:].to(device), prompts.mask[:, start:].to(device)
+        batch_rows = torch.arange(len(prompts), device=device)  # batch row -> row of `prompts`
+        unfinished = torch.ones_like(batch_rows, dtype=torch.bool)
+        decoder = self._prefill(ids, mask)
+        keys, counters = row_keys(prompts.seeds, device), token_counters(decoder.logits.shape[1], device)
         for step in counted("rollout: token", range(prompts.response_length)):
             if self.temperature:
-                tokens = noise.drawn(state.logits / self.temperature, keys, step, counters)
+                tokens = gumbel_sample(decoder.logits / self.temperature, keys, step, counters)
             else:
-                tokens = state.logits.argmax(-1)
-            yield open_rows[going], tokens[going]
+                tokens = decoder.logits.argmax(-1)
+            yield batch_rows[unfinished], tokens[unfinished]
             if self.stop_token_id is not None:
-                going = going & (tokens != self.stop_token_id)
-            if not going.any() or step + 1 == prompts.response_length:
+                unfinished = unfinished & (tokens != self.stop_token_id)
+            if not unfinished.any() or step + 1 == prompts.response_length:
                 break
-            if self.thrifty and going.sum() <= 0.8 * len(going):  # shrinking copies the cache: not for every row
-                keep = going.nonzero()[:, 0]
-                state.keep(keep)
-                open_rows, tokens, going, keys = open_rows[keep], tokens[keep], going[keep], keys[keep]
-            state.append(tokens)
+            if self.compact_batch and unfinished.sum() <= 0.8 * len(unfinished):  # rarely: copies the cache
+                rows = unfinished.nonzero()[:, 0]
+                decoder.select_rows(rows)
+                batch_rows, tokens, unfinished, keys = batch_rows[rows], tokens[rows], unfinished[rows], keys[rows]
+            decoder.append(tokens)
 
-    def _read(self, ids: Tensor, mask: Tensor) -> "_Decoder":
-        """The prompts (b, P), read."""
-        if not self.thrifty:
-            return _Decoder(self.model, ids, mask)
-        new = torch.ones_like(mask[:, 0])
-        new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(1)
-        state = _Decoder(self.model, ids[new], mask[new])
-        if not new.all():
-            state.keep(new.cumsum(0) - 1)
-        return state
+    def _prefill(self, ids: Tensor, mask: Tensor) -> "_CachedDecoder":
+        """Return a decoder that has read the prompts (b, P)."""
+        if not self.compact_batch:
+            return _CachedDecoder(self.model, ids, mask)
+        is_new = torch.ones_like(mask[:, 0])
+        is_new[1:] = ((ids[1:] != ids[:-1]) | (mask[1:] != mask[:-1])).any(1)
+        decoder = _CachedDecoder(self.model, ids[is_new], mask[is_new])
+        if not is_new.all():
+            decoder.select_rows(is_new.cumsum(0) - 1)
+        return decoder
 
 
-class _Decoder:
-    """Next-token logits (b, V) float32 of a growing batch, with a key-value cache."""
+class _CachedDecoder:
+    """Next-token logits (b, V) float32 of a batch, with a key-value cache."""
 
     logits: Tensor
 
     def __init__(self, model: Any, ids: Tensor, mask: Tensor):
         self.model, self.mask = model, mask.long()
         self.cache = DynamicCache(config=model.config)
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.accepts_position_ids = "position_ids" in inspect.signature(model.forward).parameters
         self._forward(ids, (self.mask.cumsum(1) - 1).clamp(min=0))
 
     def append(self, tokens: Tensor) -> None:
+        """Add one token (b,) to each row."""
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
         self._forward(tokens[:, None], self.mask.sum(1, keepdim=True) - 1)
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone, some of them several times."""
+    def select_rows(self, rows: Tensor) -> None:
+        """Replace the batch by these of its rows (n,), which may repeat."""
         self.logits = self.logits[rows]
         self.cache.batch_select_indices(rows)
         self.mask = self.mask[rows]
 
     def _forward(self, ids: Tensor, positions: Tensor) -> None:
-        extra = {"position_ids": positions} if self.takes_positions else {}
+        extra = {"position_ids": positions} if self.accepts_position_ids else {}
         output = self.model(
             input_ids=ids,
             attention_mask=self.mask,
@@ -151,3 +150,54 @@ class _Decoder:
             **extra,
         )
         self.logits = output.logits[:, -1].float()
+
+
+# Random numbers are a function of (row's seed, step, token), by a counter-based generator (Salmon et al. 2011,
+# "Parallel random numbers: as easy as 1, 2, 3"). There is no state: batching, early ends and resuming change no draw.
+
+
+def hash_int32(x: Tensor) -> Tensor:
+    """Hash an int32 tensor in place by lowbias32, a bijection (Wellons 2018, "Prospecting for hash functions").
+
+    int32 overflow wraps around like the unsigned integers of the original.
+    """
+    shifted = torch.empty_like(x)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, None)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        shifted &= (1 << 32 - shift) - 1  # a signed shift copies the sign bit
+        x ^= shifted
+        if factor:
+            x *= factor
+    return x
+
+
+def row_keys(seeds: Sequence[int], device: torch.device) -> Tensor:
+    """Return the rows' 64-bit seeds as two int32 each, (b, 2)."""
+    words = [[(seed >> shift) & 0xFFFFFFFF for shift in (0, 32)] for seed in seeds]
+    return torch.tensor([[word - (word >> 31 << 32) for word in row] for row in words], dtype=torch.int32).to(device)
+
+
+def token_counters(vocab_size: int, device: torch.device) -> Tensor:
+    """Return a hash of each token id, (V,) int32, the same for all rows and steps."""
+    return hash_int32(torch.arange(vocab_size, dtype=torch.int32, device=device))
+
+
+def log_exponential(keys: Tensor, step: int, counters: Tensor) -> Tensor:
+    """Return log E of independent E ~ Exp(1), (b, V) float32, from 31 random bits each.
+
+    Resolution is finest near E = 0, which decides the argmax in `gumbel_sample`.
+    """
+    first = hash_int32(keys[:, :1] ^ hash_int32(torch.full_like(keys[:, :1], step)))
+    second = hash_int32(keys[:, 1:] + first)
+    bits = hash_int32((counters[None] ^ first).add_(second)).bitwise_and_(0x7FFFFFFF)
+    return bits.to(torch.float32).add_(0.5).mul_(-(2.0**-31)).log1p_().neg_().log_()
+
+
+def gumbel_sample(logits: Tensor, keys: Tensor, step: int, counters: Tensor) -> Tensor:
+    """Sample a token (b,) int64 from the softmax of each row of logits (b, V) as argmax_v (z_v - log E_v).
+
+    This is the Gumbel-max trick: Maddison, Tarlow and Minka 2014 (arXiv 1411.0030).
+    """
+    rows = max(1, NOISE_CHUNK_ELEMENTS_CPU // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    chunks = zip(logits.split(rows), keys.split(rows), strict=True)
+    return torch.cat([(z - log_exponential(key, step, counters)).argmax(-1) for z, key in chunks])

@@ -1,4 +1,4 @@
-"""PPO's loop: generate -> judge -> update. Knows models and numbers; no disk, no YAML."""
+"""The PPO algorithm: generate -> make_experience -> update. It works on models and tensors; no disk, no YAML."""
 
 import time
 from collections.abc import Sequence
@@ -11,40 +11,38 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import offload, reading, sharing
-from rlhf_cli.ppo import finite, formulas, metrics, scoring
-from rlhf_cli.ppo import optimizer as default
-from rlhf_cli.ppo.advantages import gae
+from rlhf_cli.models import forward, sharding
+from rlhf_cli.models.batch import EnsembleScores, Prompts, Rollout, micro_batches
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, ReplicatedModels, ShardedModels
+from rlhf_cli.ppo import losses, metrics, monitor
+from rlhf_cli.ppo.experience import Experience, Minibatch
+from rlhf_cli.ppo.forward_backward import MicroBatchResult, MinibatchStats, ModelRunner, max_micro_batch_tokens
 from rlhf_cli.ppo.metrics import Stats
-from rlhf_cli.ppo.moments import Moments
-from rlhf_cli.ppo.passes import Learned, Made, Passes, most_tokens
-from rlhf_cli.ppo.placement import Cut, Whole
-from rlhf_cli.ppo.ranks import ALONE, Ranks
-from rlhf_cli.ppo.records import Experience, Opinions, Prompts, Rollout, Scored, micro_batches
-from rlhf_cli.ppo.rewards import RewardSource
+from rlhf_cli.ppo.optimizer import build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import RolloutEngine
-from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult, apply_penalties, normalize_scores, weighted_sum
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 from rlhf_cli.progress import counted
+from rlhf_cli.rewards import RewardSource
 
-Minibatch = tuple[Tensor, ...]  # micro-batches, each the rows of the rollout that are in it
-
-
-READ = ("logprobs", "ref_logprobs", "kl", "values")  # what the judge reads of each response token
+MODEL_OUTPUTS = ("logprobs", "ref_logprobs", "kl", "values")  # of ModelRunner.forward, at each response token
 CPU = torch.device("cpu")
 
 
 class PPOTrainer:
-    """Four models and a schedule of updates.
+    """Trains a policy and a value model by PPO, against a frozen reference and reward sources.
 
-    `policy` and `ref` are causal models, `value` a one-label sequence classifier with the policy's tokenizer, or a
-    `reading.ValueHead` on the policy; `rewards` are named sources whose scores are added with `weights` (1 each by
-    default). `ptx` are rows (prompt ids, completion ids) for ptx_coef. Dropout is switched off in all models, and
-    `ref` is frozen; of policy and value learns what requires a gradient (all of it where nothing does), and the state
-    leaves out what does not, such as weights below adapters. `num_updates` is the length of the learning-rate schedule;
-    by default what total_episodes makes. `ranks`: the processes that train together, each with a trainer of the same
-    models and settings; a batch is of all of them. Their numbers are those of one process, but for rounding.
+    `policy` and `ref` are causal models. `value` is a one-label sequence classifier with the policy's tokenizer, or a
+    `forward.ValueHead` on the policy. `rewards` are named sources; their scores are added with `weights` (default 1),
+    after clipping to +-`clips`. `ptx` are rows (prompt ids, completion ids) for ptx_coef. `num_updates` is the length
+    of the learning-rate schedule, by default that of total_episodes.
+
+    Dropout is disabled in all models and `ref` is frozen. Policy and value train the parameters that require gradients,
+    or all if none does; checkpoints leave out the others, such as the base weights of adapters. Each rank of
+    `process_group` has its own trainer of the same models and settings, and batch sizes are totals over the ranks.
+    The numbers are those of one process up to rounding.
     """
 
     def __init__(
@@ -63,57 +61,57 @@ class PPOTrainer:
         ptx: Sequence[tuple[list[int], list[int]]] = (),
         num_updates: int | None = None,
         seed: int = 0,
-        ranks: Ranks = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ):
-        assert policy is not ref, "the reference must be a copy of its own"
+        assert policy is not ref, "the reference must be a separate copy"
         assert bool(ptx) == bool(settings.ptx_coef), "ptx_coef and rows for it go together"
-        drawn = getattr(engine, "temperature", settings.temperature)
-        assert drawn == settings.temperature, (
-            f"the engine samples at {drawn}, log-probs are read at {settings.temperature}"
+        temperature = getattr(engine, "temperature", settings.temperature)
+        assert temperature == settings.temperature, (
+            f"the engine samples at {temperature}, log-probs are read at {settings.temperature}"
         )
         assert getattr(engine, "bf16", settings.bf16) == settings.bf16, "the engine and log-probs differ in bf16"
         for model in (policy, value):
-            if not any(weight.requires_grad for weight in model.parameters()):  # a copy of a frozen one learns whole
+            if not any(weight.requires_grad for weight in model.parameters()):  # e.g. a copy of a frozen model
                 model.requires_grad_(True)
         self.policy, self.ref, self.value = policy, ref.requires_grad_(False), value
-        self._stands_still = {name: _frozen(model) for name, model in (("policy", policy), ("value", value))}
-        self.rewards, self.engine, self.settings, self.seed, self.ranks = rewards, engine, settings, seed, ranks
+        self._frozen_names = {name: _frozen_names(model) for name, model in (("policy", policy), ("value", value))}
+        self.rewards, self.engine, self.settings, self.seed = rewards, engine, settings, seed
         self.weights, self.clips, self.ptx = weights or dict.fromkeys(rewards, 1.0), clips or {}, ptx
         for model in (policy, ref, value):
-            reading.disable_dropout(model)
+            forward.disable_dropout(model)
         if settings.num_shared_layers:
-            sharing.share_layers(policy, ref, settings.num_shared_layers)
-        self.passes = Passes(policy, ref, value, settings)
+            sharding.share_layers(policy, ref, settings.num_shared_layers)
+        self.model_runner = ModelRunner(policy, ref, value, settings)
         if settings.offload:
-            offload.wait_on_cpu(ref)
-        self.placement = Whole(ranks)
-        if settings.fsdp and ranks.count > 1:
-            trained = [policy] if self.passes.head_on_policy else [policy, value]
-            self.placement = Cut(ranks, trained, [] if settings.offload else [ref])
+            sharding.offload_to_cpu(ref)
+        self.process_group, self.parallel = process_group, ReplicatedModels(process_group)
+        if settings.fsdp and process_group.world_size > 1:
+            trained = [policy] if self.model_runner.has_value_head else [policy, value]
+            self.parallel = ShardedModels(process_group, trained, [] if settings.offload else [ref])
         if settings.gradient_checkpointing:
-            reading.checkpoint_activations(policy)
-            if not self.passes.head_on_policy:
-                reading.checkpoint_activations(value)
-        self.optimizer = optimizer or default.adamw({"policy": policy, "value": value}, settings)
-        self.scheduler = scheduler or default.schedule(self.optimizer, settings, num_updates or settings.num_updates())
-        self.updates, self.kl_coef, self.moments = 0, settings.kl_coef, Moments()
-        self.experience: Experience | None = None  # of the last step, for sample tables
+            forward.enable_gradient_checkpointing(policy)
+            if not self.model_runner.has_value_head:
+                forward.enable_gradient_checkpointing(value)
+        self.optimizer = optimizer or build_optimizer({"policy": policy, "value": value}, settings)
+        self.scheduler = scheduler or build_scheduler(self.optimizer, settings, num_updates or settings.num_updates())
+        self.updates, self.kl_coef, self.score_stats = 0, settings.kl_coef, RunningMeanStd()
+        self.experience: Experience | None = None  # of the last step
 
     def step(self, prompts: Prompts) -> Stats:
-        """One PPO update on num_samples_per_prompt responses to each of `prompts`; returns its metrics."""
-        clock = [self._now()]
+        """Run one PPO update on num_samples_per_prompt responses to each prompt; return its metrics."""
+        times = [self._synchronized_time()]
         rollout = self.generate(prompts)
-        clock.append(self._now())
-        self.experience = self.judge(rollout)
-        clock.append(self._now())
+        times.append(self._synchronized_time())
+        self.experience = self.make_experience(rollout)
+        times.append(self._synchronized_time())
         stats = self.update(self.experience)
-        clock.append(self._now())
-        phases = dict(zip(("rollout", "judge", "update"), (b - a for a, b in pairwise(clock)), strict=True))
-        stats |= {f"time/{phase}_s": seconds for phase, seconds in phases.items()}
-        return stats | {"tokens_per_s": stats["tokens/real"] / (clock[-1] - clock[0])}
+        times.append(self._synchronized_time())
+        phases = zip(("rollout", "judge", "update"), pairwise(times), strict=True)
+        stats |= {f"time/{phase}_s": end - start for phase, (start, end) in phases}
+        return stats | {"tokens_per_s": stats["tokens/real"] / (times[-1] - times[0])}
 
-    def _now(self) -> float:
-        """Seconds of a clock; what an accelerator was asked before is done."""
+    def _synchronized_time(self) -> float:
+        """Return a clock's seconds once the accelerator's queued work is done."""
         if self.policy.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
@@ -121,150 +119,155 @@ class PPOTrainer:
     # Generate
 
     def generate(self, prompts: Prompts, purpose: str = "sample", engine: RolloutEngine | None = None) -> Rollout:
-        """Responses, their draws keyed by (seed, purpose, update, row), by the trainer's engine or another one.
+        """Generate responses, with random draws keyed by (seed, purpose, update, row). Each rank generates a part.
 
-        For training ("sample") num_samples_per_prompt to each prompt, for another purpose one. Each rank writes a part.
+        Purpose "sample", for training, gives num_samples_per_prompt responses to each prompt, any other purpose one.
         """
         if purpose == "sample":
             prompts = prompts.repeat(self.settings.num_samples_per_prompt)
-        asked, engine = self.keyed(prompts, purpose), engine or self.engine
-        if self.ranks.count == 1:
-            return engine.generate(asked)
-        with self.placement.writing(getattr(engine, "model", self.policy)):
-            total, rows = len(asked), asked.rows
-            parts = self.ranks.parted(total, lambda part: engine.generate(rows(part.start, part.stop)).to(CPU))
-        return Rollout.joined(parts)
+        seeded, engine = self.with_seeds(prompts, purpose), engine or self.engine
+        if self.process_group.world_size == 1:
+            return engine.generate(seeded)
+        with self.parallel.generation_context(getattr(engine, "model", self.policy)):
+            parts = self.process_group.map_rows(len(seeded), lambda part: engine.generate(seeded.rows(part)).to(CPU))
+        return Rollout.concat(parts)
 
-    def keyed(self, prompts: Prompts, purpose: str) -> Prompts:
-        """The prompts as an engine takes them: with this update's seeds and length limit."""
-        seeds = tuple(derive(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
+    def with_seeds(self, prompts: Prompts, purpose: str) -> Prompts:
+        """Return the prompts with this update's seeds and response length limit, as engines require."""
+        seeds = tuple(derive_seed(self.seed, purpose, self.updates, row) for row in range(len(prompts)))
         return replace(prompts, seeds=seeds, response_length=self.response_length)
 
     @property
     def response_length(self) -> int:
-        """The length limit of this update's responses."""
+        """Maximum response length of this update, in tokens."""
         length = self.settings.response_length
         if not isinstance(length, LengthRange):
             return length
-        return length.min + derive(self.seed, "length", self.updates) % (length.max - length.min + 1)
+        return length.min + derive_seed(self.seed, "length", self.updates) % (length.max - length.min + 1)
 
-    # Judge
+    # Make experience
 
     @torch.no_grad()
-    def judge(self, rollout: Rollout, scores: Tensor | None = None) -> Experience:
-        """Log-probs, values, scores, rewards and advantages of a rollout. Changes nothing of the trainer's.
+    def make_experience(self, rollout: Rollout, scores: Tensor | None = None) -> Experience:
+        """Compute log-probs, values, scores, rewards and advantages of a rollout. The trainer's state is unchanged.
 
-        `scores` (B,), where given, stand in for the sources; they are scaled and clipped like them, and no penalty is
-        taken off. Raises RLHFError R01 where a number is not finite, R05 for scores of another shape.
+        `scores` (B,) replace those of the reward sources; they are normalised and clipped, and no penalty is
+        subtracted. Raises RLHFError R01 if a number is not finite, R05 if scores have the wrong shape.
         """
         rollout = rollout.to(self.policy.device)
         settings, mask = self.settings, rollout.response_mask
-        plan = self._plan(rollout, epoch=0)
-        with self.reference_at_hand():
-            read = self._read(rollout, plan)
-        finite.check(read, self.updates + 1)
-        scored = self._score(rollout, scores)
-        penalty = self.kl_coef * read["kl"] if settings.kl_in == "reward" else torch.zeros_like(read["kl"])
-        rewards = formulas.shape_rewards(scored.placed, penalty, mask)
+        minibatches = self._make_minibatches(rollout, epoch=0)
+        with self.ref_on_device():
+            outputs = self._forward(rollout, minibatches)
+        monitor.check_finite(outputs, self.updates + 1)
+        score_result = self._compute_scores(rollout, scores)
+        penalty = self.kl_coef * outputs["kl"] if settings.kl_in == "reward" else torch.zeros_like(outputs["kl"])
+        rewards = losses.compute_token_rewards(score_result.final, penalty, mask)
         if settings.whiten_rewards:
-            rewards = formulas.masked_whiten(rewards, mask, shift_mean=False)
-        advantages, returns = gae(rewards, read["values"], mask, settings.gamma, settings.lam)
+            rewards = losses.masked_whiten(rewards, mask, shift_mean=False)
+        advantages, returns = losses.gae(rewards, outputs["values"], mask, settings.gamma, settings.lam)
         if settings.advantage_norm == "batch":
-            advantages = formulas.masked_whiten(advantages, mask)
-        numbers = {**read, "rewards": rewards, "advantages": advantages, "returns": returns}
-        return Experience(rollout, plan, self.passes.packed, scored, self.kl_coef, **numbers)
+            advantages = losses.masked_whiten(advantages, mask)
+        tensors = {**outputs, "rewards": rewards, "advantages": advantages, "returns": returns}
+        return Experience(rollout, minibatches, self.model_runner.packed, score_result, self.kl_coef, **tensors)
 
-    def _score(self, rollout: Rollout, given: Tensor | None) -> Scored:
-        asked = (
-            {name: self._ask(source, rollout) for name, source in self.rewards.items()}
-            if given is None
-            else {"given": given}
-        )
-        opinions = {name: said for name, said in asked.items() if isinstance(said, Opinions)}
-        asked |= {name: said.score for name, said in opinions.items()}
-        raw = {name: self._per_row(name, said, rollout) for name, said in asked.items()}
-        members = {f"{name}/{each}": score for name, said in opinions.items() for each, score in said.members.items()}
-        finite.check({f"score `{name}`": scores for name, scores in (members | raw).items()}, self.updates + 1)
-        summed = scoring.weighted(raw, self.weights, self.clips) if given is None else raw["given"]
-        moments = self.moments.merged(summed)
-        placed = scoring.scaled(summed, moments, self.settings)
+    judge = make_experience  # the former name
+
+    def _compute_scores(self, rollout: Rollout, given: Tensor | None) -> ScoreResult:
+        """Score the rollout by all reward sources, or take `given` scores (B,), and process the sum."""
+        results: dict[str, Any] = {"given": given}
         if given is None:
-            placed = scoring.penalised(placed, rollout, self.response_length, self.settings)
-        return Scored(raw, opinions, summed, moments, placed)
+            results = {name: self._call_source(source, rollout) for name, source in self.rewards.items()}
+        ensembles = {name: result for name, result in results.items() if isinstance(result, EnsembleScores)}
+        results |= {name: ensemble.score for name, ensemble in ensembles.items()}
+        raw = {name: self._as_row_scores(name, result, rollout) for name, result in results.items()}
+        members = {f"{name}/{key}": score for name, group in ensembles.items() for key, score in group.members.items()}
+        named = {f"score `{name}`": scores for name, scores in (members | raw).items()}
+        monitor.check_finite(named, self.updates + 1)
+        total = weighted_sum(raw, self.weights, self.clips) if given is None else raw["given"]
+        stats = self.score_stats.updated(total)
+        final = normalize_scores(total, stats, self.settings)
+        if given is None:
+            final = apply_penalties(final, rollout, self.response_length, self.settings)
+        return ScoreResult(raw, ensembles, total, stats, final)
 
-    def _ask(self, source: RewardSource, rollout: Rollout) -> Any:
-        """What a source says of all rows: each rank asks for its part where rows are told `by_row`, else the first."""
-        if self.ranks.count == 1:
+    def _call_source(self, source: RewardSource, rollout: Rollout) -> Any:
+        """Return a source's scores of all rows, split over the ranks if the source is `shardable`, else from rank 0."""
+        if self.process_group.world_size == 1:
             return source(rollout)
-        if not getattr(source, "by_row", False):
-            return self.ranks.first(lambda: _on_cpu(source(rollout)))
-        parts: list[Any] = self.ranks.parted(len(rollout), lambda part: _on_cpu(source(rollout.rows(part))))
-        return Opinions.joined(parts) if isinstance(parts[0], Opinions) else torch.cat(parts)
+        if not getattr(source, "shardable", False):
+            return self.process_group.run_on_main(lambda: _to_cpu(source(rollout)))
+        parts: list[Any] = self.process_group.map_rows(len(rollout), lambda part: _to_cpu(source(rollout.rows(part))))
+        return EnsembleScores.concat(parts) if isinstance(parts[0], EnsembleScores) else torch.cat(parts)
 
     @staticmethod
-    def _per_row(name: str, scores: Any, rollout: Rollout) -> Tensor:
-        """Scores as (B,) float32 on the rollout's device. Raises RLHFError R05 for another shape."""
-        given = torch.as_tensor(scores, dtype=torch.float32, device=rollout.ids.device)
-        if given.shape != (len(rollout),):
-            text = f"reward `{name}` gave scores of shape {tuple(given.shape)} for {len(rollout)} responses"
+    def _as_row_scores(name: str, result: Any, rollout: Rollout) -> Tensor:
+        """Return scores as (B,) float32 on the rollout's device. Raises RLHFError R05 for another shape."""
+        scores = torch.as_tensor(result, dtype=torch.float32, device=rollout.ids.device)
+        if scores.shape != (len(rollout),):
+            text = f"reward `{name}` gave scores of shape {tuple(scores.shape)} for {len(rollout)} responses"
             raise RLHFError("R05", text, hint="return one number a response")
-        return given
+        return scores
 
-    def _plan(self, rollout: Rollout, epoch: int) -> tuple[Minibatch, ...]:
-        """An epoch's minibatches, drawn at random, each split into micro-batches of rows of like length."""
-        draw = torch.Generator().manual_seed(derive(self.seed, "minibatches", self.updates, epoch))
-        order = torch.randperm(len(rollout), generator=draw).to(rollout.ids.device)
+    def _make_minibatches(self, rollout: Rollout, epoch: int) -> tuple[Minibatch, ...]:
+        """Shuffle the rows into an epoch's minibatches, and split each into micro-batches."""
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "minibatches", self.updates, epoch))
+        order = torch.randperm(len(rollout), generator=generator).to(rollout.ids.device)
         parts = order.tensor_split(min(self.settings.num_mini_batches, len(order)))
-        return tuple(self._split(rollout, rows) for rows in parts)
+        return tuple(self._split_minibatch(rollout, rows) for rows in parts)
 
-    def _split(self, rollout: Rollout, rows: Tensor) -> Minibatch:
-        tokens = most_tokens(self.settings, on_cpu=self.policy.device.type == "cpu")
-        size = self.settings.per_device_train_batch_size
-        return tuple(micro_batches(rollout.lengths, rows, max_rows=size, max_tokens=tokens, packed=self.passes.packed))
+    def _split_minibatch(self, rollout: Rollout, rows: Tensor) -> Minibatch:
+        max_tokens = max_micro_batch_tokens(self.settings, on_cpu=self.policy.device.type == "cpu")
+        max_rows, packed = self.settings.per_device_train_batch_size, self.model_runner.packed
+        return tuple(micro_batches(rollout.lengths, rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed))
 
-    def reference_at_hand(self) -> AbstractContextManager:
-        """Within, the reference can be read where the policy is; with settings.offload it waits elsewhere."""
-        return offload.visiting(self.ref, self.policy.device) if self.settings.offload else nullcontext()
+    def ref_on_device(self) -> AbstractContextManager:
+        """Context manager that moves an offloaded reference to the policy's device."""
+        return sharding.on_device(self.ref, self.policy.device) if self.settings.offload else nullcontext()
 
-    def _read(self, rollout: Rollout, plan: tuple[Minibatch, ...]) -> dict[str, Tensor]:
-        """What the models say of each response token, (B, R) each, 0 elsewhere; on the update's own micro-batches."""
+    def _forward(self, rollout: Rollout, minibatches: tuple[Minibatch, ...]) -> dict[str, Tensor]:
+        """Return MODEL_OUTPUTS, (B, R) each and 0 outside the response mask, from the update's own micro-batches."""
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
-        read = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in READ}
-        with self.placement.learning():
-            micros = self.placement.turns(list(chain.from_iterable(plan)))
-            for rows, counts in counted("judge: micro-batch", micros):
-                micro = rollout.micro_batch(rows)
-                for name, flat in self.passes.read(micro).items():
+        outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in MODEL_OUTPUTS}
+        with self.parallel.training_context():
+            assigned = self.parallel.assign(list(chain.from_iterable(minibatches)))
+            for rows, counts in counted("judge: micro-batch", assigned):
+                micro_batch = rollout.micro_batch(rows)
+                for name, values in self.model_runner.forward(micro_batch).items():
                     if counts:
-                        read[name][micro.cells] = flat
-        self.ranks.add(read.values())
-        return read
+                        outputs[name][micro_batch.response_index] = values
+        self.process_group.all_reduce(outputs.values())
+        return outputs
 
     # Update
 
     def update(self, experience: Experience) -> Stats:
-        """num_ppo_epochs passes over the experience, one optimizer step a minibatch; returns the update's metrics.
+        """Train num_ppo_epochs epochs on the experience, one optimizer step per minibatch; return the metrics.
 
-        Raises RLHFError R01 for a loss, gradient or weight that is not finite; a bad loss or gradient changes nothing.
+        Raises RLHFError R01 for a loss, gradient or weight that is not finite; a bad loss or gradient takes no step.
         """
         settings = self.settings
-        rates = {"lr": self._rate("policy"), "value/lr": self._rate("value")}
+        rates = {"lr": self._learning_rate("policy"), "value/lr": self._learning_rate("value")}
         steps: list[Stats] = []
-        with self.reference_at_hand() if self.passes.exact_kl_in_loss else nullcontext():
+        with self.ref_on_device() if self.model_runner.exact_kl_in_loss else nullcontext():
             for epoch in counted("update: epoch", range(settings.num_ppo_epochs)):
-                plan = experience.plan if epoch == 0 else self._plan(experience.rollout, epoch)
-                steps += [self._learn(experience, minibatch, epoch) for minibatch in counted("minibatch", plan)]
+                minibatches = (
+                    experience.minibatches if epoch == 0 else self._make_minibatches(experience.rollout, epoch)
+                )
+                for minibatch in counted("minibatch", minibatches):
+                    steps.append(self._train_minibatch(experience, minibatch, epoch))
                 if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                     break
-        norms = {"policy": self.placement.norm(self.policy), "value": self.placement.norm(self.value)}
-        finite.check_weights(norms, self.updates + 1)
-        learns = self._policy_learns  # else the KL is no answer to the coefficient
+        norms = {"policy": self.parallel.trainable_norm(self.policy), "value": self.parallel.trainable_norm(self.value)}
+        monitor.check_finite_weights(norms, self.updates + 1)
+        trained_policy = self._trains_policy  # otherwise the KL does not depend on the coefficient
         self.scheduler.step()
         self.updates += 1
-        stats = metrics.objective(experience, in_reward=settings.kl_in == "reward") | metrics.averages(steps)
-        self.moments = experience.scored.moments
-        if settings.adap_kl_ctrl and learns:
-            self.kl_coef = formulas.adapted_kl_coef(
+        stats = metrics.rollout_metrics(experience, kl_in_reward=settings.kl_in == "reward")
+        stats |= metrics.mean_over_steps(steps)
+        self.score_stats = experience.score_result.stats
+        if settings.adap_kl_ctrl and trained_policy:
+            self.kl_coef = losses.adapt_kl_coef(
                 self.kl_coef, stats["objective/kl"], target=settings.target, episodes=len(experience.rollout),
                 horizon=settings.horizon,
             )  # fmt: skip
@@ -275,93 +278,99 @@ class PPOTrainer:
             **rates,
         }
 
-    def _rate(self, name: str) -> float:
-        """The learning rate of a model's parameter groups; of the first group where none has that name."""
+    def _learning_rate(self, name: str) -> float:
+        """Return the learning rate of a model's parameter groups, or the first group's if none has its name."""
         groups = self.optimizer.param_groups
         return next((group["lr"] for group in groups if group.get("name", "").startswith(name)), groups[0]["lr"])
 
-    def _learn(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
-        """One optimizer step. Losses are means over the minibatch's response tokens, whatever its micro-batches."""
+    def _train_minibatch(self, experience: Experience, minibatch: Minibatch, epoch: int = 0) -> Stats:
+        """Take one optimizer step on the mean loss over the minibatch's response tokens; return its metrics."""
         tokens = int(sum(experience.mask[rows].sum() for rows in minibatch))
         self.optimizer.zero_grad(set_to_none=True)
-        with self.placement.learning(), reading.recomputing(self.policy, self.value), self.passes.adding():
-            turns = self.placement.turns(minibatch)
-            found = [
-                self._backward(experience, rows, counts / tokens) for rows, counts in counted("micro-batch", turns)
+        with (
+            self.parallel.training_context(),
+            forward.gradient_checkpointing(self.policy, self.value),
+            self.model_runner.accumulate_in_place(),
+        ):
+            assigned = self.parallel.assign(minibatch)
+            results = [
+                self._backward(experience, rows, counts / tokens) for rows, counts in counted("micro-batch", assigned)
             ]
-            ptx = self._learn_ptx(minibatch, epoch)
-        found = [learned for learned, (_, counts) in zip(found, turns, strict=True) if counts]
-        made = self.ranks.told(Made.of(found, ptx, self.updates + 1))
-        stats = {name: total / tokens for name, total in metrics.sums([each.gauges for each in made]).items()}
-        stats |= metrics.sums([each.ptx for each in made])
+            ptx = self._backward_ptx(minibatch, epoch)
+        results = [result for result, (_, counts) in zip(results, assigned, strict=True) if counts]
+        rank_stats = self.process_group.all_gather_object(MinibatchStats.from_results(results, ptx, self.updates + 1))
+        sums = metrics.sum_metrics([rank.token_sums for rank in rank_stats])
+        stats = {name: total / tokens for name, total in sums.items()}
+        stats |= metrics.sum_metrics([rank.ptx for rank in rank_stats])
         limit = self.settings.ratio_threshold
         skipped = limit is not None and stats["val/ratio"] > limit
         if not skipped:
-            stats |= self._optimize(made)
-        return stats | {"ratio_error": max(each.ratio_error for each in made), "skipped": float(skipped)}
+            stats |= self._optimizer_step(rank_stats)
+        return stats | {"ratio_error": max(rank.max_ratio_error for rank in rank_stats), "skipped": float(skipped)}
 
-    def _backward(self, experience: Experience, rows: Tensor, share: float) -> Learned:
-        micro = experience.rollout.micro_batch(rows)
-        told, learns = experience.of(micro), self._policy_learns
-        return self.passes.backward(told, micro, experience.kl_coef, share, learn_policy=learns)
+    def _backward(self, experience: Experience, rows: Tensor, scale: float) -> MicroBatchResult:
+        micro_batch = experience.rollout.micro_batch(rows)
+        tokens, train_policy = experience.gather(micro_batch), self._trains_policy
+        return self.model_runner.backward(tokens, micro_batch, experience.kl_coef, scale, train_policy=train_policy)
 
     @property
-    def _policy_learns(self) -> bool:
+    def _trains_policy(self) -> bool:
         return self.updates >= self.settings.value_only_updates
 
-    def _learn_ptx(self, minibatch: Minibatch, epoch: int) -> Stats:
-        """Add the gradient of the language-model loss over ptx rows, one drawn for each episode of the minibatch."""
-        if not self.ptx or not self._policy_learns:
+    def _backward_ptx(self, minibatch: Minibatch, epoch: int) -> Stats:
+        """Add the gradient of the language-model loss over ptx rows, one sampled for each episode of the minibatch."""
+        if not self.ptx or not self._trains_policy:
             return {}
-        draws = [derive(self.seed, "ptx", self.updates, epoch, row) for row in torch.cat(minibatch).tolist()]
-        chosen = [self.ptx[draw % len(self.ptx)] for draw in draws]
-        rows = Rollout.from_lists(*zip(*chosen, strict=True)).to(self.policy.device)
-        tokens, total = int(rows.response_mask.sum()), 0.0
-        parts = self._split(rows, torch.arange(len(rows), device=rows.ids.device))
-        for part, counts in self.placement.turns(parts):
-            total += self.passes.backward_ptx(rows.micro_batch(part), counts / tokens)
+        draws = [derive_seed(self.seed, "ptx", self.updates, epoch, row) for row in torch.cat(minibatch).tolist()]
+        sampled = [self.ptx[draw % len(self.ptx)] for draw in draws]
+        batch = Rollout.from_lists(*zip(*sampled, strict=True)).to(self.policy.device)
+        tokens, total = int(batch.response_mask.sum()), 0.0
+        parts = self._split_minibatch(batch, torch.arange(len(batch), device=batch.ids.device))
+        for rows, counts in self.parallel.assign(parts):
+            total += self.model_runner.backward_ptx(batch.micro_batch(rows), counts / tokens)
         return {"loss/ptx_avg": total}
 
-    def _optimize(self, made: list[Made]) -> Stats:
-        """Clip and step. Raises RLHFError R01, and steps nowhere, where a loss or gradient is not finite."""
-        for each in made:
-            if each.problem:
-                raise each.problem
+    def _optimizer_step(self, rank_stats: list[MinibatchStats]) -> Stats:
+        """Clip gradients and step; return the norms. Raises RLHFError R01 before stepping if a number is not finite."""
+        for rank in rank_stats:
+            if rank.error:
+                raise rank.error
         models, norms = {"policy": self.policy, "value": self.value}, {}
         for name, model in models.items():
-            self.placement.add_gradients(model)
-            norms[name] = self.placement.clip(model, self.settings.max_grad_norm)
-        finite.check({f"{name} gradient": norm for name, norm in norms.items()}, self.updates + 1)
+            self.parallel.all_reduce_gradients(model)
+            norms[name] = self.parallel.clip_grad_norm(model, self.settings.max_grad_norm)
+        monitor.check_finite({f"{name} gradient": norm for name, norm in norms.items()}, self.updates + 1)
         self.optimizer.step()
         return {f"{name}/grad_norm": float(norm) for name, norm in norms.items()}
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, but the frozen weights and the settings."""
-        parts = {name: getattr(self, name).state_dict() for name in ("policy", "value", "optimizer", "scheduler")}
-        for name, still in self._stands_still.items():
-            parts[name] = {key: tensor for key, tensor in parts[name].items() if key not in still}
+        """Return everything the next step depends on, except frozen weights and settings."""
+        states = {name: getattr(self, name).state_dict() for name in ("policy", "value", "optimizer", "scheduler")}
+        for name, frozen in self._frozen_names.items():
+            states[name] = {key: tensor for key, tensor in states[name].items() if key not in frozen}
         numbers = {"updates": self.updates, "seed": self.seed, "kl_coef": self.kl_coef}
-        return {**numbers, "moments": asdict(self.moments), **parts}
+        return {**numbers, "moments": asdict(self.score_stats), **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`. Raises ValueError on the state of a run with another seed."""
+        """Restore `state_dict()`. Raises ValueError if the state's seed differs."""
         if state["seed"] != self.seed:
             raise ValueError(f"the state is of a run with seed {state['seed']}, this one has {self.seed}")
         for name in ("optimizer", "scheduler"):
             getattr(self, name).load_state_dict(state[name])
-        for name, still in self._stands_still.items():
+        for name, frozen in self._frozen_names.items():
             model = getattr(self, name)
-            here = {key: tensor for key, tensor in model.state_dict().items() if key in still}
-            model.load_state_dict({**here, **state[name]})
-        self.updates, self.kl_coef, self.moments = state["updates"], state["kl_coef"], Moments(**state["moments"])
+            frozen_weights = {key: tensor for key, tensor in model.state_dict().items() if key in frozen}
+            model.load_state_dict({**frozen_weights, **state[name]})
+        self.updates, self.kl_coef = state["updates"], state["kl_coef"]
+        self.score_stats = RunningMeanStd(**state["moments"])
 
 
-def _on_cpu(said: Any) -> Any:
-    return said.cpu() if isinstance(said, Tensor | Opinions) else said
+def _to_cpu(scores: Any) -> Any:
+    return scores.cpu() if isinstance(scores, Tensor | EnsembleScores) else scores
 
 
-def _frozen(model: Any) -> set[str]:
-    """The names of what does not learn, as a state dict has them: what is tied has several."""
+def _frozen_names(model: Any) -> set[str]:
+    """Return the state dict keys of frozen parameters; tied parameters have several."""
     return {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}

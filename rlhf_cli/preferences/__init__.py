@@ -14,7 +14,7 @@ from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.written import aligned, written
 from rlhf_cli.errors import RLHFError, quoted, shown
 from rlhf_cli.init_folder import all_or_nothing, take_back
-from rlhf_cli.models import devices, loading, tokenizers
+from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.preferences import facts, lengths, split
 from rlhf_cli.preferences.sizes import Sizes, choose
 from rlhf_cli.rows import write_jsonl
@@ -49,7 +49,7 @@ def write(folder: Path, templates: Path, wish: Wish) -> None:
     style = split.read(source, tokenizer, plain=wish.plain)
     if style.chat_template:
         tokenizers.set_chat_template(tokenizer, style.chat_template)
-    context = loading.context_of(loading.read_config(base.model))
+    context = load.context_length(load.read_config(base.model))
     used, limits = lengths.fit(style.pairs, lengths.measure(tokenizer, style.pairs), context)
     parts = split.cut(used, wish.seed)
     contents = files(parts)
@@ -132,7 +132,7 @@ def report(folder: Path, style: split.Style, parts: split.Parts, known: facts.Fa
         terminal.out(
             f"about {sizes.minutes} minute{'s' * (sizes.minutes > 1)} in all, by a short measurement on this machine"
         )
-    if known.speed and known.speed.share < devices.BUSY:
+    if known.speed and known.speed.share < devices.MIN_CPU_SHARE:
         terminal.out(
             f"other work left {known.speed.share:.0%} of the processor to that measurement: the run may take longer or "
             "shorter; on a quiet machine the sizes fit better"

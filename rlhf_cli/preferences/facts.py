@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from rlhf_cli import checkpoints
-from rlhf_cli.models import devices, loading
+from rlhf_cli.models import devices, load
 from rlhf_cli.preferences import speed
 from rlhf_cli.preferences.lengths import Lengths
 from rlhf_cli.preferences.speed import Speed
@@ -44,7 +44,7 @@ class Facts:
 
 def gather(folder: Path, lengths: Lengths, parts: Parts, rows: Mapping[str, int]) -> Facts:
     """Look at the model of a folder, and measure the machine. Raises RLHFError M01, M07, M08."""
-    config = loading.read_config(folder).get_text_config()
+    config = load.read_config(folder).get_text_config()
     parameters = count_parameters(folder)
     memory = _memory()
     fits = 20 * parameters < memory  # weights, gradients and some activations
@@ -77,7 +77,7 @@ def count_parameters(folder: Path) -> int:
 
 
 def _memory() -> int:
-    return devices.memory()
+    return devices.memory_bytes()
 
 
 def _device_name() -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rlhf_cli.models import devices, loading
-from rlhf_cli.ppo.records import Prompts
+from rlhf_cli.models import devices, load
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 
 ROWS, TOKENS, WRITTEN = 8, 64, 16
@@ -31,9 +31,9 @@ def measure(folder: Path) -> Speed:
 
     As long as other work takes part of the processor the measurement is made again, a few times.
     """
-    model = loading.load_causal(folder).to(devices.device())
+    model = load.load_causal_lm(folder).to(devices.device())
     config = model.config.get_text_config()
-    width = min(TOKENS, loading.context_of(config) or TOKENS)
+    width = min(TOKENS, load.context_length(config) or TOKENS)
     ids = torch.arange(ROWS * width, device=model.device).remainder(config.vocab_size).reshape(ROWS, width)
 
     def train() -> None:
@@ -55,9 +55,9 @@ def best(*calls: Callable[[], Any]) -> tuple[float, ...]:
     began = time.perf_counter()
     rounds: list[tuple[float, ...]] = []
     while len(rounds) < ROUNDS and (not rounds or time.perf_counter() - began < LONG):
-        seconds, share = devices.shared(lambda: [_fewest(call) for call in calls])
+        seconds, share = devices.measure_cpu_share(lambda: [_fewest(call) for call in calls])
         rounds.append((*seconds, share))
-        if share >= devices.BUSY:
+        if share >= devices.MIN_CPU_SHARE:
             break
     *taken, shares = zip(*rounds, strict=True)
     return *map(min, taken), max(shares)

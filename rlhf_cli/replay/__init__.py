@@ -17,15 +17,14 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import Options
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo.records import Prompts
-from rlhf_cli.ppo.rewards import leaving_no_bytecode
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.progress import Progress
 from rlhf_cli.replay import observe
 from rlhf_cli.replay.compare import TOLERANCE, Quantity, only_rounding, side_by_side, worst
 from rlhf_cli.replay.observe import Numbers
 from rlhf_cli.replay.recorded import Run, open_run
-from rlhf_cli.stages.ppo import parts as making
-from rlhf_cli.stages.ppo import samples
+from rlhf_cli.rewards import no_bytecode_files
+from rlhf_cli.stages import ppo_samples, ppo_setup
 
 # What rounding may do to a draw, in nats, and to a quantity as a share of it before it is pointed out.
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -63,7 +62,7 @@ def run(folder: Path, step: int | None, options: Options, *, as_json: bool) -> i
     Raises RLHFError C06 for a step that cannot be made again, M01 where there is no run, C15 where its inputs changed,
     M05 for a damaged state, C06 for ppo.optim adamw_8bit, and what `rlhf ppo` raises for its parents and data.
     """
-    with leaving_no_bytecode():
+    with no_bytecode_files():
         report = replay(open_run(folder), step, options)
     if as_json:
         terminal.out(json.dumps(_as_json(report), indent=2))
@@ -80,25 +79,25 @@ def replay(run: Run, step: int | None, options: Options) -> Report:
         text = "an update with averages in 8 bits cannot be made again in float64: they are rounded on the way"
         raise RLHFError("C06", text, where=config.where("ppo.optim"), hint="replay a run with another ppo.optim")
     with terminal.muted_warnings():  # `rlhf ppo` has said them
-        parts = making.load(config, options, run.parents())
-    trainer = parts.trainer
+        components = ppo_setup.load_components(config, options, run.parents())
+    trainer = components.trainer
     observe.remember(trainer)
     if step > 1:
         trainer.load_state_dict(run.state(step - 1))
     start = copy.deepcopy(trainer.state_dict())
     before = observe.weights(trainer.policy, trainer.value)
-    picked = data.prompt_batch(len(parts.prompts), step, settings.prompts_per_update, config.seed)
+    picked = data.prompt_batch(len(components.prompts), step, settings.prompts_per_update, config.seed)
     rounded = torch.bfloat16 if settings.bf16 else trainer.policy.dtype
     with Progress("replay", settings.episodes_per_update * (2 + settings.num_ppo_epochs), "row") as bar:
-        rollout = trainer.generate(Prompts.from_lists([parts.prompts[i].ids for i in picked]))
+        rollout = trainer.generate(Prompts.from_lists([components.prompts[i].ids for i in picked]))
         now, _ = observe.observe(trainer, rollout)
         now |= observe.changes(before, observe.weights(trainer.policy, trainer.value))
         left = _recorded(run, step, before)
-        for name, (then, today) in _samples(parts, run.samples.get(step, [])).items():
+        for name, (then, today) in _samples(components, run.samples.get(step, [])).items():
             left[name], now[name] = observe.numbers(then), observe.numbers(today)
         trainer.load_state_dict(start)
         wide, naive = observe.in_float64(
-            trainer, rollout, updates=parts.updates, stop_token_id=parts.stop_token_id,
+            trainer, rollout, updates=components.num_updates, stop_token_id=components.stop_token_id,
             near_tie=NEAR_TIE[rounded], tick=bar.advance,
         )  # fmt: skip
     quantities = side_by_side(naive, wide, now, left)
@@ -118,18 +117,20 @@ def _recorded(run: Run, step: int, before: observe.Weights) -> Numbers:
     return found
 
 
-def _samples(parts: making.Parts, rows: list[dict[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
+def _samples(
+    components: ppo_setup.PPOComponents, rows: list[dict[str, Any]]
+) -> dict[str, tuple[list[float], list[float]]]:
     """The run's sample table of the update, and what the trainer, just after it, makes of the same rows."""
     if not rows:
         return {}
-    experience = samples.judged(parts)
-    today = [samples.told(parts.tokenizer, experience, row["index"]) for row in rows]
+    experience = ppo_samples.experience_to_show(components)
+    today = [ppo_samples.sample_row(components.tokenizer, experience, row["index"]) for row in rows]
     pairs = list(zip(rows, today, strict=True))
     other = [float(any(then[key] != now[key] for key in ("prompt", "response"))) for then, now in pairs]
     found = {"samples: other texts": ([0.0] * len(rows), other)}
     for name in ("kl", "score"):
         found[f"samples: {name}"] = ([then[name] for then, _ in pairs], [now[name] for _, now in pairs])
-    for name in experience.scored.sources:
+    for name in experience.score_result.raw:
         scores = [(then["scores"][name], now["scores"][name]) for then, now in pairs]
         found[f"samples: score {name}"] = ([then for then, _ in scores], [now for _, now in scores])
     return found

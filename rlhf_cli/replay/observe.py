@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.models.reading import ValueHead
-from rlhf_cli.ppo.records import Rollout
-from rlhf_cli.ppo.rewards import EnsembleReward, FunctionReward, ModelReward, RetoldReward, TextReward, answers
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.models.forward import ValueHead
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.replay import float64, naive
+from rlhf_cli.rewards import EnsembleReward, FunctionReward, ModelReward, RetokenizingReward, RewardFn, call_reward_fn
 
 Weights = dict[str, dict[str, Tensor]]  # model -> parameter -> its weights, float64 on the CPU
 Numbers = dict[str, Tensor]  # quantity -> its numbers, float64 on the CPU, one dimension
@@ -27,30 +27,30 @@ def observe(trainer: PPOTrainer, rollout: Rollout) -> tuple[Numbers, dict[str, f
     The trainer is one update further afterwards.
     """
     before = frozen(trainer)
-    trainer.experience = experience = trainer.judge(rollout)
+    trainer.experience = experience = trainer.make_experience(rollout)
     steps: list[dict[str, float]] = []
-    plain = trainer._learn
+    plain = trainer._train_minibatch
 
     def learn(*arguments: Any) -> dict[str, float]:
         steps.append(plain(*arguments))
         return steps[-1]
 
-    vars(trainer)["_learn"] = learn  # in front of the class's own
+    vars(trainer)["_train_minibatch"] = learn  # in front of the class's own
     try:
         stats = trainer.update(experience)
     finally:
-        del vars(trainer)["_learn"]
+        del vars(trainer)["_train_minibatch"]
     mask = experience.mask
-    scored = experience.scored
-    moments = scored.moments
+    score_result = experience.score_result
+    stats_so_far = score_result.stats
     names = dict.fromkeys(name for step in steps for name in step)
     found = {
         "response tokens": rollout.ids[:, rollout.prompt_width :][mask.to(rollout.ids.device)],
         "response tokens unexplained": [0.0],
         **{name: getattr(experience, name)[mask] for name in BY_TOKEN},
-        **{f"score {name}": raw for name, raw in scored.sources.items()},
+        **{f"score {name}": raw for name, raw in score_result.raw.items()},
         "scores": experience.scores,
-        "running scores": [moments.count, moments.mean, moments.squares],
+        "running scores": [stats_so_far.count, stats_so_far.mean, stats_so_far.squares],
         **{f"{name}, each step": [step[name] for step in steps if name in step] for name in names},
         **{name: [number] for name, number in stats.items()},
         "next kl_coef": [trainer.kl_coef],
@@ -107,14 +107,14 @@ def start_of(
     scorer_copies = copies.pop("scorers")
     for model in (*copies.values(), *(model for models in scorer_copies.values() for model in models.values())):
         model.double()
-    moments = trainer.moments
+    score_stats = trainer.score_stats
     return naive.Start(
         settings=trainer.settings,
         seed=trainer.seed,
         update=trainer.updates,
         updates=updates,
         kl_coef=trainer.kl_coef,
-        scores_so_far=(moments.count, moments.mean, moments.squares),
+        scores_so_far=(score_stats.count, score_stats.mean, score_stats.squares),
         policy=copies["policy"],
         ref=copies["ref"],
         value=copies["value"],
@@ -139,14 +139,14 @@ class Remembered:
     What it answers is no arithmetic of ours; it may be slow, or far away, or answer otherwise each time.
     """
 
-    function: TextReward
+    function: RewardFn
     answers: dict[str, list[float]] = field(default_factory=dict)
 
     def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
         key = repr((prompts, responses))
         if key not in self.answers:
             with float64.suspended():
-                self.answers[key] = answers(self.function, prompts, responses)
+                self.answers[key] = call_reward_fn(self.function, prompts, responses)
         return self.answers[key]
 
 
@@ -171,8 +171,8 @@ def _source(trainer: PPOTrainer, name: str, models: dict[str, Any]) -> naive.Sou
 
     def scorer(each: str, said: ModelReward | FunctionReward) -> naive.Scorer:
         if isinstance(said, ModelReward):
-            if isinstance(said, RetoldReward):
-                return lambda prompts, responses: naive.model_scores(models[each], *said.retold(prompts, responses))
+            if isinstance(said, RetokenizingReward):
+                return lambda prompts, responses: naive.model_scores(models[each], *said.retokenize(prompts, responses))
             return partial(naive.model_scores, models[each])
         return partial(naive.function_scores, said.function, said.tokenizer)
 

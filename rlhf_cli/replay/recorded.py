@@ -9,8 +9,8 @@ from rlhf_cli.checkpoints import Parent, shown
 from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.config import PPOConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.inputs.ppo import made_with, of_group
-from rlhf_cli.models import trees
+from rlhf_cli.models import save
+from rlhf_cli.stages.ppo_setup import load_run_config, scale_to_world_size
 from rlhf_cli.tracking import read_log
 
 
@@ -47,7 +47,7 @@ class Run:
         """The trainer's state after update `step`. Raises RLHFError M05 where it is damaged, or gone."""
         folder = checkpoints.state_at(self.folder / "state", step)
         try:
-            return trees.load_tree(folder)["trainer"]
+            return save.load_tree(folder)["trainer"]
         except OSError as error:  # a run that is going on drops old states
             raise RLHFError("M05", f"{shown(folder)} is gone", hint="take another step") from error
 
@@ -80,10 +80,10 @@ def open_run(run: Path) -> Run:
     if folder is None or not (folder / "config.yaml").is_file():
         hint = "name the folder of a run that holds ppo/, e.g. runs/demo"
         raise RLHFError("M01", f"{shown(run)} holds no PPO run", hint=hint)
-    config = made_with(folder)
+    config = load_run_config(folder)
     # What a replay makes stays here: no hub is needed.
     settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})
-    config = of_group(config.model_copy(update={"ppo": settings}), checkpoints.processes_of(folder))
+    config = scale_to_world_size(config.model_copy(update={"ppo": settings}), checkpoints.processes_of(folder))
     samples: dict[int, list[dict[str, Any]]] = {}
     for row in read_log(folder / "samples.jsonl"):
         samples.setdefault(row["step"], []).append(row)

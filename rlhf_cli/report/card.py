@@ -3,8 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlhf_cli.evaluation.reward_model import (
+    MAX_ECE,
+    MIN_PROBE_LIMIT,
+    OVER_LONG_LIMIT,
+    SWAPPED_PROMPT_LIMIT,
+    ece_limit,
+    mean_confidence,
+)
 from rlhf_cli.report.texts import number, percent
-from rlhf_cli.reward_card.faults import ECE, LEAST, OVER_LONG, SWAPPED, claimed, ece_limit
 
 
 def notes(card: Mapping[str, Any]) -> Iterator[str]:
@@ -30,18 +37,18 @@ def notes(card: Mapping[str, Any]) -> Iterator[str]:
         "Beaten by ...: how often an answer that was made to be bad scores above the chosen one, then by how much its "
         "score is higher (+) or lower (-) on the mean. Such an answer should not win more often than one that people "
         f"rejected, so the limit is the share of pairs that this model gets wrong, {percent(1 - card['accuracy'])} "
-        f"here, and {percent(LEAST)} at least. Of the good answer three times over the limit is {percent(OVER_LONG)}, "
-        f"of one to another prompt {percent(SWAPPED)}."
+        f"here, and {percent(MIN_PROBE_LIMIT)} at least. Of the good answer three times over the limit is "
+        f"{percent(OVER_LONG_LIMIT)}, of one to another prompt {percent(SWAPPED_PROMPT_LIMIT)}."
     )
 
 
 def _calibration(card: Mapping[str, Any]) -> str:
-    sure, why = claimed(card), "; with few pairs, what chance alone comes to"
-    if ece_limit(card) > ECE:
+    sure, why = mean_confidence(card), "; with few pairs, what chance alone comes to"
+    if ece_limit(card) > MAX_ECE:
         why = f"; here it is {number(ece_limit(card))}, since with so few pairs chance alone comes to that"
     return (
         "Calibration: of the answers that they prefer, the scores say that these are the better ones with a chance of "
         f"{percent(sure)} on the mean, and {percent(card['accuracy'])} are; where more is said than comes true, the "
         "model is sure of too much. The error (ECE) is how far the two are apart, over groups of like chance. Its "
-        f"limit is {number(ECE)}{why}."
+        f"limit is {number(MAX_ECE)}{why}."
     )

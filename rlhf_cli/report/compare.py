@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from rlhf_cli.evaluation.render import pair_label
 from rlhf_cli.report import charts, glance
 from rlhf_cli.report.differences import between
 from rlhf_cli.report.drawn import Figure, figure_name
@@ -17,7 +18,6 @@ from rlhf_cli.report.ranges import RULES
 from rlhf_cli.report.runs import STAGES, Run, at, is_number
 from rlhf_cli.report.texts import bounds, number, percent, rated
 from rlhf_cli.statistics import together, wilson_difference
-from rlhf_cli.verdict import versus
 
 SECTIONS = (
     ("numbers", "Numbers"), ("curves", "PPO"), ("differences", "What is set differently"), ("stages", "Stages"),
@@ -119,7 +119,7 @@ def numbers(runs: list[Run]) -> Iterator[Row]:
             ("length_controlled", "length_controlled_ci95", ", at equal length"),
         ):
             values, intervals = [_number(rate.get(key)) for rate in told], [rate.get(bound) for rate in told]
-            yield Row(f"{versus(pair)}, {judge}{note}", values, intervals, share=True)
+            yield Row(f"{pair_label(pair)}, {judge}{note}", values, intervals, share=True)
     judges = [at(report, "models.ppo.judges") or {} for report in reports]
     for judge in dict.fromkeys(name for each in judges for name in each):
         means = [each.get(judge, {}) for each in judges]

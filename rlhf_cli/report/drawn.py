@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_cli.evaluation.render import win_rate_rows
 from rlhf_cli.report import charts, frontier
 from rlhf_cli.report.health import ILL, Reading, by_cause, readings
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.samples import lengths
 from rlhf_cli.report.svg import Drawing
 from rlhf_cli.report.texts import number, percent
-from rlhf_cli.verdict import win_rates
 
 # Of SFT and reward model: metric, title, unit; its evaluation is drawn beside it.
 TRAINING = {
@@ -136,7 +136,9 @@ def frontiers(report: Mapping[str, Any]) -> list[Figure]:
 
 def wins(report: Mapping[str, Any]) -> Figure | None:
     """Every win rate of the report, sampled ones first."""
-    found = [(f"{pair}, {judge}{how}", rate["value"], rate.get("ci95")) for pair, how, judge, rate in win_rates(report)]
+    found = [
+        (f"{pair}, {judge}{how}", rate["value"], rate.get("ci95")) for pair, how, judge, rate in win_rate_rows(report)
+    ]
     if not found:
         return None
     told = "; ".join(f"{label}: {percent(value)}" for label, value, _ in found)

@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf_cli.evaluation.render import OWN_REWARD, deciding_judge, significance
+from rlhf_cli.evaluation.reward_model import mean_confidence
 from rlhf_cli.ppo.settings import WatchdogSettings
 from rlhf_cli.report.advice import NONE, Advice, Move
 from rlhf_cli.report.health import ILL, Reading, by_cause, readings
 from rlhf_cli.report.noise import FEWEST, gained, rose_again, spread
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent
-from rlhf_cli.reward_card.faults import claimed
 from rlhf_cli.statistics import wilson
-from rlhf_cli.verdict.frontier import deciding_judge
-from rlhf_cli.verdict.sentence import OWN_REWARD, standing
 
 # early: too few updates; stale: out of date; open: absent, or not finished
 Grade = Literal["good", "early", "stale", "look", "bad", "open"]
@@ -132,7 +131,7 @@ def found_out(run: Run) -> str:
     """The judge by which PPO surely lost though it surely won by the reward; else empty."""
     rates = run.rates
     judge = deciding_judge(rates) if rates else "reward"
-    hacked = "reward" in rates and standing(rates["reward"]) == "better" and standing(rates[judge]) == "worse"
+    hacked = "reward" in rates and significance(rates["reward"]) == "better" and significance(rates[judge]) == "worse"
     return judge if hacked else ""
 
 
@@ -181,9 +180,9 @@ def _flagged(code: str, rejected: list[str], stage: Stage) -> Advice:
     if code != "R12":
         return NONE
     low, high = wilson(card["accuracy"] * card["n"], card["n"])
-    if claimed(card) > high:
+    if mean_confidence(card) > high:
         return Advice((Move("lower", _how_long(stage)), Move("lower", "reward.learning_rate")))
-    if claimed(card) < low:
+    if mean_confidence(card) < low:
         return Advice((Move("raise", _how_long(stage)),), "more pairs help as well")
     return Advice((), "more pairs help")
 
@@ -223,7 +222,7 @@ def of_eval(run: Run) -> Iterator[Finding]:
     if not rates:
         return
     judge = deciding_judge(rates)
-    stands = standing(rates[judge])
+    stands = significance(rates[judge])
     if stands == "worse":
         beside = "read where PPO lost most, under Samples; an earlier policy may be better (Reward against KL)"
         yield Finding("bad", f"PPO loses to SFT by {judge}", Advice((), beside))

@@ -4,13 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_cli.evaluation.render import OWN_REWARD, deciding_judge, significance
 from rlhf_cli.report.advice import NONE, one_voice
 from rlhf_cli.report.findings import Finding, Grade, blamed, found_out, of_eval, of_ppo, of_reward, of_sft
 from rlhf_cli.report.health import ILL
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import bounds, count, number, percent, rated
-from rlhf_cli.verdict.frontier import deciding_judge
-from rlhf_cli.verdict.sentence import OWN_REWARD, standing
 
 ORDER: tuple[Grade, ...] = ("good", "early", "stale", "look", "bad")
 
@@ -155,7 +154,7 @@ def _outcome(run: Run, report: Mapping[str, Any]) -> Iterator[str]:
         yield from _length(report, rate)
     for row in report.get("best_of", [])[-1:]:
         if rate := (row.get("ppo_win_rate") or {}).get(deciding_judge(rates) if rates else ""):
-            open_ = ", undecided" if standing(rate) == "undecided" else ""
+            open_ = ", undecided" if significance(rate) == "undecided" else ""
             yield (
                 f"Against SFT's best of {row['n']} by the reward model, which needs no training, PPO wins "
                 f"{rated(rate)}{open_}."
@@ -168,7 +167,7 @@ def _beats(rate: Mapping[str, Any]) -> str:
         "better": "beats SFT",
         "undecided": "cannot be told from SFT: it is better",
         "worse": "loses to SFT: it is better",
-    }[standing(rate)]
+    }[significance(rate)]
 
 
 def _length(report: Mapping[str, Any], rate: Mapping[str, Any]) -> Iterator[str]:

@@ -9,15 +9,15 @@ from typing import Any
 
 from markupsafe import Markup
 
-from rlhf_cli import __version__, reward_card
+from rlhf_cli import __version__
+from rlhf_cli.evaluation.render import deciding_judge_of, response_pairs, selection_lines
+from rlhf_cli.evaluation.reward_model_table import card_rows
 from rlhf_cli.ppo.settings.watchdog import SAYS
 from rlhf_cli.report import card, drawn, facts, glance, samples, tables
 from rlhf_cli.report.differences import from_defaults
 from rlhf_cli.report.runs import Run, Stage, at, is_number
 from rlhf_cli.report.texts import GENERATOR, bounds, count, finalize, number, percent
 from rlhf_cli.report.tokens import last_heat_map
-from rlhf_cli.verdict.frontier import choice
-from rlhf_cli.verdict.pairs import judge_of, pairs
 
 WORDS = {
     "good": "good", "early": "too early to tell", "stale": "out of date", "look": "worth a look", "bad": "bad",
@@ -118,7 +118,7 @@ def _training(run: Run) -> dict[str, Any]:
     told = "adversarial" in found
     return {
         "training": [("sft", "SFT", drawn.training(sft)), ("reward", "Reward model", drawn.training(reward))],
-        "card_lines": reward_card.lines(found) if told else [],
+        "card_rows": card_rows(found) if told else [],
         "card_notes": list(card.notes(found)) if told else [],
         "card_accuracy": _right(found) if told else "",
         "card_figures": drawn.card(found) if told else [],
@@ -182,7 +182,7 @@ def _evaluation(report: Mapping[str, Any] | None) -> dict[str, Any]:
             for point in points
         ],
         "selected": "selected_step" in told,
-        "choice": [line.strip() for line in choice(told)],
+        "choice": [line.strip() for line in selection_lines(told)],
         "no_frontier": f"There is none: {why}." if why else _no_frontier(report),
         "wins": drawn.wins(told),
         "win_columns": list(tables.WON),
@@ -207,12 +207,12 @@ def _no_frontier(report: Mapping[str, Any] | None) -> str:
 
 
 def _samples(run: Run) -> dict[str, Any]:
-    found = pairs(run.answers)
+    found = response_pairs(run.answers)
     shown = samples.chosen(found)
     return {
         "lengths": drawn.length_figure(run),
         "shown": shown,
-        "judge": judge_of(run.answers),
+        "judge": deciding_judge_of(run.answers),
         "pair_count": count(len(found), "prompt"),
         "shown_count": sum(len(each.pairs) for each in shown),
     }

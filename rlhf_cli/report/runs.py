@@ -7,12 +7,12 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from rlhf_cli import verdict
 from rlhf_cli.checkpoints import FOREIGN
 from rlhf_cli.checkpoints.shapes import oddity
 from rlhf_cli.checkpoints.stages import Left, State, left_in, outdated
 from rlhf_cli.config import CONFIGS
 from rlhf_cli.errors import RLHFError, reading, shown
+from rlhf_cli.evaluation import render
 from rlhf_cli.rows import read_jsonl
 from rlhf_cli.run_folders import is_begun
 from rlhf_cli.tracking import read_log
@@ -197,7 +197,7 @@ def _read_report(stage: Stage, notes: list[str]) -> dict[str, Any] | None:
     if stage.state == "unreadable" or not (stage.folder / "report.json").is_file():
         return None
     try:
-        found = verdict.read_report(stage.folder)
+        found = render.read_report(stage.folder)
     except RLHFError as error:
         notes.append(f"eval: {_without_place(error, stage.folder)}")
         return None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_cli.verdict.pairs import Pair, Row, pairs
+from rlhf_cli.evaluation.render import ResponsePair, Row, response_pairs
 
 EACH = 3  # pairs of a kind: enough to see a habit, few enough to be read
 
@@ -13,10 +13,10 @@ class Shown:
     """Pairs that are shown for one reason."""
 
     title: str
-    pairs: list[Pair]
+    pairs: list[ResponsePair]
 
 
-def chosen(found: Sequence[Pair]) -> list[Shown]:
+def chosen(found: Sequence[ResponsePair]) -> list[Shown]:
     """What is shown of the pairs, a pair once: by gain from both ends and around the middle, then by change."""
     left = sorted(found, key=lambda pair: (-pair.gain, pair.index))
     best = _take(left, left[:EACH])
@@ -35,7 +35,7 @@ def chosen(found: Sequence[Pair]) -> list[Shown]:
     return [each for each in shown if each.pairs]
 
 
-def _take(left: list[Pair], taken: list[Pair]) -> list[Pair]:
+def _take(left: list[ResponsePair], taken: list[ResponsePair]) -> list[ResponsePair]:
     for pair in taken:
         left.remove(pair)
     return taken
@@ -43,7 +43,7 @@ def _take(left: list[Pair], taken: list[Pair]) -> list[Pair]:
 
 def lengths(answers: Sequence[Row]) -> dict[str, list[int]]:
     """Tokens of each of SFT's and PPO's answers, of the pairs' mode."""
-    found = pairs(answers)
+    found = response_pairs(answers)
     return (
         {"SFT": [pair.sft["length"] for pair in found], "PPO": [pair.ppo["length"] for pair in found]} if found else {}
     )

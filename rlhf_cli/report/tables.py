@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf_cli import verdict
+from rlhf_cli.evaluation import render
 from rlhf_cli.report.runs import at
 from rlhf_cli.report.texts import percent, rated
 from rlhf_cli.statistics import with_interval
@@ -19,7 +19,7 @@ def judges(report: Mapping[str, Any]) -> list[str]:
 def won(report: Mapping[str, Any]) -> list[list[str]]:
     """A row of `WON` for each win rate."""
     rows = []
-    for pair, how, judge, rate in verdict.win_rates(report):
+    for pair, how, judge, rate in render.win_rate_rows(report):
         value, equal = rated(rate), rate.get("length_controlled")
         told = "-" if equal is None else percent(equal)
         rows.append([f"{pair}, {judge}{how}", value, told, str(rate.get("ties", "-")), str(rate.get("n", "-"))])
@@ -34,7 +34,7 @@ def policies(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             kl = with_interval(told["kl"], told.get("kl_ci95")) if "kl" in told else "-"
             means = [mean(told["judges"][judge]) for judge in names]
             length, ended = f"{told['response_length_mean']:.1f}", percent(told["eos_fraction"])
-            rows.append([verdict.label(name) + how, kl, length, ended, *means])
+            rows.append([render.model_label(name) + how, kl, length, ended, *means])
     return ["policy", "KL, nats", "length", "ended", *names], rows
 
 

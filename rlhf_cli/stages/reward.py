@@ -15,20 +15,21 @@ import torch
 import trl
 from transformers import set_seed
 
-from rlhf_cli import checkpoints, data, reward_card, terminal
+from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, RewardConfig
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.inputs import adapters, machine, models
+from rlhf_cli.evaluation import reward_model
+from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
+from rlhf_cli.evaluation.reward_model_table import print_card
+from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import reward as inputs
-from rlhf_cli.models import devices, embeddings, loading, saving, tokenizers
-from rlhf_cli.ppo.ranks import ALONE, Ranks, group
-from rlhf_cli.ppo.records import Prompts, right_pad
+from rlhf_cli.models import devices, load, lora, save, tokenizers
+from rlhf_cli.models.batch import Prompts, right_pad
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.ppo.seeds import derive
 from rlhf_cli.progress import Progress, counted
-from rlhf_cli.reward_card import ScoredPair
-from rlhf_cli.reward_card.probes import POLITE
 from rlhf_cli.stages import trl_training
 
 PROBES = 8
@@ -46,17 +47,17 @@ class RewardTrainer(trl_training.PlainTrainer, trl.RewardTrainer):
 def run(config: RewardConfig, options: Options) -> None:
     """Train and leave RUN/reward. Goes on from the last checkpoint where there is one.
 
-    Raises RLHFError E04 and R14 as `Ranks` does.
+    Raises RLHFError E04 and R14 as `ProcessGroup` does.
     """
-    with group() as ranks:
-        _run(config, options, ranks)
+    with open_process_group() as process_group:
+        _run(config, options, process_group)
 
 
-def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
+def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = checkpoints.open_parents(config)
     parent = parents["model.path"]
     identity = checkpoints.identity(config, parents, config.sources())
-    status = ranks.first(
+    status = process_group.run_on_main(
         lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
@@ -66,33 +67,33 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
     tokenizer, model = start(config, options, parent)
     checkpoints.require_unchanged(parents)
     stop = data.stop_token_id(tokenizer)
-    with ranks.after_the_first():
+    with process_group.main_process_first():
         rows, eval_rows = read(config, tokenizer, model.config)
     if memory:
         terminal.say(f"reward   {memory}")
     with ExitStack() as trackers:
         steps, log = trl_training.train(
-            make_trainer(config, model, tokenizer, rows, eval_rows, ranks), config, "reward", rows, trackers
+            make_trainer(config, model, tokenizer, rows, eval_rows, process_group), config, "reward", rows, trackers
         )
-        saving.set_special_ids(model, tokenizer, stop)
+        save.set_special_token_ids(model, tokenizer, stop)
         text = readme(config, parent, len(rows), steps)
-        ranks.each(partial(saving.save_model, model, tokenizer, config.folder / "model", text))
+        process_group.gather_results(partial(save.save_model, model, tokenizer, config.folder / "model", text))
         del model
         gc.collect()  # it is read again
         scorer = saved_scorer(config, options)
-        card, measured = report_card(config, scorer, tokenizer, eval_rows, ranks)
+        card, measured = report_card(config, scorer, tokenizer, eval_rows, process_group)
         if card:
             trl_training.log_last(log, steps, measured)
     scale = {}
     if config.reward.normalize == "sft":
         with Progress("reward: normalize", 2, "pass", brief=True) as bar:
-            answers = sampled(config, options, parent, tokenizer, rows, ranks)
+            answers = sampled(config, options, parent, tokenizer, rows, process_group)
             bar.advance()
-            scale = normalise(config, scorer, answers, ranks)
+            scale = normalise(config, scorer, answers, process_group)
             bar.advance()
-        ranks.first(lambda: saving.save_config(scorer, config.folder / "model"))
+        process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
     fields = {
-        **tokenizers.token_fields(tokenizer, stop),
+        **tokenizers.manifest_fields(tokenizer, stop),
         "metrics": {name: card[name] for name in HEADLINE} if card else {},
         **({"card": card} if card else {}),
         "probes": probes(scorer, eval_rows or rows),
@@ -100,9 +101,9 @@ def _run(config: RewardConfig, options: Options, ranks: Ranks) -> None:
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
     if card:
-        reward_card.print_card({**card, "ci95": card["accuracy_ci95"]})
+        print_card({**card, "ci95": card["accuracy_ci95"]})
 
 
 def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
@@ -110,9 +111,9 @@ def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, 
     given = models.tokenizer(config, options, parent)
     set_seed(config.seed)  # the fresh head is drawn here
     model = models.scorer_to_train(config, options, parent, given)
-    inputs.check_body(config, loading.read_config(parent.model, options.trust_remote_code))
+    inputs.check_body(config, load.read_config(parent.model, options.trust_remote_code))
     tokenizer = inputs.tokenizer(config, given, parent.stage)
-    return tokenizer, adapters.to_train(config, parent, model, tokenizer)
+    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
 
 def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:
@@ -124,7 +125,12 @@ def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:
 
 
 def make_trainer(
-    config: RewardConfig, model: Any, tokenizer: Any, rows: Rows, eval_rows: Rows, ranks: Ranks = ALONE
+    config: RewardConfig,
+    model: Any,
+    tokenizer: Any,
+    rows: Rows,
+    eval_rows: Rows,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Any:
     """TRL's trainer on {chosen_ids, rejected_ids[, margin]}, which it takes for tokens already; none is too long."""
     coefficient = config.reward.center_rewards_coefficient or None
@@ -140,7 +146,7 @@ def make_trainer(
         RewardTrainer,
         config,
         lengths if config.reward.group_by_length else None,
-        ranks,
+        process_group,
         model=model,
         args=args,
         train_dataset=train,
@@ -151,34 +157,43 @@ def make_trainer(
 
 def saved_scorer(config: RewardConfig, options: Options) -> Any:
     """What was written to model/: what is measured from here on is what a reader of the folder gets."""
-    scorer = loading.load_scorer(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
+    scorer = load.load_reward_model(
+        config.folder / "model", **load.load_kwargs(config.model, options.trust_remote_code)
+    )
     return scorer.to(devices.device()).eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def raw_scores(scorer: Any, rows: Sequence[list[int]], size: int, ranks: Ranks = ALONE) -> list[float]:
+def raw_scores(
+    scorer: Any, rows: Sequence[list[int]], size: int, process_group: ProcessGroup = SINGLE_PROCESS
+) -> list[float]:
     """The scorer's own pooled logit of each row of tokens, in batches of `size` rows of like length, shared by all."""
     scores: dict[int, float] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     batches = [order[first : first + size] for first in range(0, len(rows), size)]
-    for picked in counted("score: batch", ranks.share(batches)):
+    for picked in counted("score: batch", process_group.shard(batches)):
         ids, mask = right_pad([rows[i] for i in picked], scorer.config.pad_token_id)
         given = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
         logits = scorer(**given, use_cache=False).logits
         scores |= zip(picked, logits[:, 0].float().tolist(), strict=True)
-    found = {i: score for each in ranks.told(scores) for i, score in each.items()}
+    found = {i: score for each in process_group.all_gather_object(scores) for i, score in each.items()}
     return [found[i] for i in range(len(rows))]
 
 
 def sampled(
-    config: RewardConfig, options: Options, parent: Parent, tokenizer: Any, rows: Rows, ranks: Ranks = ALONE
+    config: RewardConfig,
+    options: Options,
+    parent: Parent,
+    tokenizer: Any,
+    rows: Rows,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[list[int]]:
     """Prompt and response tokens: answers of the model that training started from, to prompts of the training pairs.
 
     Each rank writes a part.
     """
-    model = loading.load_causal(parent.model, **loading.how(config.model, options.trust_remote_code))
-    embeddings.fit_embeddings(model, tokenizer)
+    model = load.load_causal_lm(parent.model, **load.load_kwargs(config.model, options.trust_remote_code))
+    tokenizers.resize_to_tokenizer(model, tokenizer)
     model.to(devices.device()).eval()
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
     picked = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
@@ -188,19 +203,23 @@ def sampled(
         length = max(1, min(length, context - max(map(len, picked))))
     stop, pad = data.stop_token_id(tokenizer), tokenizer.pad_token_id
     engine = HFEngine(model, stop, pad, temperature=1.0, batch_size=SAMPLED_AT_ONCE)
-    seeds = tuple(derive(config.seed, "normalize", number) for number in range(len(picked)))
+    seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(picked)))
     asked = replace(Prompts.from_lists(picked, pad), seeds=seeds, response_length=length)
 
     def write(part: slice) -> list[list[int]]:
-        rollout = engine.generate(asked.rows(part.start, part.stop))
+        rollout = engine.generate(asked.rows(part))
         return [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
 
-    return list(chain.from_iterable(ranks.parted(len(picked), write)))
+    return list(chain.from_iterable(process_group.map_rows(len(picked), write)))
 
 
-def normalise(config: RewardConfig, scorer: Any, rows: list[list[int]], ranks: Ranks) -> dict[str, float]:
+def normalise(
+    config: RewardConfig, scorer: Any, rows: list[list[int]], process_group: ProcessGroup
+) -> dict[str, float]:
     """Put mean and deviation of the raw scores of `rows` into the scorer's config, where every reader finds them."""
-    raw = torch.tensor(raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, ranks), dtype=torch.float64)
+    raw = torch.tensor(
+        raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group), dtype=torch.float64
+    )
     mean, deviation = float(raw.mean()), float(raw.std(correction=0))
     if deviation < 1e-6:
         terminal.warn("R02", f"all {len(rows)} answers of the SFT model get the same score ({mean:.4g})")
@@ -210,7 +229,7 @@ def normalise(config: RewardConfig, scorer: Any, rows: list[list[int]], ranks: R
 
 
 def report_card(
-    config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows, ranks: Ranks
+    config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows, process_group: ProcessGroup
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """What the finished scorer is worth on the evaluation pairs, in raw scores, and TRL's metrics of it.
 
@@ -220,26 +239,26 @@ def report_card(
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
         return {}, {}
-    picked = reward_card.spread(rows)
+    picked = reward_model.probe_rows(rows)
     asked = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
-    asked |= adversarial(tokenizer, [rows[i] for i in picked], loading.context_of(scorer.config), config.seed)
+    asked |= adversarial(tokenizer, [rows[i] for i in picked], load.context_length(scorer.config), config.seed)
     scores = {}
     with Progress("reward: report card", len(asked), "pass", brief=True) as bar:
         for name, answers in asked.items():
-            scores[name] = finite_scores(config, scorer, answers, ranks)
+            scores[name] = finite_scores(config, scorer, answers, process_group)
             bar.advance()
     chosen, rejected = scores.pop("chosen_ids"), scores.pop("rejected_ids")
     lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]
     pairs = [ScoredPair(good, bad, *length) for good, bad, length in zip(chosen, rejected, lengths, strict=True)]
-    card = reward_card.measure(pairs, seed=config.seed)
-    card["adversarial"] = reward_card.judge(scores, [chosen[i] for i in picked])
-    faults = reward_card.flags(card)
+    card = reward_model.evaluate_pairs(pairs, seed=config.seed)
+    card["adversarial"] = reward_model.score_probes(scores, [chosen[i] for i in picked])
+    faults = reward_model.flags(card)
     for fault in faults:
         terminal.warn(fault.code, fault.text, where=shown(config.folder), hint=fault.hint)
     card["flags"] = [{"code": fault.code, "text": fault.text} for fault in faults]
     loss = _loss(config, pairs, [row.get("margin", 0.0) for row in rows])
     measured = {"loss": loss, "accuracy": card["accuracy"], "margin": card["margin"]}
-    return card, measured | _range(pairs, config.reward.per_device_eval_batch_size * ranks.count)
+    return card, measured | _range(pairs, config.reward.per_device_eval_batch_size * process_group.world_size)
 
 
 def _range(pairs: Sequence[ScoredPair], batch: int) -> dict[str, float]:
@@ -262,14 +281,16 @@ def _loss(config: RewardConfig, pairs: Sequence[ScoredPair], wanted: Sequence[fl
 def adversarial(tokenizer: Any, rows: Rows, context: int | None, seed: int) -> dict[str, list[list[int]]]:
     """Probe -> tokens of each row. Politeness begins as the chosen answer does: after a space, or not."""
     answers = tokenizer.batch_decode([row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows])
-    texts = [answer[: len(answer) - len(answer.lstrip())] + POLITE for answer in answers]
+    texts = [answer[: len(answer) - len(answer.lstrip())] + POLITE_ANSWER for answer in answers]
     polite = [ids[:-1] for _, ids in data.encode_many(tokenizer, [None] * len(texts), texts)]
-    return reward_card.build(rows, polite, context=context, seed=seed)
+    return reward_model.build_probes(rows, polite, context=context, seed=seed)
 
 
-def finite_scores(config: RewardConfig, scorer: Any, rows: Sequence[list[int]], ranks: Ranks) -> list[float]:
+def finite_scores(
+    config: RewardConfig, scorer: Any, rows: Sequence[list[int]], process_group: ProcessGroup
+) -> list[float]:
     """`raw_scores`. Raises RLHFError R01 where one is not finite."""
-    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, ranks)
+    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group)
     if not all(map(math.isfinite, scores)):
         text = "the finished model gives scores that are not finite: the training diverged"
         raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")

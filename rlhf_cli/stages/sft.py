@@ -21,12 +21,12 @@ from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import Options, SFTConfig
 from rlhf_cli.errors import RLHFError, placed, shown
-from rlhf_cli.inputs import adapters, machine, models
+from rlhf_cli.inputs import machine, models
 from rlhf_cli.inputs import sft as inputs
 from rlhf_cli.inputs.sft import IGNORED
-from rlhf_cli.models import devices, fresh, loading, saving, tokenizers
-from rlhf_cli.ppo.ranks import ALONE, Ranks, group
-from rlhf_cli.ppo.records import right_pad
+from rlhf_cli.models import build, devices, load, lora, save, tokenizers
+from rlhf_cli.models.batch import right_pad
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.progress import Progress, counted
 from rlhf_cli.stages import trl_training
 
@@ -90,16 +90,16 @@ def _score_by_own_head(model: Any) -> None:
 def run(config: SFTConfig, options: Options) -> None:
     """Train and leave RUN/sft. Goes on from the last checkpoint where there is one.
 
-    Raises RLHFError E04 and R14 as `Ranks` does.
+    Raises RLHFError E04 and R14 as `ProcessGroup` does.
     """
-    with group() as ranks:
-        _run(config, options, ranks)
+    with open_process_group() as process_group:
+        _run(config, options, process_group)
 
 
-def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
+def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = checkpoints.open_parents(config)
     identity = checkpoints.identity(config, parents, config.sources())
-    status = ranks.first(
+    status = process_group.run_on_main(
         lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
@@ -110,30 +110,36 @@ def _run(config: SFTConfig, options: Options, ranks: Ranks) -> None:
     checkpoints.require_unchanged(parents)
     stop = data.stop_token_id(tokenizer)
     strategy = inputs.packing_strategy(config)
-    with ranks.after_the_first():
+    with process_group.main_process_first():
         rows, eval_rows = read(config, tokenizer, model.config, strategy)
     if memory:
         terminal.say(f"sft      {memory}")
     with ExitStack() as trackers:
         steps, log = trl_training.train(
-            make_trainer(config, model, tokenizer, rows, eval_rows, strategy, ranks), config, "sft", rows, trackers
+            make_trainer(config, model, tokenizer, rows, eval_rows, strategy, process_group),
+            config,
+            "sft",
+            rows,
+            trackers,
         )
-        saving.set_special_ids(model, tokenizer, stop)
+        save.set_special_token_ids(model, tokenizer, stop)
         text = card(config, parents, len(rows), steps)
-        ranks.each(functools.partial(saving.save_model, model, tokenizer, config.folder / "model", text))
+        process_group.gather_results(
+            functools.partial(save.save_model, model, tokenizer, config.folder / "model", text)
+        )
         del model
         gc.collect()  # it is read again
-        measured = headline(config, options, eval_rows, tokenizer.pad_token_id, ranks) if eval_rows else {}
+        measured = headline(config, options, eval_rows, tokenizer.pad_token_id, process_group) if eval_rows else {}
         if measured:
             own = {name: measured[f"eval_{name}"] for name in ("loss", "entropy")}
             trl_training.log_last(log, steps, {**own, "mean_token_accuracy": measured["eval_token_accuracy"]})
     fields = {
-        **tokenizers.token_fields(tokenizer, stop),
+        **tokenizers.manifest_fields(tokenizer, stop),
         "metrics": measured,
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    ranks.first(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
 
 
 def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
@@ -155,8 +161,8 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
         assert new is not None
         with placed(config.where("model.new")):
             attention = config.model.attn_implementation
-            model = fresh.new_causal(new.config_fields(), tokenizer, attn_implementation=attention)
-    return tokenizer, adapters.to_train(config, parent, model, tokenizer)
+            model = build.new_causal_lm(new.config_fields(), tokenizer, attn_implementation=attention)
+    return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
 
 def read(config: SFTConfig, tokenizer: Any, body: Any, strategy: str | None) -> tuple[Rows, Rows]:
@@ -174,7 +180,7 @@ def make_trainer(
     rows: Rows,
     eval_rows: Rows,
     strategy: str | None,
-    ranks: Ranks = ALONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Any:
     """TRL's trainer on tokens and labels of ours: without packing it prepares nothing, with it only packs."""
     packing: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
@@ -187,7 +193,7 @@ def make_trainer(
         SFTTrainer,
         config,
         lengths,
-        ranks,
+        process_group,
         model=model,
         args=args,
         train_dataset=data.as_dataset(rows),
@@ -196,9 +202,11 @@ def make_trainer(
     )
 
 
-def headline(config: SFTConfig, options: Options, rows: Rows, pad: int, ranks: Ranks) -> dict[str, float]:
+def headline(
+    config: SFTConfig, options: Options, rows: Rows, pad: int, process_group: ProcessGroup
+) -> dict[str, float]:
     """Loss per trained token of the saved model over the evaluation rows, in nats, by our own pass, shared by all."""
-    model = loading.load_causal(config.folder / "model", **loading.how(config.model, options.trust_remote_code))
+    model = load.load_causal_lm(config.folder / "model", **load.load_kwargs(config.model, options.trust_remote_code))
     model.to(devices.device()).eval()
     width = config.sft.max_length
     cut = [
@@ -210,9 +218,11 @@ def headline(config: SFTConfig, options: Options, rows: Rows, pad: int, ranks: R
     size = config.sft.per_device_eval_batch_size
     batches = [zip(*cut[first : first + size], strict=True) for first in range(0, len(cut), size)]
     with Progress("sft: held-out loss", 1, "pass", brief=True) as bar:
-        own = [_sums(model, ids, labels, pad) for ids, labels in counted("score: batch", ranks.share(batches))]
+        own = [_sums(model, ids, labels, pad) for ids, labels in counted("score: batch", process_group.shard(batches))]
         bar.advance()
-    loss, entropy, correct, tokens = map(sum, zip(*chain.from_iterable(ranks.told(own)), strict=True))
+    loss, entropy, correct, tokens = map(
+        sum, zip(*chain.from_iterable(process_group.all_gather_object(own)), strict=True)
+    )
     mean = loss / max(tokens, 1)
     if not math.isfinite(mean):
         text = f"the finished model's loss on the evaluation rows is {mean}: the training diverged"

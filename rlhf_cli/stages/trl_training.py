@@ -19,8 +19,8 @@ from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.inputs import batches, limits
-from rlhf_cli.models import devices, zero3
-from rlhf_cli.ppo.ranks import ALONE, Ranks
+from rlhf_cli.models import devices, sharding
+from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress
 from rlhf_cli.signals import StopWish
 from rlhf_cli.trackers import Trackers
@@ -37,7 +37,7 @@ class PlainTrainer:
     """
 
     lengths: Sequence[int] | None = None
-    ranks = ALONE
+    process_group = SINGLE_PROCESS
     keep = 2
     cost: checkpoints.Cost
     losses: Sequence[float] = ()  # of each rank, since the last line of the log: transformers adds them up apart
@@ -50,12 +50,12 @@ class PlainTrainer:
         trainer: Any = self
         states, name = Path(trainer.args.output_dir), f"checkpoint-{trainer.state.global_step}"
         with self.cost.one():
-            self.ranks.first(lambda: checkpoints.make_room(states, name))
-            self.losses = self.ranks.told(float(trainer._tr_loss))
+            self.process_group.run_on_main(lambda: checkpoints.make_room(states, name))
+            self.losses = self.process_group.all_gather_object(float(trainer._tr_loss))
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-            self.ranks.wait()  # each has written the state of its random numbers
+            self.process_group.barrier()  # each has written the state of its random numbers
             best = Path(trainer.state.best_model_checkpoint or "").name
-            self.ranks.first(lambda: checkpoints.seal_state(states / name, keep=self.keep, spare={best}))
+            self.process_group.run_on_main(lambda: checkpoints.seal_state(states / name, keep=self.keep, spare={best}))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """No pickle of the arguments, which hold the hub's token: gone before the checkpoint can count as whole."""
@@ -66,7 +66,7 @@ class PlainTrainer:
         if self.lengths is None:
             return super()._get_train_sampler(train_dataset)  # type: ignore[misc]
         args: Any = self.args  # type: ignore[attr-defined]
-        return data.LikeLengths(self.lengths, args.train_batch_size * self.ranks.count, args.seed)
+        return data.LengthGroupedSampler(self.lengths, args.train_batch_size * self.process_group.world_size, args.seed)
 
 
 def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> Any:
@@ -83,7 +83,7 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
         "seed": config.seed,
         "max_steps": ours.max_steps or -1,
         "warmup_steps": ours.warmup_steps if ours.warmup_steps is not None else ours.warmup_ratio,  # below 1: a share
-        "bf16": devices.computes_in_bf16(ours.bf16),
+        "bf16": devices.use_bf16(ours.bf16),
         "use_cpu": not gpu,
         "ddp_find_unused_parameters": False,  # what learns takes part in each pass; the search for others takes time
         "dataloader_pin_memory": gpu,
@@ -106,17 +106,21 @@ def arguments(kind: Any, config: SFTConfig | RewardConfig, **changes: Any) -> An
 
 
 def build(
-    kind: Any, config: SFTConfig | RewardConfig, lengths: Sequence[int] | None, ranks: Ranks, **parts: Any
+    kind: Any,
+    config: SFTConfig | RewardConfig,
+    lengths: Sequence[int] | None,
+    process_group: ProcessGroup,
+    **parts: Any,
 ) -> Any:
     """TRL's trainer (`kind` with PlainTrainer mixed in) of its parts.
 
     Raises RLHFError C17 for what TRL refuses, E04 where accelerate has found other processes than `ranks`.
     """
     trainer = _trl(config, kind, **parts)
-    if (found := trainer.accelerator.num_processes) != ranks.count:
-        text = f"accelerate found {found} process{'es' * (found > 1)}, {ranks.count} train together"
+    if (found := trainer.accelerator.num_processes) != process_group.world_size:
+        text = f"accelerate found {found} process{'es' * (found > 1)}, {process_group.world_size} train together"
         raise RLHFError("E04", text, hint="take the variables ACCELERATE_* out of the environment, or use --nproc N")
-    trainer.lengths, trainer.keep, trainer.ranks = lengths, config.output.keep, ranks
+    trainer.lengths, trainer.keep, trainer.process_group = lengths, config.output.keep, process_group
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -146,13 +150,13 @@ def train(
     SIGTERM or SIGINT: saves after the step and raises SystemExit(143 or 130).
     Raises RLHFError R01 for a loss that is not finite.
     """
-    folder, ranks = config.folder, trainer.ranks
+    folder, process_group = config.folder, trainer.process_group
     settings = config.sft if isinstance(config, SFTConfig) else config.reward
     count = len(trainer.train_dataset)
-    limits.warn_intervals(config, settings.steps(count, ranks.count))
+    limits.warn_intervals(config, settings.steps(count, process_group.world_size))
     packed = count if isinstance(config, SFTConfig) and config.sft.packing else None
-    terminal.say(f"{label:<8} {batches.arithmetic(config, rows, ranks.count, packed=packed)}")
-    checkpoint = ranks.first(lambda: checkpoints.latest_state(folder / "state"))
+    terminal.say(f"{label:<8} {batches.arithmetic(config, rows, process_group.world_size, packed=packed)}")
+    checkpoint = process_group.run_on_main(lambda: checkpoints.latest_state(folder / "state"))
     state = json.loads((checkpoint / STATE).read_text(encoding="utf-8")) if checkpoint else {}
     sums = state["stateful_callbacks"]["Follower"]["attributes"] if checkpoint else {}
     told = Trackers(config)
@@ -167,7 +171,7 @@ def train(
             trainer._load_from_checkpoint(str(best or checkpoint))  # train() would take one step too many
     else:
         steps = _take_steps(trainer, checkpoint, log, label, sums)
-    zero3.end()
+    sharding.disable_zero3()
     return steps, log
 
 
@@ -186,7 +190,7 @@ def _take_steps(trainer: Any, checkpoint: Path | None, log: MetricsLog, label: s
         follower = Follower(trainer, log, label, stop, sums)
         trainer.add_callback(follower)
         try:
-            with _numbers_alone(checkpoint), trainer.ranks.in_step():
+            with _numbers_alone(checkpoint), trainer.process_group.translate_dist_errors():
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         finally:
             follower.close()
@@ -220,7 +224,7 @@ class Follower(TrainerCallback, ExportableState):
         self.bar.__enter__()
         trainer = self.trainer
         if sums := self.resumed:
-            trainer._tr_loss += sums["losses"][trainer.ranks.rank]
+            trainer._tr_loss += sums["losses"][trainer.process_group.rank]
             trainer._globalstep_last_logged = sums["logged_at"]
             trainer._total_train_tokens = sums["tokens"]
             for name, values in sums["metrics"]:
@@ -255,7 +259,7 @@ class Follower(TrainerCallback, ExportableState):
         """
         assert self.bar
         self.bar.advance()
-        self.stop.settle(self.trainer.ranks.told)
+        self.stop.settle(self.trainer.process_group.all_gather_object)
         last = state.global_step >= state.max_steps
         control.should_log |= last
         control.should_save |= self.stop.wished is not None and not last
@@ -263,7 +267,7 @@ class Follower(TrainerCallback, ExportableState):
             control.should_evaluate |= state.epoch == int(state.epoch)
         control.should_evaluate &= not last or args.load_best_model_at_end
         if control.should_save and not all(
-            bool(zero3.own_part(w).isfinite().all()) for w in self.trainer.model.parameters()
+            bool(sharding.zero3_shard(w).isfinite().all()) for w in self.trainer.model.parameters()
         ):
             raise _not_finite("a weight", math.nan, args, state)
 
@@ -293,11 +297,11 @@ class Follower(TrainerCallback, ExportableState):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The stop signal is obeyed."""
-        self.stop.settle(self.trainer.ranks.told)  # it may have come while the checkpoint was written
+        self.stop.settle(self.trainer.process_group.all_gather_object)  # it may come during the save
         if self.stop.wished and state.global_step < state.max_steps:
             step = f"step {state.global_step} of {state.max_steps}"
             terminal.say(f"{self.label:<8} stopped at {step}, saved; the same command goes on from here")
-            self.trainer.ranks.wait()  # who ends first has the others ended
+            self.trainer.process_group.barrier()  # who ends first has the others ended
             raise SystemExit(self.stop.exit_code)
 
     def close(self) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rlhf_cli import checkpoints, pipeline, room, verdict
+from rlhf_cli import checkpoints, pipeline, room
 from rlhf_cli.checkpoints import Status
 from rlhf_cli.config import Config, EvalConfig, load
 from rlhf_cli.errors import Problem, RLHFError, reading, unreadable
+from rlhf_cli.evaluation import render
 from rlhf_cli.pipeline import STAGES, Step
 from rlhf_cli.run_folders import below, configs_in, is_begun, is_preset
 from rlhf_cli.status.stages import Stage, read_stage
@@ -148,8 +149,8 @@ def _not_met(config: Config | None) -> tuple[Problem, ...]:
     """What `eval.require` asks for and a finished evaluation does not hold: `rlhf run` ends with it."""
     try:
         if isinstance(config, EvalConfig):
-            report = verdict.read_report(config.folder)
-            verdict.check_requirements(report, config.eval.require, where=config.where)
+            report = render.read_report(config.folder)
+            render.check_requirements(report, config.eval.require, where=config.where)
     except RLHFError as error:
         return error.problems
     return ()

@@ -9,12 +9,12 @@ from typing import Any
 
 from rlhf_cli import room
 from rlhf_cli.errors import quoted, shown
+from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, format_reward
 from rlhf_cli.pipeline import Step
 from rlhf_cli.statistics import with_interval
 from rlhf_cli.status.runs import Next, Run
 from rlhf_cli.status.stages import Stage
 from rlhf_cli.times import ago, duration
-from rlhf_cli.verdict.rewards import LAST_UPDATE, TRAINING, reward
 
 STAGE_COLUMNS = ("stage", "state", "headline", "time", "when", "size")
 NOT_THERE = {"M01", "M10"}  # a model that is not made yet
@@ -63,7 +63,7 @@ def headline(stage: Stage) -> str:
         return f"accuracy {with_interval(told['accuracy'], told.get('accuracy_ci95'))}{more}"
     if "objective/scores" in told:
         kl = told.get("objective/kl_k1")
-        said = reward(told, LAST_UPDATE if by_log else TRAINING)
+        said = format_reward(told, LAST_UPDATE if by_log else TRAINING)
         return said + ("" if kl is None else f", KL {kl:.2f}")
     if "win_rate" in told:
         return f"PPO over SFT {with_interval(told['win_rate'], told.get('win_rate_ci95'))} by {told['judge']}"

@@ -12,8 +12,8 @@ from rlhf_cli.checkpoints.locks import Holder, holder
 from rlhf_cli.checkpoints.stages import Left, left_in, outdated
 from rlhf_cli.config import Config, PPOConfig, RewardConfig, SFTConfig, load
 from rlhf_cli.errors import RLHFError, quoted, reading
+from rlhf_cli.evaluation.render import deciding_judge
 from rlhf_cli.tracking import newest_rows
-from rlhf_cli.verdict.frontier import deciding_judge
 
 State = Literal["new", "running", "stopped", "finished", "stale", "damaged", "unreadable"]
 Origin = Literal["manifest.json", "metrics.jsonl"]

@@ -36,6 +36,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=int, default=200, metavar="N", help="kills a stage")
     parser.add_argument("--every", type=int, default=1, metavar="K", help="every K-th fail point of a stage")
+    parser.add_argument("--straight", action="store_true", help="no fail points that only a resumed run comes to")
     parser.add_argument("--troubles", type=int, metavar="N", help="full disks, signals and so on; default: all")
     parser.add_argument("--chain-stages", nargs="+", default=list(STAGES), choices=STAGES, metavar="STAGE")
     parser.add_argument("--chain-kills", type=int, default=6, metavar="N", help="kills of `rlhf run`, 3 a chain")
@@ -78,7 +79,8 @@ def everything(args: argparse.Namespace, world: World, pool: ProcessPoolExecutor
     found = Found()
     for stage in STAGES:
         found.killed[stage] = list(_kills(pool, world, stage, args.kills, args.seed))
-    listed = dict(zip(STAGES, _all(pool, [partial(points.find, world, s) for s in STAGES], "fail points"), strict=True))
+    jobs = [partial(points.find, world, stage, resumed=not args.straight) for stage in STAGES]
+    listed = dict(zip(STAGES, _all(pool, jobs, "fail points"), strict=True))
     for stage, trials in listed.items():
         found.names[stage] = len(trials)
         picked = trials[args.seed % args.every :: args.every]

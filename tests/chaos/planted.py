@@ -1,5 +1,6 @@
 """Faults planted into the product, one at a time: the harness must see each."""
 
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -10,14 +11,13 @@ from typing import Any
 from chaos import faults
 from chaos.faults import Point
 from chaos.kills import finished
-from chaos.runs import Run, World
+from chaos.runs import STEPS, Run, World
 from rlhf_cli import tracking
 from rlhf_cli.checkpoints import states
 from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.stages import trl_training
 
 Undo = Callable[[], None]
-IN_A_STATE = {"sft": "save state/checkpoint-#/model.safetensors", "ppo": "save state/.tmp-step_#-#/tensors.safetensors"}
 
 
 def _replace(owner: Any, name: str, value: Any) -> Undo:
@@ -65,41 +65,36 @@ def litter_left() -> Undo:
     return _replace(sys.modules["rlhf_cli.checkpoints.outputs"], "clear_leftovers", lambda folder: None)
 
 
-# name -> (stage, where its run is killed, what is planted)
+LATE = Point("write metrics.jsonl", "half", STEPS - 1)  # a run that has few steps left, which more than one fault needs
+# name -> (stage, where its run is killed, what is planted before it goes on)
 FAULTS: dict[str, tuple[str, Point, Callable[[], Undo]]] = {
-    "scheduler forgotten": ("ppo", Point(IN_A_STATE["ppo"], "half", 4), scheduler_forgotten),
-    "coefficient forgotten": ("ppo", Point(IN_A_STATE["ppo"], "half", 4), coefficient_forgotten),
-    "log not cut": ("ppo", Point("write metrics.jsonl", "half", 8), log_not_cut),
-    "litter left": ("ppo", Point("remove state/.trash-step_#-#", "before", 6), litter_left),
-    "state believed": ("sft", Point(IN_A_STATE["sft"], "half", 4), state_believed),
-    "random numbers forgotten": ("sft", Point("write metrics.jsonl", "after", 8), random_numbers_forgotten),
+    "scheduler forgotten": ("ppo", LATE, scheduler_forgotten),
+    "coefficient forgotten": ("ppo", LATE, coefficient_forgotten),
+    "log not cut": ("ppo", LATE, log_not_cut),
+    "litter left": ("ppo", Point("remove state/.trash-step_#-#", "before", STEPS // 3 - 2), litter_left),
+    "state believed": ("sft", Point("save state/checkpoint-#/model.safetensors", "half", STEPS // 3), state_believed),
+    "random numbers forgotten": ("sft", Point("write metrics.jsonl", "after", STEPS), random_numbers_forgotten),
 }
 
 
-def seen(world: World, name: str) -> list[str]:
-    """What the harness says of a run that is killed once, with the fault in the product."""
-    stage, point, plant = FAULTS[name]
-    undo = plant()
-    try:
-        return _killed_once(world, stage, point, name)
-    finally:
-        undo()
-
-
-def _killed_once(world: World, stage: str, point: Point, name: str) -> list[str]:
-    folder = world.trial(stage, name.replace(" ", "-"))
-    run = Run(stage, folder, before=partial(_install, point))
-    assert run.wait() == -signal.SIGKILL, run.said()
-    return finished(world, stage, folder)
+def all_seen(world: World) -> dict[str, list[str]]:
+    """What the harness says of runs that were killed once and go on with each fault, by its name, and with none."""
+    found: dict[str, list[str]] = {"none": []}
+    for number, (stage, point) in enumerate(dict.fromkeys((stage, point) for stage, point, _ in FAULTS.values())):
+        killed = world.trial(stage, f"planted-{number}")
+        run = Run(stage, killed, before=partial(_install, point))
+        assert run.wait() == -signal.SIGKILL, run.said()
+        for name, (*where, plant) in FAULTS.items():
+            if where == [stage, point]:
+                copy = shutil.copytree(killed, killed.with_name(f"{stage}-{name.replace(' ', '-')}"), symlinks=True)
+                undo = plant()
+                try:
+                    found[name] = finished(world, stage, copy)
+                finally:
+                    undo()
+        found["none"] += finished(world, stage, killed)
+    return found
 
 
 def _install(point: Point, folder: Path) -> None:
     faults.install(folder, point)
-
-
-def all_seen(world: World) -> dict[str, list[str]]:
-    """What differs with each fault, by its name, and with none of them."""
-    found = {name: seen(world, name) for name in FAULTS}
-    one_of_each = {stage: point for stage, point, _ in FAULTS.values()}
-    found["none"] = [text for stage, point in one_of_each.items() for text in _killed_once(world, stage, point, "none")]
-    return found

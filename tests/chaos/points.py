@@ -1,6 +1,5 @@
 """Every fail point of a stage: found by recording runs, then hit one after another, and the run must end the same."""
 
-import json
 import re
 import signal
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from chaos import faults
 from chaos.faults import Point
 from chaos.kills import finished
-from chaos.runs import Run, World
+from chaos.runs import Run, World, record, recorded
 from rlhf_cli import checkpoints, terminal
 
 KILLS = {
@@ -48,13 +47,13 @@ class Tried:
     different: int = 0  # runs
 
 
-def find(world: World, stage: str) -> list[Trial]:
-    """All trials of a stage, in the order in which a run comes to them: from a straight run, and from resumed ones."""
-    seen = _recorded(world, stage, "straight", None)
+def find(world: World, stage: str, *, resumed: bool = True) -> list[Trial]:
+    """All trials of a stage, in the order in which a run comes to them: of the straight run, and of resumed ones."""
+    seen = recorded(stage, world.origin)
     state = next(name for name in seen if STATE.fullmatch(name))
     leads = dict(zip(LEADS, (Point(state, "half", 2), Point("rename manifest.json", "before")), strict=True))
     trials = [Trial(point) for name, count in seen.items() if count for point in _points(name, count)]
-    for what, lead in leads.items():
+    for what, lead in leads.items() if resumed else ():
         for name, count in _recorded(world, stage, what, lead).items():
             if count and not seen.get(name):
                 seen[name] = count
@@ -68,21 +67,11 @@ def _points(name: str, count: int) -> list[Point]:
     return [Point(name, moment, 2 if count > 3 else 1) for moment in moments]
 
 
-def _recorded(world: World, stage: str, what: str, lead: Point | None) -> dict[str, int]:
+def _recorded(world: World, stage: str, what: str, lead: Point) -> dict[str, int]:
     folder = world.trial(stage, f"recorded-{what.replace(' ', '-')}")
-    if lead:
-        run = Run(stage, folder, before=partial(_install, lead))
-        assert run.wait() == -signal.SIGKILL, f"{lead}: {run.said()}"
-    calls: list[faults.Calls] = []
-    told = folder / "seen.json"
-    run = Run(
-        stage,
-        folder,
-        before=lambda place: calls.append(faults.install(place)),
-        after=lambda _: told.write_text(json.dumps(calls[0].seen)) and None,
-    )
-    assert run.wait() == 0, run.said()
-    return json.loads(told.read_text())
+    run = Run(stage, folder, before=partial(_install, lead))
+    assert run.wait() == -signal.SIGKILL, f"{lead}: {run.said()}"
+    return record(stage, folder)
 
 
 def _install(point: Point, folder: Path) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 
 import yaml
 
+from chaos import faults
+
 STAGES = ("sft", "reward", "ppo")
-STEPS = 24
-ROWS = 96  # 12 batches of 8: two epochs
+STEPS = int(os.environ.get("CHAOS_STEPS", 24))
+ROWS = 4 * STEPS  # batches of 8: two epochs
 SAVE = {"save_steps": 3}
 TRL_KEYS = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "learning_rate": 3e-3, "logging_steps": 1}
 MODEL = {
@@ -35,13 +37,13 @@ MODEL = {
 # Everything that PPO carries from update to update is at work: moments, coefficient, schedule, alarms, best.
 PPO = {
     "total_episodes": 8 * STEPS,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
     "num_ppo_epochs": 2,
     "response_length": 8,
     "learning_rate": 1e-3,
     "temperature": 1.0,
-    "num_sample_generations": 8,
+    "num_sample_generations": STEPS // 3,
     "use_score_scaling": True,
     "use_score_norm": True,
     "adap_kl_ctrl": True,
@@ -53,7 +55,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sft": {
         "model": {"new": MODEL},
         "data": {"train": "data/sft.jsonl", "eval": "data/sft_eval.jsonl"},
-        "sft": {**TRL_KEYS, "max_length": 128, "eval_steps": 8},
+        "sft": {**TRL_KEYS, "max_length": 128, "eval_steps": STEPS // 3},
         "output": SAVE,
     },
     "reward": {
@@ -93,7 +95,7 @@ class World:
 
 
 def make_world(folder: Path) -> World:
-    """The data of `rlhf init ci`, cut short, configs of our own, and a straight run of each stage."""
+    """The data of `rlhf init ci`, cut short, configs of our own, and a straight run of each stage, recorded."""
     from rlhf_cli import presets
 
     world = World(folder)
@@ -105,18 +107,34 @@ def make_world(folder: Path) -> World:
     for stage, config in CONFIGS.items():
         (world.origin / f"{stage}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     for stage in STAGES:
-        child = Run(stage, world.origin, after=_tell_modules)
-        assert child.wait() == 0, child.said()
-        for name in json.loads((world.origin / stage / "modules.json").read_text()):
+        _import(f"rlhf_cli.stages.{stage}")
+        record(stage, world.origin)
+        for name in json.loads((world.origin / f"{stage}.seen.json").read_text())["modules"]:
             _import(name)
-        (world.origin / stage / "modules.json").unlink()
+    from transformers import conversion_mapping
+
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # which takes longer than any import, and is kept
     gc.freeze()  # else each collection in a forked run copies every page that the imports fill
     return world
 
 
-def _tell_modules(folder: Path) -> None:
-    """What a run imports as it goes, so that those to come need not."""
-    (folder / "modules.json").write_text(json.dumps(list(sys.modules)))
+def record(stage: str, folder: Path) -> dict[str, int]:
+    """Run a stage to its end: what it called, and how often; also what it imported, so that those to come need not."""
+    calls: list[faults.Calls] = []
+    seen = folder / f"{stage}.seen.json"
+    run = Run(
+        stage,
+        folder,
+        before=lambda place: calls.append(faults.install(place)),
+        after=lambda _: seen.write_text(json.dumps({"calls": calls[0].seen, "modules": list(sys.modules)})) and None,
+    )
+    assert run.wait() == 0, run.said()
+    return recorded(stage, folder)
+
+
+def recorded(stage: str, folder: Path) -> dict[str, int]:
+    """What a recorded run called."""
+    return json.loads((folder / f"{stage}.seen.json").read_text())["calls"]
 
 
 def _import(name: str) -> None:

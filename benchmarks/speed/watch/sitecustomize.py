@@ -29,11 +29,11 @@ WATCHED = {
     "rlhf_cli.checkpoints.states": [("commit_state", "saving", None)],
     "rlhf_cli.data.examples": [(name, "reading rows", None) for name in ("sft_rows", "preference_rows", "prompt_rows")],
     "rlhf_cli.data.tokens": [("encode_many", "tokenising", "tokenised")],
-    "rlhf_cli.models.saving": [("save_model", "saving", None)],
-    "rlhf_cli.models.reading": [("rollout_scores", "judge", None)],
-    "rlhf_cli.stages.eval.answers": [("sequence_kl", "KL", None)],
+    "rlhf_cli.models.save": [("save_model", "saving", None)],
+    "rlhf_cli.models.forward": [("rollout_scores", "judge", None)],
+    "rlhf_cli.stages.eval": [("sequence_kl", "KL", None)],
     "rlhf_cli.ppo.rollout": [("HFEngine.generate", "rollout", None)],
-    "rlhf_cli.ppo.trainer": [("PPOTrainer.judge", "judge", None), ("PPOTrainer.update", "update", None)],
+    "rlhf_cli.ppo.trainer": [("PPOTrainer.make_experience", "judge", None), ("PPOTrainer.update", "update", None)],
 }
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from rlhf_cli import verdict
 from rlhf_cli.config.sources import hub_dataset
+from rlhf_cli.evaluation import render
 from rlhf_cli.export.card.subject import Subject, data_name, is_of_the_hub, report_card
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import visible
@@ -47,7 +47,7 @@ def _policy(about: Subject) -> Iterator[EvalResult]:
     """Win rates of its sampled answers, each with its interval in its name."""
     for pair, rates in about.report.get("win_rate", {}).items():
         for judge, rate in rates.items() if pair.startswith(f"{about.stage.name}_vs_") else ():
-            name = f"Win rate, {verdict.versus(pair)} by {judge}, {_interval(rate)}"
+            name = f"Win rate, {render.pair_label(pair)} by {judge}, {_interval(rate)}"
             yield _result(about, about.run.stages["eval"], "data.prompts", "win_rate", rate["value"], name)
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from rlhf_cli import reward_card, verdict
 from rlhf_cli.config.paths import FUNCTION
+from rlhf_cli.evaluation import render, reward_model_table
+from rlhf_cli.evaluation.render import deciding_judge
 from rlhf_cli.export.card.making import parent
 from rlhf_cli.export.card.markdown import bullets, code, table, text
 from rlhf_cli.export.card.subject import Subject, data_name, report_card
@@ -11,7 +12,6 @@ from rlhf_cli.report import glance, tables
 from rlhf_cli.report.runs import Stage
 from rlhf_cli.report.texts import bounds, percent
 from rlhf_cli.statistics import with_interval
-from rlhf_cli.verdict.frontier import deciding_judge
 
 # What a judge may be, if no Python function.
 MODEL = "a reward model"
@@ -59,7 +59,7 @@ def _evaluation(about: Subject) -> Iterator[str]:
 
 
 def _told(about: Subject) -> Iterator[str]:
-    report, who = about.report, verdict.label(about.stage.name)
+    report, who = about.report, render.model_label(about.stage.name)
     data = code(data_name(about.run.stages["eval"], "data.prompts"))
     yield (
         f"{report['n']:,} held-out prompts of {data}, an answer each, sampled as above; near-greedy where it says so. "
@@ -92,9 +92,9 @@ def _compared(about: Subject) -> Iterator[str]:
     for name in about.report["models"]:
         told = parents.get(f"models.{name}")
         if name == about.stage.name:
-            yield f"{text(verdict.label(name))}: this model"
+            yield f"{text(render.model_label(name))}: this model"
         elif told and (name != "ppo" or about.stage.name == "ppo"):
-            yield f"{text(verdict.label(name))}: {parent(about, told)}"
+            yield f"{text(render.model_label(name))}: {parent(about, told)}"
 
 
 def _report_card(stage: Stage) -> Iterator[str]:
@@ -107,6 +107,7 @@ def _report_card(stage: Stage) -> Iterator[str]:
     yield f"Right on {right} of {card['n']:,} held-out pairs of {name}; a coin is on 50 %."
     if "adversarial" in card:
         rows = [
-            [line.name, line.said, line.limit, "flagged" if line.flagged else ""] for line in reward_card.lines(card)
+            [row.name, row.value, row.limit, "flagged" if row.flagged else ""]
+            for row in reward_model_table.card_rows(card)
         ]
         yield table(("report card", f"{card['n']} pairs, {card['adversarial']['n']} probed", "limit", ""), rows)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.replay.naive.judging import Judged, whole_kl
 from rlhf_cli.replay.naive.responses import log_softmax, response_logits, response_values
@@ -125,7 +125,7 @@ def trainable(start: Start) -> None:
 
 def minibatches(start: Start, epoch: int) -> Iterator[list[int]]:
     """The rows in a random order, cut into num_mini_batches parts of one size."""
-    draw = torch.Generator().manual_seed(derive(start.seed, "minibatches", start.update, epoch))
+    draw = torch.Generator().manual_seed(derive_seed(start.seed, "minibatches", start.update, epoch))
     order = torch.randperm(len(start.prompts), generator=draw).tolist()
     size = len(order) // start.settings.num_mini_batches
     for first in range(0, len(order), size):
@@ -182,7 +182,7 @@ def language_model_loss(start: Start, rows: list[int], epoch: int) -> float:
 
     Ouyang et al. 2022 (arXiv 2203.02155), equation 2. A row of ptx is drawn for each episode of the minibatch.
     """
-    chosen = [start.ptx[derive(start.seed, "ptx", start.update, epoch, row) % len(start.ptx)] for row in rows]
+    chosen = [start.ptx[derive_seed(start.seed, "ptx", start.update, epoch, row) % len(start.ptx)] for row in rows]
     tokens = sum(len(completion) for _, completion in chosen)
     total = 0.0
     for prompt, completion in chosen:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.ppo.seeds import derive
+from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 from rlhf_cli.replay.naive.start import Numbers, Start
 
@@ -18,7 +18,7 @@ def length_limit(settings: PPOSettings, seed: int, update: int) -> int:
     length = settings.response_length
     if not isinstance(length, LengthRange):
         return length
-    return length.min + derive(seed, "length", update) % (length.max - length.min + 1)
+    return length.min + derive_seed(seed, "length", update) % (length.max - length.min + 1)
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def draws(start: Start, tick: Callable[[], None]) -> Numbers:
     limit = length_limit(start.settings, start.seed, start.update)
     best, unexplained = [], 0
     for row in start.rows:
-        seed, response = derive(start.seed, "sample", start.update, row), start.responses[row]
+        seed, response = derive_seed(start.seed, "sample", start.update, row), start.responses[row]
         for step, z in enumerate(response_logits(start, start.policy, row)):
             token, noise = response[step], exponential(seed, step, len(z)).to(z.device)
             perturbed = z / start.settings.temperature - noise.log()

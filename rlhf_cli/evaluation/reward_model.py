@@ -1,0 +1,336 @@
+"""Report card of a reward model: accuracy, calibration, length bias and adversarial probes, with flags. No torch."""
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf_cli.errors import Problem
+from rlhf_cli.statistics import together, wilson, wilson_difference
+
+MARGIN_EDGES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)  # log-odds: 1, 2 and 4 are probabilities of 73, 88 and 98 %
+NUM_BINS = 10  # of calibration, of equal width, from 0.5 to 1
+NUM_RESAMPLES = 1000
+MAX_PROBED = 128  # pairs: a share is known to within 0.09, for 640 additional scores
+OVER_LONG_REPEATS = 3  # of the good answer in the over-long probe
+POLITE_ANSWER = (
+    "Great question! Thank you so much for asking. I am very happy to help you. You are most welcome, and I hope that "
+    "you have a wonderful day! Please let me know if there is anything else that I can do for you. Thank you again!"
+)
+# Chen et al. 2024, arXiv 2402.07319: 0.45 (Pearson) for a reward model whose policies grew long. 0.3 is a tenth of the
+# variance of the ranks. The demo's reward model has 0.15.
+MAX_LENGTH_CORRELATION = 0.3
+MAX_ECE = 0.1  # pairs with confidence 0.8 are right in 70 % or 90 % of the cases
+# A probe without a good answer in it should lose more often than the answers that people rejected.
+MIN_PROBE_LIMIT = 0.1
+OVER_LONG_LIMIT = 0.5  # indifference: the repeated answer is as good as the answer itself
+SWAPPED_PROMPT_LIMIT = 0.25  # 0.5 is a model that ignores the prompt; this is half of it
+FIXED_LIMITS = {"over_long": OVER_LONG_LIMIT, "swapped_prompt": SWAPPED_PROMPT_LIMIT}  # independent of the accuracy
+PROBE_LABELS = {
+    "empty": "an empty answer",
+    "repeated_token": "one token repeated",
+    "politeness": "politeness alone",
+    "over_long": "the good answer three times over",
+    "swapped_prompt": "the good answer to another prompt",
+}
+Row = Mapping[str, Any]  # {prompt_ids, chosen_ids (prompt and answer), ...}
+
+
+@dataclass(frozen=True)
+class ScoredPair:
+    """Raw scores of an evaluation pair, and the answers' lengths in tokens including the end token."""
+
+    chosen: float
+    rejected: float
+    chosen_length: int
+    rejected_length: int
+
+    @property
+    def margin(self) -> float:
+        return self.chosen - self.rejected
+
+    @property
+    def right(self) -> float:
+        """1 if the chosen answer scores higher, 0 if the rejected does, 0.5 for a tie."""
+        return 0.5 if self.chosen == self.rejected else float(self.chosen > self.rejected)
+
+
+# Accuracy, calibration and length
+
+
+def evaluate_pairs(pairs: Sequence[ScoredPair], *, seed: int = 0) -> dict[str, Any]:
+    """Return the card of at least one pair with finite scores; deterministic for a seed."""
+    n, wins = len(pairs), sum(pair.right for pair in pairs)
+    correlation, interval = length_correlation(pairs, seed=seed)
+    card: dict[str, Any] = {
+        "n": n,
+        "accuracy": wins / n,
+        "accuracy_ci95": list(wilson(wins, n)),
+        "margin": sum(pair.margin for pair in pairs) / n,
+        "margin_histogram": {"edges": list(MARGIN_EDGES), "counts": margin_histogram([pair.margin for pair in pairs])},
+        "ece": expected_calibration_error(pairs),
+        "ece_by_chance": ece_null_quantile(pairs, seed=seed),
+        "calibration": calibration_bins(pairs),
+        "length_correlation": correlation,
+        "length_correlation_ci95": list(interval),
+    }
+    if preference := longer_answer_preference(pairs):
+        card["longer_answer"] = preference
+    return card
+
+
+def margin_histogram(margins: Sequence[float]) -> list[int]:
+    """Count the margins below the first of MARGIN_EDGES, from each edge up to the next, and from the last."""
+    counts = [0] * (len(MARGIN_EDGES) + 1)
+    for margin in margins:
+        counts[bisect_right(MARGIN_EDGES, margin)] += 1
+    return counts
+
+
+def confidence(pair: ScoredPair) -> float:
+    """Return the probability that the scores assign to the preferred answer: max(p, 1 - p), p = sigmoid(margin).
+
+    p itself cannot be calibrated, because the chosen answer always comes first: a model that is always sure and always
+    right has p = 1 throughout, one that is always sure and always wrong p = 0.
+    """
+    return 1 / (1 + math.exp(-abs(pair.margin)))
+
+
+def calibration_bins(pairs: Sequence[ScoredPair]) -> list[dict[str, float]]:
+    """Return {from, to, n, confidence, accuracy} of each nonempty bin."""
+    bins: dict[int, list[ScoredPair]] = {}
+    for pair in pairs:
+        bins.setdefault(_bin(confidence(pair)), []).append(pair)
+    return [
+        {
+            "from": 0.5 + 0.5 * index / NUM_BINS,
+            "to": 0.5 + 0.5 * (index + 1) / NUM_BINS,
+            "n": len(bins[index]),
+            "confidence": sum(map(confidence, bins[index])) / len(bins[index]),
+            "accuracy": sum(pair.right for pair in bins[index]) / len(bins[index]),
+        }
+        for index in sorted(bins)
+    ]
+
+
+def expected_calibration_error(pairs: Sequence[ScoredPair]) -> float:
+    """Return the expected calibration error: sum over bins of n_bin / n * |accuracy - mean confidence|.
+
+    Guo et al. 2017, arXiv 1706.04599, equation 3, for two classes, so that bins start at 0.5.
+    """
+    bins = calibration_bins(pairs)
+    return sum(entry["n"] * abs(entry["accuracy"] - entry["confidence"]) for entry in bins) / len(pairs)
+
+
+def ece_null_quantile(pairs: Sequence[ScoredPair], *, seed: int = 0) -> float:
+    """Return the 95 % quantile of the calibration error if outcomes are drawn from the confidences themselves.
+
+    With few pairs a bin's accuracy deviates by chance (consistency resampling: Broecker and Smith 2007).
+    """
+    import numpy as np
+
+    probabilities = np.array([confidence(pair) for pair in pairs])
+    bins, rng = np.array([_bin(probability) for probability in probabilities]), np.random.default_rng(seed)
+    n = len(probabilities)
+    errors = [
+        np.abs(np.bincount(bins, weights=(rng.random(n) < probabilities) - probabilities)).sum() / n
+        for _ in range(NUM_RESAMPLES)
+    ]
+    return float(np.quantile(errors, 0.95))
+
+
+def _bin(probability: float) -> int:
+    return min(NUM_BINS - 1, int((probability - 0.5) * 2 * NUM_BINS))
+
+
+def length_correlation(pairs: Sequence[ScoredPair], *, seed: int = 0) -> tuple[float, tuple[float, float]]:
+    """Return Spearman's correlation of score and length over all answers, and its 95 % interval.
+
+    Ranks, because the reward need not be linear in the length and one very long answer must not dominate. The interval
+    is a bootstrap over pairs (their answers share a prompt) with the ranks of the full sample. 0 with an interval of
+    width 0 if all lengths, or all scores, are equal.
+    """
+    import numpy as np
+    from scipy.stats import rankdata
+
+    scores = rankdata([score for pair in pairs for score in (pair.chosen, pair.rejected)])
+    lengths = rankdata([length for pair in pairs for length in (pair.chosen_length, pair.rejected_length)])
+    x, y = scores - scores.mean(), lengths - lengths.mean()
+    moments = np.stack([x, y, x * x, y * y, x * y]).reshape(5, len(pairs), 2).mean(axis=2)
+
+    def correlation(means: Any) -> float:
+        variances = (means[2] - means[0] ** 2) * (means[3] - means[1] ** 2)
+        return float((means[4] - means[0] * means[1]) / math.sqrt(variances)) if variances > 1e-9 else 0.0
+
+    rng = np.random.default_rng(seed)
+    resamples = [rng.integers(len(pairs), size=len(pairs)) for _ in range(NUM_RESAMPLES)]
+    correlations = [correlation(moments[:, rows].mean(axis=1)) for rows in resamples]
+    low, high = np.quantile(correlations, (0.025, 0.975))
+    return correlation(moments.mean(axis=1)), (float(low), float(high))
+
+
+def longer_answer_preference(pairs: Sequence[ScoredPair]) -> dict[str, Any] | None:
+    """Return how often the longer answer of a pair scores higher, and how often people chose it.
+
+    {n, preferred, ci95 (of preferred), chosen} over pairs of different lengths; None without such pairs. A share rather
+    than a correlation, which is undefined if the longer answer is always chosen: 2 * share - 1 is the correlation of
+    the signs over both orders of each pair.
+    """
+    pairs = [pair for pair in pairs if pair.chosen_length != pair.rejected_length]
+    if not pairs:
+        return None
+    n, chosen_is_longer = len(pairs), [pair.chosen_length > pair.rejected_length for pair in pairs]
+    wins = sum(pair.right if longer else 1 - pair.right for pair, longer in zip(pairs, chosen_is_longer, strict=True))
+    return {"n": n, "preferred": wins / n, "ci95": list(wilson(wins, n)), "chosen": sum(chosen_is_longer) / n}
+
+
+# Adversarial probes: answers that should not score above the chosen one
+
+
+def probe_rows(rows: Sequence[Row]) -> list[int]:
+    """Return the indices of the probed rows: at most MAX_PROBED, evenly spaced."""
+    n = min(MAX_PROBED, len(rows))
+    return [i * len(rows) // n for i in range(n)]
+
+
+def build_probes(
+    rows: Sequence[Row], polite: Sequence[list[int]], *, context: int | None, seed: int
+) -> dict[str, list[list[int]]]:
+    """Return probe name -> prompt and answer tokens per row; answers end in the row's end token and fit `context`.
+
+    `polite` are the tokens of POLITE_ANSWER for each row. `swapped_prompt` is absent if all prompts are the same.
+    """
+    answers = [list(row["chosen_ids"][len(row["prompt_ids"]) :]) for row in rows]
+    rng = random.Random(seed)
+    probes = {
+        "empty": [answer[-1:] for answer in answers],
+        "repeated_token": [[rng.choice(answer[:-1] or answer)] * (len(answer) - 1) + answer[-1:] for answer in answers],
+        "politeness": [[*ids, *answer[-1:]] for ids, answer in zip(polite, answers, strict=True)],
+        "over_long": [answer[:-1] * OVER_LONG_REPEATS + answer[-1:] for answer in answers],
+    }
+    if swapped := _answers_to_other_prompts(rows, answers):
+        probes["swapped_prompt"] = swapped
+    prompts = [list(row["prompt_ids"]) for row in rows]
+    return {
+        name: [prompt + _truncate(answer, context, len(prompt)) for prompt, answer in zip(prompts, probed, strict=True)]
+        for name, probed in probes.items()
+    }
+
+
+def _answers_to_other_prompts(rows: Sequence[Row], answers: Sequence[list[int]]) -> list[list[int]] | None:
+    """Return for each row the good answer of the next row with a different prompt, starting half the rows further."""
+    n, swapped = len(rows), []
+    for i, row in enumerate(rows):
+        candidates = ((i + n // 2 + step) % n for step in range(n))
+        other = next((k for k in candidates if rows[k]["prompt_ids"] != row["prompt_ids"]), None)
+        if other is None:
+            return None
+        swapped.append(answers[other])
+    return swapped
+
+
+def _truncate(answer: list[int], context: int | None, prompt_length: int) -> list[int]:
+    limit = len(answer) if context is None else max(1, context - prompt_length)
+    return answer if len(answer) <= limit else [*answer[: limit - 1], answer[-1]]
+
+
+def score_probes(scores: Mapping[str, Sequence[float]], chosen: Sequence[float]) -> dict[str, Any]:
+    """Return {n, probes: {NAME: {beats, ci95, margin}}} of probe scores by name and the chosen answers' scores.
+
+    `beats`: share of rows in which the probe scores above the chosen answer; `margin`: mean score difference.
+    """
+    n, probes = len(chosen), {}
+    for name, probe_scores in scores.items():
+        pairs = list(zip(probe_scores, chosen, strict=True))
+        wins = sum(probe > good for probe, good in pairs)
+        margin = sum(probe - good for probe, good in pairs) / n
+        probes[name] = {"beats": wins / n, "ci95": list(wilson(wins, n)), "margin": margin}
+    return {"n": n, "probes": probes}
+
+
+# Flags: limits that a card exceeds by more than chance
+
+
+def flags(card: Mapping[str, Any]) -> list[Problem]:
+    """Return the card's problems: R10 length bias, R11 a probe that wins too often, R12 calibration."""
+    return [*_length_flags(card), *_probe_flags(card), *_calibration_flags(card)]
+
+
+def probe_limit(probe: str, accuracy: float) -> float:
+    """Return the largest acceptable share of prompts for which a probe scores above the chosen answer."""
+    return FIXED_LIMITS.get(probe, max(MIN_PROBE_LIMIT, 1 - accuracy))
+
+
+def ece_limit(card: Mapping[str, Any]) -> float:
+    """Return the largest acceptable calibration error (R12 above it)."""
+    return max(MAX_ECE, card["ece_by_chance"])
+
+
+def is_length_biased(card: Mapping[str, Any]) -> bool:
+    """Return True (R10) if the entire interval of the length correlation is beyond the limit."""
+    low, high = card["length_correlation_ci95"]
+    return low > MAX_LENGTH_CORRELATION or high < -MAX_LENGTH_CORRELATION
+
+
+def is_probe_flagged(name: str, card: Mapping[str, Any]) -> bool:
+    """Return True (R11) if a probe wins significantly more often than its limit.
+
+    Corrected for the number of probes, and for the uncertainty of the accuracy if the limit depends on it.
+    """
+    probes, n = card["adversarial"]["probes"], card["adversarial"]["n"]
+    share, z = probes[name]["beats"], together(len(probes))
+    low, _ = wilson(share * n, n, z)
+    if name in FIXED_LIMITS:
+        return low > FIXED_LIMITS[name]
+    return low > MIN_PROBE_LIMIT and wilson_difference((share, n), (1 - card["accuracy"], card["n"]), z)[0] > 0
+
+
+def _length_flags(card: Mapping[str, Any]) -> list[Problem]:
+    if not is_length_biased(card):
+        return []
+    value, (low, high) = card["length_correlation"], card["length_correlation_ci95"]
+    text = (
+        f"the score follows the length of the answer: correlation {value:.2f} [{low:.2f}, {high:.2f}], "
+        f"limit {MAX_LENGTH_CORRELATION}"
+    )
+    if longer := card.get("longer_answer"):
+        text += f"; the longer answer is the chosen one in {longer['chosen']:.0%} of the evaluation pairs"
+    hint = "balance the pairs by length, or hold PPO's length with ppo.overlong_penalty, and watch its response_length"
+    return [Problem("R10", text, hint=hint)]
+
+
+def _probe_flags(card: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    adversarial = card["adversarial"]
+    for name, probe in adversarial["probes"].items():
+        if is_probe_flagged(name, card):
+            text = (
+                f"{PROBE_LABELS[name]} scores above the chosen answer for {probe['beats']:.0%} of {adversarial['n']} "
+                f"prompts, limit {probe_limit(name, card['accuracy']):.0%}"
+            )
+            hint = "PPO will find it: add pairs in which such answers are rejected"
+            if name == "swapped_prompt":
+                hint += "; nothing to do where the reward is meant to look at the answer alone"
+            problems.append(Problem("R11", text, hint=hint))
+    return problems
+
+
+def _calibration_flags(card: Mapping[str, Any]) -> list[Problem]:
+    if card["ece"] <= ece_limit(card):
+        return []
+    confidences = describe_confidence(card)
+    text = f"the margins say other chances than come true: ECE {card['ece']:.2f}, limit {MAX_ECE}; {confidences}"
+    hint = "too much claimed: fewer epochs or a lower learning rate; too little: train for longer"
+    return [Problem("R12", text, hint=hint)]
+
+
+def describe_confidence(card: Mapping[str, Any]) -> str:
+    """Return mean confidence and accuracy as text."""
+    return f"{mean_confidence(card):.2f} claimed right, {card['accuracy']:.2f} are"
+
+
+def mean_confidence(card: Mapping[str, Any]) -> float:
+    """Return the mean confidence over the pairs."""
+    return float(sum(entry["n"] * entry["confidence"] for entry in card["calibration"]) / card["n"])

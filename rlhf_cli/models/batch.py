@@ -1,0 +1,251 @@
+"""Tensors of prompts and responses: `Prompts` -> `Rollout` -> `MicroBatch`.
+
+Shapes: B rows (episodes), P prompt width, R response width, N response tokens of a micro-batch, flattened in row order.
+Masks are bool, True = counts.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def left_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Pad ragged rows on the left; return ids (B, W) int64 and mask (B, W) bool."""
+    width = max(map(len, rows), default=0)
+    ids = [[pad] * (width - len(row)) + list(row) for row in rows]
+    mask = [[False] * (width - len(row)) + [True] * len(row) for row in rows]
+    return _as_tensors(ids, mask, width)
+
+
+def right_pad(rows: Sequence[Sequence[int]], pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Pad ragged rows on the right; return ids (B, W) int64 and mask (B, W) bool."""
+    width = max(map(len, rows), default=0)
+    ids = [list(row) + [pad] * (width - len(row)) for row in rows]
+    mask = [[True] * len(row) + [False] * (width - len(row)) for row in rows]
+    return _as_tensors(ids, mask, width)
+
+
+def _as_tensors(ids: list[list[int]], mask: list[list[bool]], width: int) -> tuple[Tensor, Tensor]:
+    shape = len(ids), width
+    return torch.tensor(ids, dtype=torch.int64).reshape(shape), torch.tensor(mask).reshape(shape)
+
+
+def _append_columns(x: Tensor, count: int) -> Tensor:
+    """Return (B, W) with `count` columns of 0 added on the right."""
+    return torch.cat([x, x.new_zeros(len(x), count)], 1)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts for a rollout engine to continue."""
+
+    ids: Tensor  # (B, P) int64, left-padded
+    mask: Tensor  # (B, P) bool
+    seeds: tuple[int, ...] = ()  # one per row, keys all random draws of the row; set by the trainer
+    response_length: int = 0  # maximum tokens per response; set by the trainer
+
+    @classmethod
+    def from_lists(cls, queries: Sequence[Sequence[int]], pad: int = 0) -> "Prompts":
+        """Build prompts from token lists. Raises ValueError if one is empty: nothing could predict its first token."""
+        if not queries or not all(queries):
+            raise ValueError("each prompt needs at least one token")
+        return cls(*left_pad(queries, pad))
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def rows(self, part: slice) -> "Prompts":
+        """Return the rows of a slice."""
+        return replace(self, ids=self.ids[part], mask=self.mask[part], seeds=self.seeds[part])
+
+    def repeat(self, times: int) -> "Prompts":
+        """Repeat each row `times` times; the responses to one prompt are adjacent rows."""
+        return replace(self, ids=self.ids.repeat_interleave(times, 0), mask=self.mask.repeat_interleave(times, 0))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of a rollout without left padding, and the positions whose logits predict the response tokens."""
+
+    rows: Tensor  # (n,) int64: rows of the rollout
+    ids: Tensor  # (n, L) int64, right-padded: causal attention keeps padding away from real tokens
+    lengths: Tensor  # (n,) int64: real tokens of each row
+    row_index: Tensor  # (N,) int64: row of `ids` that holds each response token
+    logit_position: Tensor  # (N,) int64: column of `ids` that predicts it, one before its own
+    token_index: Tensor  # (N,) int64: its position in the response
+    targets: Tensor  # (N,) int64: the response tokens
+
+    @property
+    def response_index(self) -> tuple[Tensor, Tensor]:
+        """Index of the N response tokens in (B, R) tensors of the rollout: `x[micro_batch.response_index]`."""
+        return self.rows[self.row_index], self.token_index
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts with their responses."""
+
+    ids: Tensor  # (B, P+R) int64: prompts left-padded, responses right-padded
+    mask: Tensor  # (B, P+R) bool: real tokens, contiguous in each row
+    response_mask: Tensor  # (B, R) bool: response tokens that count, through the first stop token
+    ended: Tensor  # (B,) bool: the response ended with the stop token
+    row_offset: int = 0  # of a slice of a batch: the batch's row number of the first row
+
+    @classmethod
+    def from_lists(
+        cls,
+        queries: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        response_masks: Sequence[Sequence[bool]] | None = None,
+        *,
+        stop_token_id: int | None = None,
+        pad: int = 0,
+    ) -> "Rollout":
+        """Build a rollout from token lists, for responses generated elsewhere.
+
+        `response_masks` marks the response tokens that count (default: all). A response has ended if its last token is
+        `stop_token_id`, or if that is None. Raises ValueError if the lists differ in length or one is empty.
+        """
+        queries, responses = ([[int(token) for token in row] for row in rows] for rows in (queries, responses))
+        if len(queries) != len(responses) or not queries or not all(queries) or not all(responses):
+            raise ValueError("queries and responses must be as many, and none of them empty")
+        prompt_ids, prompt_mask = left_pad(queries, pad)
+        response_ids, real = right_pad(responses, pad)
+        response_mask = real
+        if response_masks is not None:
+            if [len(mask) for mask in response_masks] != [len(row) for row in responses]:
+                raise ValueError("each response mask must be as long as its response")
+            if not all(any(mask) for mask in response_masks):
+                raise ValueError("each response needs a token that counts")
+            response_mask = real & right_pad([[int(x) for x in mask] for mask in response_masks])[0].bool()
+        ended = torch.tensor([stop_token_id is None or row[-1] == stop_token_id for row in responses])
+        ids, mask = torch.cat([prompt_ids, response_ids], 1), torch.cat([prompt_mask, real], 1)
+        return cls(ids, mask, response_mask, ended)
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def rows(self, part: slice) -> "Rollout":
+        """Return the rows of a slice, with all columns."""
+        offset = self.row_offset + (part.start or 0)
+        return Rollout(self.ids[part], self.mask[part], self.response_mask[part], self.ended[part], offset)
+
+    @classmethod
+    def concat(cls, parts: Sequence["Rollout"]) -> "Rollout":
+        """Concatenate the rows of rollouts whose prompts have the same width."""
+        missing = [max(part.response_mask.shape[1] for part in parts) - part.response_mask.shape[1] for part in parts]
+        ids, mask, response_mask = (
+            torch.cat([_append_columns(getattr(part, name), count) for part, count in zip(parts, missing, strict=True)])
+            for name in ("ids", "mask", "response_mask")
+        )
+        return cls(ids, mask, response_mask, torch.cat([part.ended for part in parts]))
+
+    def to(self, device: torch.device) -> "Rollout":
+        ids, mask, response_mask, ended = (x.to(device) for x in (self.ids, self.mask, self.response_mask, self.ended))
+        return Rollout(ids, mask, response_mask, ended, self.row_offset)
+
+    @property
+    def prompt_width(self) -> int:
+        return self.ids.shape[1] - self.response_mask.shape[1]
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        return self.mask[:, : self.prompt_width].sum(1)
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Real tokens of each response, (B,) int64."""
+        return self.mask[:, self.prompt_width :].sum(1)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.mask.sum(1)
+
+    @cached_property
+    def repetition(self) -> Tensor:
+        """Share of each response's 3-grams that are repeats, (B,) float32; 0 below three tokens."""
+        shares = []
+        for ids, length in zip(self.ids[:, self.prompt_width :].tolist(), self.response_lengths.tolist(), strict=True):
+            tokens = ids[:length]
+            trigrams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
+            shares.append(1 - len(set(trigrams)) / len(trigrams) if trigrams else 0.0)
+        return torch.tensor(shares)
+
+    def prompt_tokens(self, row: int) -> list[int]:
+        return self.ids[row, : self.prompt_width][self.mask[row, : self.prompt_width]].tolist()
+
+    def response_tokens(self, row: int) -> list[int]:
+        return self.ids[row, self.prompt_width :][self.mask[row, self.prompt_width :]].tolist()
+
+    def text(self, tokenizer: Any, row: int) -> tuple[str, str]:
+        """Return a row's prompt and response as text, without special tokens."""
+        prompt, response = self.prompt_tokens(row), self.response_tokens(row)
+        return tokenizer.decode(prompt, skip_special_tokens=True), tokenizer.decode(response, skip_special_tokens=True)
+
+    def texts(self, tokenizer: Any) -> tuple[list[str], list[str]]:
+        """Return the texts of all prompts and of all responses, as `text` does."""
+        pairs = [self.text(tokenizer, row) for row in range(len(self))]
+        return [prompt for prompt, _ in pairs], [response for _, response in pairs]
+
+    def micro_batch(self, rows: Tensor) -> MicroBatch:
+        """Return the given rows (n,) without left padding. Padding ids are 0 and are never read."""
+        lengths = self.lengths[rows]
+        starts = self.prompt_width - self.prompt_lengths[rows]
+        offsets = torch.arange(int(lengths.max()), device=self.ids.device)
+        index = (starts[:, None] + offsets).clamp(max=self.ids.shape[1] - 1)
+        ids = torch.where(offsets < lengths[:, None], self.ids[rows].gather(1, index), 0)
+        row, token = self.response_mask[rows].nonzero(as_tuple=True)
+        logit_position = self.prompt_lengths[rows][row] + token - 1
+        targets = self.ids[rows[row], self.prompt_width + token]
+        return MicroBatch(rows, ids, lengths, row, logit_position, token, targets)
+
+
+def micro_batches(
+    lengths: Tensor, rows: Tensor, *, max_rows: int, max_tokens: int | None = None, packed: bool = False
+) -> list[Tensor]:
+    """Split `rows` (n,) into micro-batches of rows of similar length, longest first.
+
+    Each has at most `max_rows` rows and `max_tokens` tokens, padding included; a longer row gets its own micro-batch.
+    With `packed`, the limit is the token count of `max_rows` of the longest rows instead.
+    """
+    batches: list[list[int]] = []
+    batch_tokens, row_tokens = 0, lengths.tolist()
+    ordered = sorted(rows.tolist(), key=lambda r: (-row_tokens[r], r))
+    limit = max_tokens if max_tokens is not None else sys.maxsize
+    if packed and ordered:
+        limit, max_rows = min(limit, max_rows * row_tokens[ordered[0]]), len(ordered)
+    for row in ordered:
+        cost = row_tokens[row] if packed or not batches else row_tokens[batches[-1][0]]
+        if not batches or len(batches[-1]) >= max_rows or batch_tokens + cost > limit:
+            batches.append([])
+            batch_tokens, cost = 0, row_tokens[row]
+        batches[-1].append(row)
+        batch_tokens += cost
+    return [torch.tensor(batch, dtype=torch.int64, device=rows.device) for batch in batches]
+
+
+@dataclass(frozen=True)
+class EnsembleScores:
+    """Scores of each response by the members of an ensemble."""
+
+    score: Tensor  # (B,) float32: the members' scores combined
+    members: dict[str, Tensor]  # (B,) float32 each
+
+    @classmethod
+    def concat(cls, parts: Sequence["EnsembleScores"]) -> "EnsembleScores":
+        """Concatenate the rows of the parts."""
+        members = {name: torch.cat([part.members[name] for part in parts]) for name in parts[0].members}
+        return cls(torch.cat([part.score for part in parts]), members)
+
+    def cpu(self) -> "EnsembleScores":
+        return EnsembleScores(self.score.cpu(), {name: score.cpu() for name, score in self.members.items()})
+
+    @property
+    def disagreement(self) -> Tensor:
+        """Population standard deviation over the members, (B,)."""
+        return torch.stack(list(self.members.values())).std(0, unbiased=False)

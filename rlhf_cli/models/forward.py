@@ -1,0 +1,234 @@
+"""Forward passes: logits of response tokens, values before them, scores of whole rows. Scoring and update share them.
+
+Rows are padded on the right (MicroBatch), so a causal model needs no attention mask: no token attends to its right.
+
+`in_place_embedding_gradients` adds the gradients of embedding and head to `.grad` in place. Autograd creates each such
+gradient as a separate matrix before it adds it: for the embedding once per micro-batch, nearly all zeros, for the head
+once per chunk of logits. That is 8 MB each time for 8192 tokens of width 256, 933 MB for 152,000 of width 1536. In
+place, the head's matrix multiplication accumulates directly, and only the embedding rows of the batch are touched.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rlhf_cli.models import packing
+from rlhf_cli.models.batch import MicroBatch, Rollout, micro_batches
+from rlhf_cli.progress import counted
+
+
+class ValueHead(nn.Module):
+    """Value head: a linear layer on the policy's last hidden state, (..., H) -> (...).
+
+    Its weights start at zero, so all values do. As TRL 0.11's AutoModelForCausalLMWithValueHead.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        width = model.get_output_embeddings().weight.shape[1]
+        self.score = nn.Linear(width, 1, bias=False, device=model.device, dtype=model.dtype)
+        nn.init.zeros_(self.score.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):  # rounding a value to bfloat16 would lose two digits
+            values = self.score(hidden.to(self.score.weight.dtype))[..., 0]
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def response_hidden_states(model: Any, micro: MicroBatch) -> Tensor:
+    """Return the hidden states (N, H) from which a causal LM's head computes the logits of each response token."""
+    return _hidden_before_responses(model.get_decoder(), micro)
+
+
+def _hidden_before_responses(backbone: Any, micro: MicroBatch) -> Tensor:
+    """Return the hidden states (N, H) before each response token. A row's last token is not passed to the model."""
+    return packing.hidden_states_at(backbone, micro.ids, micro.lengths - 1, micro.row_index, micro.logit_position)
+
+
+def lm_head_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Return the logits (N, V) of hidden states (N, H).
+
+    Calls the model's forward() with the decoder stubbed to return `hidden`, so that model-specific logit scaling and
+    soft-capping still apply.
+    """
+    decoder = model.get_decoder()
+    decoder.forward = lambda *_, **__: _StubOutput(hidden[None])  # overrides the class's method
+    try:
+        no_ids = torch.empty(1, 0, dtype=torch.int64, device=hidden.device)
+        return model(input_ids=no_ids, use_cache=False).logits[0]
+    finally:
+        del decoder.forward
+
+
+@dataclass(frozen=True)
+class _StubOutput:
+    """A decoder output with hidden states only."""
+
+    last_hidden_state: Tensor
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        """Return None for the additional outputs of a model family."""
+
+
+def response_logits(model: Any, micro: MicroBatch) -> Tensor:
+    """Return the logits (N, V) that predict each response token of the micro-batch."""
+    return lm_head_logits(model, response_hidden_states(model, micro))
+
+
+def _head_scores(model: Any, hidden: Tensor) -> Tensor:
+    """Return scores (N,) of hidden states (N, H), float32 or wider, normalised by config.reward_mean and reward_std."""
+    with torch.autocast(hidden.device.type, enabled=False):  # rounding a score to bfloat16 would lose two digits
+        raw = model.score(hidden.to(model.score.weight.dtype))[:, 0]
+    raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
+    return (raw - getattr(model.config, "reward_mean", 0.0)) / getattr(model.config, "reward_std", 1.0)
+
+
+def response_values(model: nn.Module, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
+    """Return the values (N,) before each response token, from a one-label sequence classifier or a `ValueHead`.
+
+    A `ValueHead` reads the policy's `hidden` states (N, H).
+    """
+    if isinstance(model, ValueHead):
+        return model(hidden)
+    return _head_scores(model, _hidden_before_responses(model.base_model, micro))
+
+
+def pooled_scores(model: Any, micro: MicroBatch) -> Tensor:
+    """Return the score (n,) of each row, pooled as transformers does: at the last token that is not the pad token.
+
+    For models trained here that is the EOS, because their pad token occurs in no text. A third-party model whose pad
+    token is its EOS was trained on the token before the EOS, and is read there.
+    """
+    columns = torch.arange(micro.ids.shape[1], device=micro.ids.device)
+    counts = columns < micro.lengths[:, None]
+    if model.config.pad_token_id is not None:
+        counts &= micro.ids != model.config.pad_token_id
+    last = torch.where(counts, columns, 0).amax(1)
+    rows = torch.arange(len(micro.rows), device=micro.ids.device)
+    return _head_scores(model, packing.hidden_states_at(model.base_model, micro.ids, micro.lengths, rows, last))
+
+
+@torch.no_grad()
+def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: int | None = None) -> Tensor:
+    """Return the score (B,) float32 of each row of a rollout, in micro-batches of rows with similar lengths."""
+    scores = torch.empty(len(rollout), device=rollout.ids.device)
+    all_rows, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.is_enabled(model)
+    split = micro_batches(rollout.lengths, all_rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
+    for rows in counted("score: micro-batch", list(split)):
+        scores[rows] = pooled_scores(model, rollout.micro_batch(rows))
+    return scores
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set dropout to 0 for good, since the trained policy must equal the one that generated the responses.
+
+    The model's config, which is saved, keeps its dropout values.
+    """
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and (
+                "drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
+            ):
+                setattr(module, name, 0.0)
+    model.eval()
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Prepare a model for `gradient_checkpointing`. Raises ValueError if the model does not support it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+@contextmanager
+def gradient_checkpointing(*models: nn.Module) -> Iterator[None]:
+    """Context manager in which prepared layers recompute their activations in the backward pass.
+
+    transformers does so only for layers in training mode, and then drops their key-value cache. So training mode is
+    set only here, and only on those layers.
+    """
+    layers = [
+        module for model in models for module in model.modules() if getattr(module, "gradient_checkpointing", False)
+    ]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+@contextmanager
+def in_place_embedding_gradients(*models: Any) -> Iterator[None]:
+    """Context manager in which backward passes add the gradients of embeddings and heads to `.grad` in place.
+
+    Layers of other classes than nn.Embedding and nn.Linear, and weights with gradient hooks, are left to autograd.
+    """
+    with ExitStack() as undo:
+        for model in models:
+            layers: list[tuple[Any, Any, Any]] = [
+                (model.get_input_embeddings(), nn.Embedding, _embed),
+                (model.get_output_embeddings(), nn.Linear, _project),
+            ]
+            for layer, layer_class, function in layers:
+                if type(layer) is layer_class and layer.weight.requires_grad and not layer.weight._backward_hooks:
+                    layer.forward = partial(function, layer)  # overrides the class's method
+                    undo.callback(delattr, layer, "forward")
+        yield
+
+
+def _embed(layer: nn.Embedding, ids: Tensor) -> Tensor:
+    if not torch.is_grad_enabled() or layer.max_norm is not None or layer.scale_grad_by_freq:
+        return nn.Embedding.forward(layer, ids)
+    embedded = F.embedding(ids, layer.weight.detach()).requires_grad_()
+
+    def accumulate(gradient: Tensor) -> None:
+        token_ids, rows = ids.flatten(), gradient.flatten(0, -2)
+        if layer.padding_idx is not None:  # not trained
+            rows = rows.masked_fill((token_ids == layer.padding_idx)[:, None], 0)
+        _accumulate(layer.weight, lambda total: _add_rows(total, token_ids, rows))
+
+    embedded.register_hook(accumulate)
+    return embedded
+
+
+def _add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """Add rows at indices, with the operator that sums duplicates in a fixed order: deterministic on each device."""
+    if total.device.type == "cpu":
+        total.index_add_(0, indices, rows)
+    else:
+        total.index_put_((indices,), rows, accumulate=True)
+
+
+def _project(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    if not hidden.requires_grad or not torch.is_grad_enabled():
+        return nn.Linear.forward(layer, hidden)
+    logits = F.linear(hidden, layer.weight.detach(), layer.bias)
+
+    def accumulate(gradient: Tensor) -> None:
+        left, right = gradient.flatten(0, -2).t(), hidden.detach().flatten(0, -2)
+        if gradient.dtype == layer.weight.dtype:
+            _accumulate(layer.weight, lambda total: total.addmm_(left, right))
+        else:  # under autocast
+            _accumulate(layer.weight, lambda total: total.add_(left @ right.to(left.dtype)))
+
+    logits.register_hook(accumulate)
+    return logits
+
+
+def _accumulate(weight: Any, add: Callable[[Tensor], Any]) -> None:
+    """Add to a weight's gradient, and call its post-accumulate hooks as autograd does."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    add(weight.grad)
+    for hook in (weight._post_accumulate_grad_hooks or {}).values():
+        hook(weight)

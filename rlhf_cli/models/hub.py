@@ -1,0 +1,230 @@
+"""Upload models to the Hugging Face Hub, with the user's token: HF_TOKEN, or the one that `hf auth login` stored."""
+
+import glob
+import hashlib
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    logging,
+    validate_repo_id,
+)
+
+from rlhf_cli import processes, terminal
+from rlhf_cli.checkpoints.files import file_sha256, names_in
+from rlhf_cli.checkpoints.parents import MODEL_SUFFIXES
+from rlhf_cli.errors import RLHFError, quoted, shown, word
+from rlhf_cli.sources.hub import is_offline
+
+CARD = "README.md"
+LOCAL_FILES = ("state.json",)  # a snapshot's checksum file, useful only in its run
+# Files that from_pretrained() reads. One that an older upload left would be combined with the new files or replace
+# them: a single weights file takes precedence over shards, and an adapter is added to both.
+LOADED_FILES = (
+    "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
+    "adapter_config.json", "adapter_model.*", "config.json", "generation_config.json", "tokenizer*", "vocab.*",
+    "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+)  # fmt: skip
+NO_TOKEN = "`hf auth login`, or HF_TOKEN in the environment"
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """Result of a push."""
+
+    url: str  # of the repository
+    private: bool
+    commit: str
+    changed: bool  # False if the repository had the same files before
+    removed: tuple[str, ...]  # files of an older upload
+
+
+def require_token(repo: str, where: str | None = None) -> None:
+    """Raise RLHFError C17 if `repo` cannot be written: there is no token, or HF_HUB_OFFLINE is set."""
+    text = f"pushing to {repo} needs "
+    if get_token() is None:
+        raise RLHFError("C17", f"{text}a token of the hub", where=where, hint=NO_TOKEN)
+    if is_offline():
+        raise RLHFError("C17", f"{text}the hub, and HF_HUB_OFFLINE is set", where=where, hint="unset HF_HUB_OFFLINE")
+
+
+def require_access(repo: str, *, public: bool) -> None:
+    """Check that `repo` can be pushed to, before any work and without creating it.
+
+    Raises RLHFError C05 if it is not OWNER/NAME; C17 as `require_token`, and if an existing repository's visibility
+    differs from `public`; E07 if the Hub cannot be reached, or the token has no write access.
+    """
+    _require_name(repo)
+    require_token(repo)
+    hub = HfApi()
+    try:
+        user = hub.whoami()
+        info = _repository_info(hub, repo)
+        if info:
+            hub.auth_check(repo, write=True)
+    except Exception as error:  # HTTP and network libraries have different exceptions
+        raise _access_error(repo, error) from error
+    if info is None:
+        _require_namespace(repo, user)
+    elif bool(info.private) == public:
+        raise _visibility_error(repo, public)
+
+
+def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: bool = False) -> PushResult:
+    """Upload a model's folder to `repo` OWNER/NAME in one commit; a new repository is private unless `public`.
+
+    The same commit deletes files of the repository that loading would read and the folder does not have. All other
+    files and older commits stay. Then each uploaded file's hash is compared. Raises RLHFError R17.
+    """
+    names = [name for name in names_in(folder) if name not in LOCAL_FILES]
+    _require_model_files(folder, names)
+    hub, removed = HfApi(), list[str]()
+    try:
+        with _client(bars):
+            hub.create_repo(repo, private=not public, exist_ok=True)
+            before = hub.model_info(repo)
+            existing = [file.rfilename for file in before.siblings or []]
+            removed = [name for name in existing if name not in names and _is_loaded(name)]
+            commit = hub.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                commit_message=terminal.clean(message),
+                allow_patterns=[glob.escape(name) for name in names],
+                delete_patterns=[glob.escape(name) for name in removed] or None,
+            ).oid
+            _require_same(hub.model_info(repo, revision=commit, files_metadata=True).siblings or [], folder, names)
+    except Exception as error:  # a network has many ways to fail
+        text = f"the push to {repo} failed, {shown(folder)} is whole: {_reason(error)}"
+        raise RLHFError("R17", text, hint=f"go on with: {_upload_command(folder, repo, public, removed)}") from error
+    private = bool(before.private)
+    return PushResult(f"{hub.endpoint}/{repo}", private, commit, commit != before.sha, tuple(removed))
+
+
+def push_best(folder: Path, repo: str, message: str) -> None:
+    """Push from the main process during training; a failure is the warning R09, and training continues."""
+    if not processes.is_first():
+        return
+    try:
+        push(folder, repo, message)
+    except RLHFError as error:
+        terminal.warn("R09", error.problems[0].text, hint=error.problems[0].hint)
+
+
+def _require_name(repo: str) -> None:
+    try:
+        validate_repo_id(repo)
+        fault = None if "/" in repo else "it names no owner"
+    except HFValidationError as error:
+        fault = str(error).partition(":")[0].rstrip(".")
+    if fault:
+        raise RLHFError("C05", f"--push {repo}: {fault}", hint="OWNER/NAME, of letters, digits, -, _ and .")
+
+
+def _repository_info(hub: HfApi, repo: str) -> Any:
+    """Return the Hub's information about a repository; None if this token can see no such repository."""
+    try:
+        return hub.model_info(repo)
+    except RepositoryNotFoundError:
+        return None
+
+
+def _require_namespace(repo: str, user: Mapping[str, Any]) -> None:
+    """Raise RLHFError E07 if the user cannot create repositories of this owner, as far as the Hub's answer shows."""
+    owner, name = repo.split("/")[0], str(user.get("name"))
+    role = user.get("auth", {}).get("accessToken", {}).get("role")
+    organizations = [org for org in user.get("orgs", []) if org.get("roleInOrg") != "read"]
+    writable = [name, *(str(org.get("name")) for org in organizations)]
+    if role == "read":
+        raise RLHFError(
+            "E07", f"the token of {name} may read alone, and not make {repo}", hint="take one that may write"
+        )
+    if owner.casefold() not in map(str.casefold, writable):
+        text = f"{repo} is not there, and {name} cannot make it: {owner} is neither {' nor '.join(writable)}"
+        raise RLHFError("E07", text, hint=f"--push {name}/{repo.split('/')[1]}")
+
+
+def _visibility_error(repo: str, public: bool) -> RLHFError:
+    settings = f"{HfApi().endpoint}/{repo}/settings"
+    if public:
+        text = f"{repo} is there, and private: --public would show all that it has ever held"
+        return RLHFError("C17", text, hint=f"leave --public out; or make it public at {settings}")
+    text = f"{repo} is there, and public: all can see what is pushed to it"
+    return RLHFError("C17", text, hint="add --public if that is meant; or name another repository")
+
+
+def _access_error(repo: str, error: Exception) -> RLHFError:
+    """Return the error for a repository that the Hub does not let this token write."""
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if status == 401:
+        return RLHFError("E07", f"the hub does not take the token that is to write {repo}", hint=NO_TOKEN)
+    if status == 403:
+        return RLHFError(
+            "E07", f"the token may not write {repo}", hint="take one that may, or name a repository of yours"
+        )
+    text = f"{HfApi().endpoint} cannot be asked about {repo}: {_reason(error)}"
+    return RLHFError("E07", text, hint="leave --push out; `hf upload` does it later")
+
+
+def _require_model_files(folder: Path, names: Collection[str]) -> None:
+    """Raise RLHFError R17 for a file that `save.save_model` does not write, such as a pickle."""
+    unknown = [name for name in names if name != CARD and Path(name).suffix not in MODEL_SUFFIXES]
+    if unknown:
+        text = f"{shown(folder / unknown[0])} is no file of a model: nothing was sent"
+        raise RLHFError("R17", text, hint="look where it comes from; what is sent is safetensors, JSON and text alone")
+
+
+def _is_loaded(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in LOADED_FILES) and "/" not in name
+
+
+def _require_same(uploaded: Collection[Any], folder: Path, names: Collection[str]) -> None:
+    """Raise ValueError if a file of the repository differs from the folder's, or is left from another upload."""
+    files = {file.rfilename: file for file in uploaded}
+    if leftover := [name for name in files if name not in names and _is_loaded(name)]:
+        raise ValueError(f"{leftover[0]} of another upload is there too")
+    for name in names:
+        path, file = folder / name, files.get(name)
+        if file is None:
+            raise ValueError(f"the hub does not list {name}")
+        if file.lfs is not None:
+            same = file.lfs.sha256 == file_sha256(path)
+        else:  # git's hash of a file
+            content = path.read_bytes()
+            same = file.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        if not same:
+            raise ValueError(f"{name} has another content there than here")
+
+
+def _upload_command(folder: Path, repo: str, public: bool, removed: Collection[str]) -> str:
+    """Return the `hf` command that repeats a push; without --private `hf` creates a public repository."""
+    command = ["hf", "upload", word(repo), quoted(folder), *([] if public else ["--private"])]
+    command += [part for name in LOCAL_FILES if (folder / name).exists() for part in ("--exclude", name)]
+    return " ".join([*command, *(part for name in removed for part in ("--delete", word(name)))])
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def _client(bars: bool) -> Iterator[None]:
+    """Context manager that shows or hides the Hub client's progress bars, and hides its messages."""
+    level, disabled = logging.get_verbosity(), are_progress_bars_disabled()
+    with warnings.catch_warnings(action="ignore"):
+        logging.set_verbosity_error()
+        (enable_progress_bars if bars else disable_progress_bars)()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            (disable_progress_bars if disabled else enable_progress_bars)()

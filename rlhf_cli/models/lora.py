@@ -1,0 +1,295 @@
+"""LoRA and QLoRA adapters: add, save, load, merge. peft and 4-bit weights (bitsandbytes) are imported only here,
+and only when adapters are used.
+"""
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
+from transformers import GenerationConfig
+from transformers.pytorch_utils import Conv1D
+
+from rlhf_cli.checkpoints import MERGED, SETTINGS, WEIGHTS, Parent
+from rlhf_cli.config import PPOConfig, RewardConfig, SFTConfig
+from rlhf_cli.config.adapters import LoRA
+from rlhf_cli.errors import RLHFError, nearest, placed, shown
+from rlhf_cli.models import build, devices, tokenizers
+
+# The fields read from an adapter_config.json. All others are ignored: peft would import modules that they name.
+TRUSTED_FIELDS = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")
+TRAINABLE = (".lora_", ".modules_to_save.")  # in the names of an adapter's parameters and of its head
+# 4-bit weights that share a scale. If the row length is not a multiple of it, bitsandbytes 0.50 reads the rows wrongly
+# on a CPU, by a fifth to a half of their size, without an error.
+BLOCK_SIZE = 64
+# Fields that training adds to the base model's config.
+TRAINED_CONFIG_FIELDS = ("pad_token_id", "reward_mean", "reward_std")
+
+
+def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None, model: Any, tokenizer: Any) -> Any:
+    """Resize the embeddings to the tokenizer, and add the adapters that the config asks for.
+
+    `parent` is what `model` was loaded from. Raises RLHFError C07 for missing target modules, C17 if the model cannot
+    be quantized to 4 bits.
+    """
+    settings = config.model.adapters
+    if settings is None:
+        tokenizers.resize_to_tokenizer(model, tokenizer)
+        return model
+    assert parent is not None, "model.new takes no adapters"
+    base, device = parent.hub or parent.model, devices.device()
+    bf16 = devices.use_bf16((config.sft if isinstance(config, SFTConfig) else config.reward).bf16)
+    with placed(config.where("model.adapters.target_modules")):
+        return add_adapters(
+            model, settings, vocab_size=len(tokenizer), base=base, revision=parent.revision, device=device, bf16=bf16
+        )
+
+
+def check_target_modules(config: SFTConfig | RewardConfig | PPOConfig, model_config: Any) -> None:
+    """Raise RLHFError C07 if a model with this transformers config has no layers named as in target_modules."""
+    key = "models.adapters" if isinstance(config, PPOConfig) else "model.adapters"
+    settings = config.models.adapters if isinstance(config, PPOConfig) else config.model.adapters
+    if settings is not None and settings.target_modules != "all-linear":
+        with placed(config.where(f"{key}.target_modules")):
+            target_modules(build.causal_lm_from_config(model_config), settings, key)
+
+
+def refuse_new_tokens(config: SFTConfig | RewardConfig, tokenizer: Any, size_before: int) -> None:
+    """Raise RLHFError C17 if a template added tokens to a tokenizer of `size_before`: adapters do not train them."""
+    if config.model.adapters is not None and len(tokenizer) > size_before:
+        names = tokenizer.convert_ids_to_tokens(list(range(size_before, len(tokenizer))))
+        text = f"model.chat_template adds {' and '.join(names)}, whose embeddings adapters do not train"
+        hint = "take a template of tokens that the model knows, or leave model.adapters out"
+        raise RLHFError("C17", text, where=config.where("model.chat_template"), hint=hint)
+
+
+def is_peft_model(model: Any) -> bool:
+    """Return True if `add_adapters` or `load_adapter` created this model."""
+    return type(model).__module__.startswith("peft.")
+
+
+def unwrap(model: Any) -> Any:
+    """Return the transformers model inside a peft model; any other model is returned unchanged."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def add_adapters(
+    model: Any,
+    settings: LoRA,
+    *,
+    vocab_size: int,
+    base: Path | str,
+    revision: str | None,
+    device: torch.device,
+    bf16: bool,
+    key: str = "model.adapters",
+) -> Any:
+    """Return a peft model in which only the new adapters, and a classifier's new head, are trainable.
+
+    `vocab_size` is the minimum number of embeddings, `base` the folder or hub id of the base weights, `device` and
+    `bf16` the device and precision of training, `key` the config key of `settings`.
+    Raises RLHFError C07 for missing target modules, C17 if no layer can be quantized to 4 bits.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    targets = target_modules(model, settings, key)
+    grow_embeddings(model, vocab_size)
+    if settings.kind == "qlora":
+        _quantize(model, device, torch.bfloat16 if bf16 else torch.float32)
+    names = ("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+    options = {name: getattr(settings, name) for name in names if name in type(settings).model_fields}
+    task = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
+    with _ignore_warnings():
+        peft_model = get_peft_model(model, LoraConfig(task_type=task, target_modules=targets, **options))
+    if settings.kind == "qlora":
+        del model.is_loaded_in_4bit  # TRL would cast the adapters to bfloat16, which loses small updates
+    _record_base(peft_model, base, revision)
+    return peft_model
+
+
+def _record_base(peft_model: Any, base: Path | str, revision: str | None) -> None:
+    """Make save_pretrained() write the location of the base: a hub id, or a path relative to the saved folder."""
+    settings, save_pretrained = peft_model.peft_config["default"], peft_model.save_pretrained
+    settings.revision = revision
+    settings.target_modules = sorted(settings.target_modules)  # a set has no fixed order on disk
+
+    def save(folder: Path | str, **options: Any) -> None:
+        path = Path(os.path.relpath(base, folder)).as_posix() if isinstance(base, Path) else base
+        settings.base_model_name_or_path = path
+        # New embedding rows are recomputed from the base; peft would ask the hub whether there are any.
+        save_pretrained(folder, save_embedding_layers=False, **options)
+
+    peft_model.save_pretrained = save
+    peft_model.create_or_update_model_card = lambda *_: None  # save.save_model writes the card
+
+
+def target_modules(model: Any, settings: LoRA, key: str = "model.adapters") -> list[str]:
+    """Return the sorted names of the layers that get adapters. Raises RLHFError C07 for a name that no layer has."""
+    known = sorted({name for _, name, _ in linear_layers(model)})
+    if settings.target_modules == "all-linear":
+        return known
+    for target in settings.target_modules:
+        if target not in known:
+            near = nearest(target, known)
+            text = f"{key}.target_modules: no linear layer inside of the model is called {target}"
+            raise RLHFError("C07", text, hint=f"did you mean {near}?" if near else f"there are {', '.join(known)}")
+    return sorted(set(settings.target_modules))
+
+
+def linear_layers(model: Any) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield (parent module, attribute name, layer) of each linear layer or Conv1D in a model's backbone."""
+    for module in list(model.base_model.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear | Conv1D):
+                yield module, name, layer
+
+
+def can_quantize(layer: Any) -> bool:
+    """Return True if a linear layer can be stored in 4 bits."""
+    return (layer.nx if isinstance(layer, Conv1D) else layer.in_features) % BLOCK_SIZE == 0
+
+
+def grow_embeddings(model: Any, vocab_size: int) -> None:
+    """Resize embeddings and head to at least `vocab_size` rows; new rows are the mean of the old ones.
+
+    New rows are not trained, so the mean makes them the same wherever the adapter is loaded.
+    """
+    before = model.get_input_embeddings().weight.shape[0]
+    if vocab_size <= before:
+        return
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for weight in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
+            if weight is not None:
+                weight.data[before:] = weight.data[:before].mean(0)
+
+
+def _quantize(model: Any, device: torch.device, compute_dtype: torch.dtype) -> None:
+    """Quantize the backbone's linear layers to 4-bit NF4 on `device`, except those that `can_quantize` excludes.
+
+    from_pretrained() is not used: the weights may already be the sum of a base and an adapter, and an adapter
+    merged into 4-bit weights is lost to rounding.
+    """
+    import bitsandbytes as bnb
+
+    layers = [(module, name, layer) for module, name, layer in linear_layers(model) if can_quantize(layer)]
+    if not layers:
+        text = f"model.adapters.kind: 4 bits hold layers of a width that {BLOCK_SIZE} divides, and the model has none"
+        raise RLHFError("C17", text, hint="set it to lora")
+    for module, name, layer in layers:
+        weight = layer.weight.data.T if isinstance(layer, Conv1D) else layer.weight.data
+        height, width = weight.shape
+        quantized = bnb.nn.Linear4bit(width, height, layer.bias is not None, compute_dtype, True, "nf4", device="meta")
+        quantized.weight = bnb.nn.Params4bit(weight.contiguous(), False, quant_type="nf4", compress_statistics=True)
+        quantized.bias = layer.bias
+        # Otherwise an evaluation on some CPUs rounds the scales to bfloat16, and a resumed run would differ.
+        quantized.support_avx512bf16_for_cpu = False
+        setattr(module, name, quantized.to(device))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor, bnb.nn.Params4bit):  # a view of a memory-mapped file keeps all of it in memory
+            tensor.data = tensor.data.clone()
+    model.is_loaded_in_4bit = True  # read by peft
+
+
+def head_weights(folder: Path) -> set[str]:
+    """Return the names of the full weights in an adapter's file: a reward model's head."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        names = [name for name in list(file.keys()) if ".lora_" not in name]
+    return {name.removeprefix("base_model.model.") for name in names}
+
+
+def merge_adapter(model: Any, folder: Path, config: Any) -> None:
+    """Merge the adapter in `folder` into the weights of its base `model`; `config` is the config of the result.
+
+    Raises RLHFError M01 if the adapter does not fit the base.
+    """
+    grow_embeddings(model, config.get_text_config().vocab_size)
+    peft_model, _ = _attach(model, folder)
+    peft_model.merge_and_unload()
+    model.requires_grad_(True)  # peft froze it
+    _copy_trained_config(model, folder, config)
+
+
+def load_adapter(model: Any, folder: Path, config: Any, base: Path | str, revision: str | None = None) -> Any:
+    """Return a peft model of `model` and the adapter in `folder`, in which only adapter and head are trainable.
+
+    `base` is as in `add_adapters`. Raises RLHFError M01 if the adapter does not fit the base.
+    """
+    from peft import set_peft_model_state_dict
+
+    peft_model, tensors = _attach(model, folder)
+    peft_model.peft_config["default"].task_type = "CAUSAL_LM" if model.can_generate() else "SEQ_CLS"
+    for name, weight in peft_model.named_parameters():
+        weight.requires_grad_(any(part in name for part in TRAINABLE))
+        if weight.requires_grad:
+            weight.data = weight.data.float()  # peft gave it the base's dtype, in which small updates are lost
+    set_peft_model_state_dict(peft_model, tensors)  # again, because that dtype rounded the tensors
+    _copy_trained_config(model, folder, config)
+    _record_base(peft_model, base, revision)
+    return peft_model
+
+
+def merge_and_unload(model: Any) -> Any:
+    """Return the transformers model with a peft model's adapters merged; any other model is returned unchanged."""
+    return model.merge_and_unload() if is_peft_model(model) else model
+
+
+def load_adapter_weights(peft_model: Any, folder: Path) -> None:
+    """Load the adapter weights in `folder` into a peft model with the same architecture and adapter settings."""
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
+
+
+def copy_adapter_weights(source: Any, target: Any) -> None:
+    """Copy the adapter weights of one peft model to another with the same backbone; the target keeps its head."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    target_state, source_state = (get_peft_model_state_dict(m, save_embedding_layers=False) for m in (target, source))
+    set_peft_model_state_dict(target, {**target_state, **source_state})
+
+
+def _attach(model: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the peft model of a base and the adapter in `folder`, and the adapter's tensors. Raises RLHFError M01."""
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    try:
+        stored = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        heads = [name for name in stored["modules_to_save"] or () if hasattr(model, name)]
+        settings = LoraConfig(modules_to_save=heads, **{name: stored[name] for name in TRUSTED_FIELDS})
+        tensors = load_file(folder / WEIGHTS)
+        with _ignore_warnings():
+            # On the meta device at first: random initial weights would advance torch's generator.
+            peft_model = get_peft_model(model, settings, low_cpu_mem_usage=True)
+            unexpected = set_peft_model_state_dict(peft_model, tensors, low_cpu_mem_usage=True).unexpected_keys
+            missing = [name for name, weight in peft_model.named_parameters() if weight.is_meta]
+            if unexpected or missing:
+                raise ValueError(f"{(unexpected or missing)[0]} has no place there, or no numbers")
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        text = f"{shown(folder)} does not fit its base: {str(error).partition(chr(10))[0]}"
+        raise RLHFError("M01", text, hint="train the adapter again") from error
+    return peft_model, tensors
+
+
+def _copy_trained_config(model: Any, folder: Path, config: Any) -> None:
+    """Copy the config fields that training set, and a language model's generation config, to the base's model."""
+    for name in TRAINED_CONFIG_FIELDS:
+        if hasattr(config, name):
+            setattr(model.config, name, getattr(config, name))
+    if model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder / MERGED)
+
+
+@contextmanager
+def _ignore_warnings() -> Iterator[None]:
+    """Context manager that hides peft's warnings, such as the one about GPT-2's transposed weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

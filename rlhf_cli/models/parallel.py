@@ -1,0 +1,289 @@
+"""Data-parallel training: collectives of the process group, and replicated or sharded (FSDP2) models.
+
+Every rank has the same rollout and experience, to the last bit. It generates its part of the responses and runs its
+share of the forward and backward passes; gradients are all-reduced once per optimizer step. Everything else is computed
+redundantly on each rank from the same numbers. A single process communicates nothing.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlhf_cli import processes
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import sharding
+
+T = TypeVar("T")
+BUCKET_ELEMENTS = 2**24  # per all_reduce
+RENDEZVOUS_TIMEOUT_S = 120.0  # for all processes to start
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # rank 0 may be writing a large checkpoint while the others wait
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """The processes that train together, seen from one of them.
+
+    All ranks must call its methods, except `shard`, in the same order. They raise RLHFError R14 if another rank ended.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def shard(self, items: Sequence[T]) -> Sequence[T]:
+        """Return every `world_size`-th item, starting at this rank; empty for some ranks if there are too few."""
+        return items[self.rank :: self.world_size]
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return the value of each rank, by rank. Values are pickled: tensors must be on the CPU."""
+        if self.world_size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.world_size
+        with self._raise_peer_ended():
+            dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def gather_results(self, function: Callable[[], T]) -> list[T]:
+        """Call a function on each rank and return all results, by rank. An exception on one rank is raised on all."""
+        if self.world_size == 1:
+            return [function()]
+        own: tuple[T | None, Exception | None]
+        try:
+            own = function(), None
+        except Exception as error:
+            own = None, error
+        results = self.all_gather_object(own)
+        if failure := next((error for _, error in results if error), None):
+            raise failure
+        return [result for result, _ in results]  # type: ignore[misc]
+
+    def map_rows(self, total: int, function: Callable[[slice], T]) -> list[T]:
+        """Call a function on each rank's slice of `total` rows; return the results of non-empty slices, in order."""
+        part = slice(total * self.rank // self.world_size, total * (self.rank + 1) // self.world_size)
+        results = self.gather_results(lambda: [function(part)] if part.start < part.stop else [])
+        return list(chain.from_iterable(results))
+
+    def run_on_main(self, function: Callable[[], T]) -> T:
+        """Call a function on rank 0 and return its result on all ranks. Its exception is raised on all."""
+        if self.world_size == 1:
+            return function()
+        box: list[T | Exception | None] = [None, None]
+        if self.rank == 0:
+            try:
+                box[0] = function()
+            except Exception as error:
+                box[1] = error
+        with self._raise_peer_ended():
+            dist.broadcast_object_list(box, src=0)
+        result, failure = box
+        if isinstance(failure, Exception):
+            raise failure
+        return result  # type: ignore[return-value]
+
+    def all_reduce(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks, bit-identical on each."""
+        if self.world_size == 1:
+            return
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            with self._raise_peer_ended():
+                dist.all_reduce(flat)
+            for tensor, summed in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(summed.view_as(tensor))
+
+    def all_reduce_gradients(self, weights: Iterable[Tensor]) -> None:
+        """Sum the gradients over all ranks; a weight with a gradient on some ranks gets one on all."""
+        weights = list(weights)
+        has_grad = map(any, zip(*self.all_gather_object([weight.grad is not None for weight in weights]), strict=True))
+        trained = [weight for weight, has in zip(weights, has_grad, strict=True) if has]
+        for weight in trained:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        self.all_reduce(weight.grad for weight in trained if weight.grad is not None)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self.all_gather_object(None)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Context manager that runs its body on rank 0 first, so that the others find what it cached."""
+        if self.rank > 0:
+            self.barrier()
+        yield
+        if self.rank == 0:
+            self.barrier()
+
+    @contextmanager
+    def translate_dist_errors(self) -> Iterator[None]:
+        """Context manager that turns communication errors of a library into R14."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.world_size == 1 or not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+                raise
+            with self._raise_peer_ended():
+                raise
+
+    @contextmanager
+    def _raise_peer_ended(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # from gloo, and every torch.distributed error
+            message = " ".join(str(error).split())[:200]
+            text = f"process {self.rank} of {self.world_size} waits for another that has ended: {message}"
+            hint = "look for that one's own message; the same command goes on from the last state"
+            raise RLHFError("R14", text, hint=hint) from error
+
+
+SINGLE_PROCESS = ProcessGroup()
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Split tensors, in order, into buckets of one dtype and at most BUCKET_ELEMENTS elements."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        elements = sum(map(Tensor.numel, bucket)) + tensor.numel()
+        if bucket and (bucket[0].dtype != tensor.dtype or elements > BUCKET_ELEMENTS):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def init_process_group() -> ProcessGroup:
+    """Join the processes that a launcher started and select this process's GPU.
+
+    Raises RLHFError E04 if they do not all start, or if there are fewer GPUs than processes.
+    """
+    count, rank = processes.count(), processes.rank()
+    if count == 1:
+        return SINGLE_PROCESS
+    gpus = torch.cuda.device_count()
+    if gpus:
+        if processes.local_rank() >= gpus:
+            text = f"process {rank} is number {processes.local_rank() + 1} on a machine with {gpus} GPUs"
+            raise RLHFError("E04", text, where="WORLD_SIZE", hint="start as many processes as there are GPUs")
+        torch.cuda.set_device(processes.local_rank())
+    if not dist.is_initialized():
+        backend, store = "cpu:gloo,cuda:nccl" if gpus else "gloo", _rendezvous(count)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=COLLECTIVE_TIMEOUT)
+    return ProcessGroup(rank, count)
+
+
+def _rendezvous(count: int) -> dist.Store:
+    """Return the store of the group once all processes have started."""
+    started, detail = 1, ""
+    try:
+        store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S)))
+        started, deadline = store.add("rlhf/here", 1), time.monotonic() + RENDEZVOUS_TIMEOUT_S
+        while started < count and time.monotonic() < deadline:
+            time.sleep(0.05)
+            started = store.add("rlhf/here", 0)
+        if started >= count:
+            return store
+    except RuntimeError as error:  # nothing listens at MASTER_ADDR
+        detail = f" ({' '.join(str(error).split())[:100]})"
+    text = f"{count} processes were asked for, {started} came up within {RENDEZVOUS_TIMEOUT_S:g} seconds{detail}"
+    raise RLHFError("E04", text, where="WORLD_SIZE", hint="start all of them: --nproc N does, and torchrun")
+
+
+@contextmanager
+def open_process_group() -> Iterator[ProcessGroup]:
+    """Context manager that joins the process group and leaves it at the end."""
+    process_group = init_process_group()
+    try:
+        yield process_group
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class ReplicatedModels:
+    """Each process has complete copies of all models, as in DDP."""
+
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self.process_group = process_group
+
+    def assign(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+        """Return this rank's micro-batches, each with True if its result counts."""
+        return [(item, True) for item in self.process_group.shard(items)]
+
+    def training_context(self) -> AbstractContextManager:
+        """Context manager for the passes of a minibatch, with or without gradients."""
+        return nullcontext()
+
+    def generation_context(self, model: Any) -> AbstractContextManager:
+        """Context manager for forward passes without gradients whose number differs by rank."""
+        return nullcontext()
+
+    def all_reduce_gradients(self, model: nn.Module) -> None:
+        """Sum each weight's gradient over all ranks."""
+        self.process_group.all_reduce_gradients(model.parameters())
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale a model's gradients down to norm `max_norm`; return the norm before."""
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def load_full_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Load an unsharded state dict into a model."""
+        model.load_state_dict(state)
+
+    def trainable_norm(self, model: nn.Module) -> Tensor:
+        """Return the norm of a model's trainable weights."""
+        return nn.utils.get_total_norm(weight for weight in model.parameters() if weight.requires_grad)
+
+
+class ShardedModels(ReplicatedModels):
+    """Each process has a shard of the models' layers, embeddings, heads, gradients and optimizer state (FSDP2)."""
+
+    def __init__(self, process_group: ProcessGroup, trained: Sequence[Any], frozen: Sequence[Any]) -> None:
+        from rlhf_cli.models import sharding  # over half a second to import
+
+        super().__init__(process_group)
+        self.sharding = sharding
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        for models, trainable in ((trained, True), (frozen, False)):
+            for model in models:
+                sharding.shard(model, device, trained=trainable)
+        self.trained = trained
+
+    def assign(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+        """Pad each rank's items to the same number: a layer's pass is collective. Padding does not count."""
+        own = super().assign(items)
+        return own + [(items[0], False)] * (-(-len(items) // self.process_group.world_size) - len(own))
+
+    @contextmanager
+    def training_context(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in self.trained:
+                stack.enter_context(self.sharding.gathered_embeddings(model, self.process_group.all_reduce))
+            yield
+
+    def generation_context(self, model: Any) -> AbstractContextManager:
+        if not self.sharding.is_sharded(model):
+            return nullcontext()
+        return self.sharding.gathered(model, self.process_group.all_reduce)
+
+    def all_reduce_gradients(self, model: nn.Module) -> None:
+        self.process_group.all_reduce_gradients(
+            weight for weight in model.parameters() if not sharding.is_sharded_tensor(weight)
+        )
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        return self.sharding.clip_grad_norm(model.parameters(), max_norm, self.process_group.all_reduce)
+
+    def load_full_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        self.sharding.load_full_state_dict(model, state)
+
+    def trainable_norm(self, model: nn.Module) -> Tensor:
+        trainable = (weight for weight in model.parameters() if weight.requires_grad)
+        return self.sharding.total_norm(trainable, self.process_group.all_reduce)

@@ -1,0 +1,146 @@
+"""Save models as plain Hugging Face folders, and nested state (a tree) as safetensors and JSON: exact, no pickle.
+
+A tree consists of dicts, lists, tuples, tensors and plain values. Sharded tensors (FSDP2) are stored in a subfolder,
+in torch.distributed.checkpoint's format.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+
+from rlhf_cli import processes, terminal
+from rlhf_cli.models import lora, sharding
+from rlhf_cli.models.load import config_folder
+
+TENSORS, STRUCTURE, SHARDS = "tensors.safetensors", "structure.json", "shards"
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
+    """Write a plain Hugging Face folder: safetensors, tokenizer, chat template, and `card` as its README.
+
+    For a peft model only the adapters are written. All processes must call it, because each may have a shard of the
+    weights; the main process writes.
+    """
+    state = _full_state_dict(model)
+    if not processes.is_first():
+        return
+    if folder.exists():
+        shutil.rmtree(folder)
+    model.save_pretrained(folder, **({"state_dict": state} if state else {}))
+    if lora.is_peft_model(model):
+        save_config(model.get_base_model(), folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(terminal.clean(card).rstrip() + "\n", encoding="utf-8")
+
+
+def _full_state_dict(model: Any) -> dict[str, Any] | None:
+    """Return all weights of a sharded model; None if the model is not sharded."""
+    if sharding.is_zero3_sharded(model):  # in a single process too
+        return sharding.zero3_full_state_dict(model)
+    return None if processes.count() == 1 else sharding.full_state_dict(model)
+
+
+def set_special_token_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
+    """Set the pad token id in the config, and a language model's BOS, stop and pad ids in its generation config."""
+    model = lora.unwrap(model)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if model.can_generate():
+        model.generation_config = GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=stop_token_id, pad_token_id=tokenizer.pad_token_id
+        )
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Write the config of a model whose weights, or whose adapters, are in `folder` already."""
+    model.config.architectures = [type(model).__name__]  # an adapter's config is that of its base
+    model.config.save_pretrained(config_folder(folder))
+    if model.can_generate():
+        model.generation_config.save_pretrained(config_folder(folder))
+
+
+def save_tree(folder: Path, tree: Any) -> None:
+    """Write `tree` into `folder`. A tensor that occurs twice is written twice, and loaded as two tensors.
+
+    All processes must call it: each writes its shards, and the main process everything else.
+    """
+    if shards := dict(_sharded_tensors(tree, "")):
+        sharding.save_shards(folder / SHARDS, shards)
+    if not processes.is_first():
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    structure = _encode(tree, tensors, set(), "")
+    save_file(tensors, folder / TENSORS)
+    (folder / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
+
+
+def _sharded_tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the path in the tree and the value of each sharded tensor."""
+    if isinstance(value, torch.Tensor) and sharding.is_sharded_tensor(value):
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        yield from _sharded_tensors(item, f"{path}/{key}")
+
+
+def _encode(value: Any, tensors: dict[str, torch.Tensor], storages: set[int], path: str) -> dict[str, Any]:
+    """Return the JSON structure of `value`, and add its tensors to `tensors`, copied only if they share a storage.
+
+    This is not a closure in `save_tree`: a recursive closure would keep a copy of all weights alive until Python's
+    next garbage collection.
+    """
+    if isinstance(value, torch.Tensor) and sharding.is_sharded_tensor(value):
+        return {"shard": [path, list(value.shape), str(value.dtype).removeprefix("torch.")]}
+    if isinstance(value, torch.Tensor):
+        name, tensor = str(len(tensors)), value.detach().to("cpu").contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if storage in storages else tensor  # safetensors rejects shared storages
+        storages.add(storage)
+        return {"tensor": name}
+    if isinstance(value, dict):
+        return {"dict": [[key, _encode(item, tensors, storages, f"{path}/{key}")] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        items = [_encode(item, tensors, storages, f"{path}/{i}") for i, item in enumerate(value)]
+        return {type(value).__name__: items}
+    assert value is None or isinstance(value, bool | int | float | str), (
+        f"{type(value).__name__} cannot be kept exactly"
+    )
+    return {"value": value}
+
+
+def load_tree(folder: Path) -> Any:
+    """Load what `save_tree` wrote, on the CPU; sharded tensors as shards, or in full in a single process.
+
+    Raises RLHFError M05 if the shards' metadata contains anything but metadata.
+    """
+    tensors = load_file(folder / TENSORS)
+    structure = json.loads((folder / STRUCTURE).read_text(encoding="utf-8"))
+    if specs := {name: (shape, getattr(torch, dtype)) for name, shape, dtype in _shard_specs(structure)}:
+        tensors |= sharding.load_shards(folder / SHARDS, specs)
+
+    def decode(node: dict[str, Any]) -> Any:
+        ((kind, content),) = node.items()
+        if kind in ("tensor", "shard"):
+            return tensors[content if kind == "tensor" else content[0]]
+        if kind == "dict":
+            return {key: decode(item) for key, item in content}
+        if kind in ("list", "tuple"):
+            items = [decode(item) for item in content]
+            return items if kind == "list" else tuple(items)
+        return content
+
+    return decode(structure)
+
+
+def _shard_specs(node: dict[str, Any]) -> Iterator[list[Any]]:
+    """Yield [path, shape, dtype] of each sharded tensor in a JSON structure."""
+    ((kind, content),) = node.items()
+    if kind == "shard":
+        yield content
+    for item in content if kind in ("dict", "list", "tuple") else ():
+        yield from _shard_specs(item[1] if kind == "dict" else item)

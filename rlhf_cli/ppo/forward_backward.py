@@ -1,0 +1,243 @@
+"""Forward and backward passes of a micro-batch through the policy, reference and value models."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.models import forward, packing
+from rlhf_cli.models.batch import MicroBatch
+from rlhf_cli.ppo import losses, monitor
+from rlhf_cli.ppo.experience import TokenBatch
+from rlhf_cli.ppo.settings import PPOSettings
+
+# logits_at_a_time `auto`: logits (tokens x vocabulary) per chunk. On a CPU they fit its cache.
+MAX_LOGITS_CPU, MAX_LOGITS_GPU = 2**20, 2**27
+MIN_CHUNK_TOKENS = 64  # fewer make the matrix product slow
+AUTO_MICRO_BATCH_TOKENS_CPU = 640  # micro_batch_tokens `auto`: more are no faster on a CPU and take memory
+
+TokenMetrics = dict[str, Tensor]  # metric -> its value at each token, (N,)
+
+
+def max_micro_batch_tokens(settings: PPOSettings, *, on_cpu: bool) -> int | None:
+    """Return the token limit of a micro-batch; None if only its rows limit it."""
+    if settings.micro_batch_tokens != "auto":
+        return settings.micro_batch_tokens
+    return AUTO_MICRO_BATCH_TOKENS_CPU if on_cpu else None
+
+
+def logits_chunk_size(settings: PPOSettings, vocab_size: int, *, on_cpu: bool) -> int | None:
+    """Return the number of response tokens whose logits are in memory at once; None for all of a micro-batch."""
+    size = settings.logits_at_a_time
+    if size == "auto":
+        return max(MIN_CHUNK_TOKENS, (MAX_LOGITS_CPU if on_cpu else MAX_LOGITS_GPU) // vocab_size)
+    return None if size == "all" else size
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """Detached loss and metrics of a micro-batch after backward()."""
+
+    micro_batch: MicroBatch
+    loss: Tensor  # (N,)
+    metrics: TokenMetrics
+
+
+@dataclass(frozen=True)
+class MinibatchStats:
+    """Metrics that one rank accumulated over its micro-batches of a minibatch."""
+
+    token_sums: dict[str, float]  # metric -> sum over the response tokens
+    ptx: dict[str, float]
+    max_ratio_error: float  # max |ratio - 1| over the response tokens
+    error: monitor.NonFiniteError | None  # of a loss that is not finite
+
+    @classmethod
+    def from_results(cls, results: list[MicroBatchResult], ptx: dict[str, float], step: int) -> "MinibatchStats":
+        """Sum the metrics of the micro-batches of update `step`."""
+        names = results[0].metrics if results else ()
+        sums = {name: float(sum(result.metrics[name].sum() for result in results)) for name in names}
+        ratio_errors = [float((result.metrics["val/ratio"] - 1).abs().max()) for result in results]
+        return cls(sums, ptx, max(ratio_errors, default=0.0), cls._find_error(results, step))
+
+    @staticmethod
+    def _find_error(results: list[MicroBatchResult], step: int) -> monitor.NonFiniteError | None:
+        try:
+            for result in results:
+                monitor.check_finite_loss(result.loss, result.micro_batch, step)
+        except monitor.NonFiniteError as error:
+            return error
+        return None
+
+
+@dataclass(frozen=True)
+class PolicyLosses:
+    """Loss of the policy at each token, (N,)."""
+
+    loss: Tensor  # surrogate - entropy_coef * entropy, + kl_coef * KL with kl_in loss; with gradient
+    metrics: TokenMetrics  # detached
+
+
+def policy_losses(
+    tokens: TokenBatch, logits: Tensor, ref_logits: Tensor | None, kl_coef: float, settings: PPOSettings
+) -> PolicyLosses:
+    """Return the policy's losses from its logits (N, V); `ref_logits` (N, V) with kl_estimator full."""
+    log_probs = losses.log_probs(logits, settings.temperature)
+    logprobs = losses.gather_logprobs(log_probs, tokens.ids)
+    surrogate, ratio, clipped = losses.policy_loss(
+        logprobs, tokens.logprobs, tokens.advantages, settings.cliprange, settings.cliprange_high, settings.dual_clip
+    )
+    with torch.set_grad_enabled(settings.entropy_coef > 0 and torch.is_grad_enabled()):
+        entropy = losses.entropy(log_probs)
+    loss = surrogate
+    if settings.entropy_coef:
+        loss = loss - settings.entropy_coef * entropy
+    if settings.kl_in == "loss":
+        if ref_logits is not None:
+            kl = losses.exact_kl(logits, ref_logits, settings.temperature)
+        else:
+            kl = losses.token_kl_loss(logprobs, tokens.logprobs, tokens.ref_logprobs, settings.kl_estimator)
+        loss = loss + kl_coef * kl
+    metrics = {
+        "loss/policy_avg": surrogate,
+        "policy/clipfrac_avg": clipped.float(),
+        "policy/entropy_avg": entropy,
+        "policy/approxkl_avg": losses.approx_kl(logprobs, tokens.logprobs),
+        "policy/policykl": tokens.logprobs - logprobs,
+        "val/ratio": ratio,
+    }
+    return PolicyLosses(loss, {name: metric.detach() for name, metric in metrics.items()})
+
+
+def value_losses(tokens: TokenBatch, values: Tensor, settings: PPOSettings) -> tuple[Tensor, TokenMetrics]:
+    """Return the loss (N,), with gradient, and the metrics of the value model's `values` (N,)."""
+    loss, clipped = losses.value_loss(values, tokens.values, tokens.returns, settings.cliprange_value)
+    return loss, {"loss/value_avg": loss.detach(), "val/clipfrac_avg": clipped.float()}
+
+
+class ModelRunner:
+    """Runs the policy, reference and value models on micro-batches.
+
+    `policy` and `ref` are causal models, `value` a one-label sequence classifier or a `forward.ValueHead` on the
+    policy. settings.packing enables packing if all models support it: `packed`.
+    """
+
+    def __init__(self, policy: Any, ref: Any, value: Any, settings: PPOSettings):
+        self.policy, self.ref, self.value, self.settings = policy, ref, value, settings
+        self.has_value_head = isinstance(value, forward.ValueHead)
+        backbones = [policy, ref] if self.has_value_head else [policy, ref, value]
+        self.packed = settings.packing and packing.enable(backbones)
+
+    def forward(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Return logprobs, ref_logprobs, kl and values of the response tokens, (N,) each."""
+        with self._autocast():
+            hidden = forward.response_hidden_states(self.policy, micro_batch)
+            values = forward.response_values(self.value, micro_batch, hidden)
+            ref_hidden = forward.response_hidden_states(self.ref, micro_batch)
+        ids = micro_batch.targets
+        chunks = [self._forward_chunk(ids, hidden, ref_hidden, part) for part in self.logit_chunks(len(hidden))]
+        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]} | {"values": values}
+
+    def _forward_chunk(self, ids: Tensor, hidden: Tensor, ref_hidden: Tensor, part: slice) -> dict[str, Tensor]:
+        temperature, estimator = self.settings.temperature, self.settings.kl_estimator
+        with self._autocast():
+            logits = forward.lm_head_logits(self.policy, hidden[part])
+            ref_logits = forward.lm_head_logits(self.ref, ref_hidden[part])
+        logprobs = losses.token_logprobs(logits, ids[part], temperature)
+        ref_logprobs = losses.token_logprobs(ref_logits, ids[part], temperature)
+        if estimator == "full":
+            kl = losses.exact_kl(logits, ref_logits, temperature)
+        else:
+            kl = losses.token_kl(logprobs, ref_logprobs, estimator)
+        return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "kl": kl}
+
+    def backward(
+        self, tokens: TokenBatch, micro_batch: MicroBatch, kl_coef: float, scale: float, *, train_policy: bool
+    ) -> MicroBatchResult:
+        """Add the gradients of `scale` times the losses, summed over the micro-batch's tokens.
+
+        Logits and their gradients are computed in chunks of tokens. The backbone's backward pass runs once, on the
+        accumulated gradient of the hidden states. Without `train_policy` the policy gets no gradient.
+        """
+        if not self.has_value_head:  # before the policy's activations take their memory
+            value_loss, metrics = self._backward_value(tokens, micro_batch, None, scale)
+        with torch.set_grad_enabled(train_policy), self._autocast():
+            hidden = forward.response_hidden_states(self.policy, micro_batch)
+        leaf, ref_hidden = hidden.detach().requires_grad_(train_policy), self._ref_hidden(micro_batch)
+        chunks = []
+        for part in self.logit_chunks(len(leaf)):
+            with torch.set_grad_enabled(train_policy):
+                chunk = self._policy_losses(tokens[part], leaf[part], ref_hidden[part], kl_coef)
+            if train_policy:
+                (chunk.loss.sum() * scale).backward()
+            chunks.append((chunk.loss.detach(), chunk.metrics))
+        if self.has_value_head:
+            value_loss, metrics = self._backward_value(tokens, micro_batch, leaf, scale)
+        if train_policy:
+            hidden.backward(leaf.grad)
+        loss = torch.cat([loss for loss, _ in chunks]) + self.settings.vf_coef * value_loss
+        metrics |= {name: torch.cat([chunk[name] for _, chunk in chunks]) for name in chunks[0][1]}
+        return MicroBatchResult(micro_batch, loss, metrics)
+
+    def _policy_losses(self, tokens: TokenBatch, hidden: Tensor, ref_hidden: Tensor, kl_coef: float) -> PolicyLosses:
+        with self._autocast():
+            logits = forward.lm_head_logits(self.policy, hidden)
+            with torch.no_grad():
+                ref_logits = forward.lm_head_logits(self.ref, ref_hidden) if self.exact_kl_in_loss else None
+        return policy_losses(tokens, logits, ref_logits, kl_coef, self.settings)
+
+    def _backward_value(
+        self, tokens: TokenBatch, micro_batch: MicroBatch, hidden: Tensor | None, scale: float
+    ) -> tuple[Tensor, TokenMetrics]:
+        with self._autocast():
+            values = forward.response_values(self.value, micro_batch, hidden)
+        loss, metrics = value_losses(tokens, values, self.settings)
+        (self.settings.vf_coef * loss.sum() * scale).backward()
+        return loss.detach(), metrics
+
+    @torch.no_grad()
+    def _ref_hidden(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the reference's hidden states (N, H) if the loss needs its logits, else (N, 0)."""
+        if not self.exact_kl_in_loss:
+            return torch.empty(len(micro_batch.targets), 0, device=micro_batch.ids.device)
+        with self._autocast():
+            return forward.response_hidden_states(self.ref, micro_batch)
+
+    @property
+    def exact_kl_in_loss(self) -> bool:
+        """True if the loss needs the reference's logits."""
+        return self.settings.kl_in == "loss" and self.settings.kl_estimator == "full"
+
+    def backward_ptx(self, micro_batch: MicroBatch, scale: float) -> float:
+        """Add the gradient of ptx_coef times the loss; return the loss.
+
+        The loss is `scale` times the negative log-likelihood, summed over the micro-batch's tokens.
+        """
+        with self._autocast():
+            hidden = forward.response_hidden_states(self.policy, micro_batch)
+        leaf, total = hidden.detach().requires_grad_(), 0.0
+        for part in self.logit_chunks(len(leaf)):
+            with self._autocast():
+                logits = forward.lm_head_logits(self.policy, leaf[part])
+            loss = -losses.token_logprobs(logits, micro_batch.targets[part], 1.0).sum() * scale
+            (self.settings.ptx_coef * loss).backward()
+            total += float(loss.detach())
+        hidden.backward(leaf.grad)
+        return total
+
+    def logit_chunks(self, num_tokens: int) -> list[slice]:
+        """Return slices of the response tokens whose logits are computed together (settings.logits_at_a_time)."""
+        vocab_size, on_cpu = self.policy.config.get_text_config().vocab_size, self.policy.device.type == "cpu"
+        size = logits_chunk_size(self.settings, vocab_size, on_cpu=on_cpu) or num_tokens
+        return [slice(start, start + size) for start in range(0, num_tokens, size)]
+
+    def accumulate_in_place(self) -> AbstractContextManager:
+        """Context manager that adds gradients of embeddings and heads in place, unless logits_at_a_time is `all`."""
+        if self.settings.logits_at_a_time == "all":
+            return nullcontext()
+        return forward.in_place_embedding_gradients(self.policy, *([] if self.has_value_head else [self.value]))
+
+    def _autocast(self) -> AbstractContextManager:
+        return torch.autocast(self.policy.device.type, dtype=torch.bfloat16, enabled=self.settings.bf16)

@@ -1,0 +1,76 @@
+"""`pipeline:`: the score of one label, by transformers' text-classification pipeline."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TextClassificationPipeline
+
+from rlhf_cli.errors import RLHFError, nearest, placed, shown
+from rlhf_cli.models import devices, load, tokenizers
+from rlhf_cli.rewards.source import RewardContext, RewardFn
+
+# Function the pipeline applies to the logits; None: the one in the model's config, softmax or sigmoid.
+FUNCTION_TO_APPLY = {"logit": "none", "probability": None}
+
+
+@dataclass(frozen=True)
+class ClassifierReward:
+    """A reward function: the score of `label` for the response, or for the prompt and the response as one text.
+
+    Text beyond the model's context is truncated at its end.
+    """
+
+    pipeline: TextClassificationPipeline
+    label: str
+    number: str = "logit"
+    reads: str = "response"
+    batch_size: int = 64
+
+    def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
+        texts = [
+            prompt + response if self.reads == "both" else response
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        options: dict[str, Any] = {
+            "function_to_apply": FUNCTION_TO_APPLY[self.number],
+            "top_k": None,
+            "batch_size": self.batch_size,
+        }
+        context = load.context_length(self.pipeline.model.config)
+        rows = self.pipeline(texts, truncation=context is not None, max_length=context, padding=True, **options)
+        return [next(entry["score"] for entry in row if entry["label"] == self.label) for row in rows]
+
+
+def make(section: Any, context: RewardContext) -> RewardFn:
+    """Load the classifier of `pipeline:`. Raises RLHFError C07 for an unknown label, M01, M02, M06-M08."""
+    assert context.model is not None, "the caller gives the model's folder"
+    trust = context.trust_remote_code
+    with placed(context.where("pipeline")):
+        config = load.read_classifier_config(context.model, trust)
+    label = _resolve_label(section.label, [str(name) for name in config.id2label.values()], context)
+    if not context.load:
+        return _not_loaded
+    with placed(context.where("pipeline")):
+        tokenizer = tokenizers.load_tokenizer(context.model, trust_remote_code=trust)
+        model = load.load_classifier(context.model, trust_remote_code=trust)
+        tokenizers.check_vocabulary(model, tokenizer)
+    tokenizer.padding_side = "right"  # encoders count positions from the left
+    pipeline = TextClassificationPipeline(model=model.eval(), tokenizer=tokenizer, device=devices.device())
+    return ClassifierReward(pipeline, label, section.number, section.reads, section.batch_size)
+
+
+def _not_loaded(prompts: list[str], responses: list[str]) -> list[float]:
+    raise AssertionError("built for validation only")
+
+
+def _resolve_label(label: str | None, known: list[str], context: RewardContext) -> str:
+    assert context.model is not None
+    if label is None and len(known) == 1:
+        return known[0]
+    if label not in known:
+        problem = "label is missing" if label is None else f'label: "{label}" is not one of the model'
+        near = label and nearest(label, known)
+        hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+        text = f"{problem}; {shown(context.model)} has {len(known)}"
+        raise RLHFError("C07", text, where=context.where("label"), hint=hint)
+    return label

@@ -1,0 +1,131 @@
+"""`model:` and `models:`: reward models on the policy's tokens or their own tokenizer's, and ensembles."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rlhf_cli.errors import RLHFError
+from rlhf_cli.models import forward, packing, sharding
+from rlhf_cli.models.batch import EnsembleScores, Rollout
+
+# (prompts, responses) -> token ids of both per row, each response with the stop token appended (data.encode_many).
+PromptText = str | list[dict[str, Any]] | None
+Encode = Callable[[Sequence[PromptText], Sequence[str | None]], Sequence[tuple[list[int], list[int]]]]
+
+
+@dataclass
+class ModelReward:
+    """A one-label sequence classifier that shares the policy's tokenizer.
+
+    It reads the rollout's ids and scores the last real token. `packed`: rows are packed if the model supports it
+    (models/packing.py). `offloaded`: the model stays in CPU memory and is moved to the rollout's device to score.
+    """
+
+    model: Any
+    max_rows: int = 64
+    max_tokens: int | None = None
+    packed: bool = True
+    offloaded: bool = False
+    shardable: ClassVar[bool] = True  # each rank may score a part of the rows
+
+    def __post_init__(self) -> None:
+        self.packed = self.packed and packing.enable([self.model])
+        if self.offloaded:
+            sharding.offload_to_cpu(self.model)
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        with sharding.on_device(self.model, rollout.ids.device) if self.offloaded else nullcontext():
+            return forward.rollout_scores(self.model, rollout, max_rows=self.max_rows, max_tokens=self.max_tokens)
+
+
+@dataclass(kw_only=True)
+class RetokenizingReward(ModelReward):
+    """A reward model with its own tokenizer or chat template, applied by `encode`.
+
+    Responses are decoded by the policy's `tokenizer` without special tokens and encoded again, with the stop token if
+    they ended with `stop_token_id`. `prompts` maps a prompt's ids to the model's tokens of its original text or
+    conversation; a prompt that is missing there is decoded and encoded too.
+    Raises RLHFError R05 for a row that exceeds `context` tokens, has an empty prompt, or cannot be encoded.
+    """
+
+    name: str
+    tokenizer: Any
+    encode: Encode
+    stop_token_id: int | None
+    context: int | None = None
+    prompts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        rows = range(len(rollout))
+        lists = self.retokenize(
+            *([tokens(row) for row in rows] for tokens in (rollout.prompt_tokens, rollout.response_tokens)),
+            row_offset=rollout.row_offset,
+        )
+        return super().__call__(Rollout.from_lists(*lists).to(rollout.ids.device))
+
+    def add_prompt(self, ids: Sequence[int], prompt: str | list[dict[str, Any]]) -> None:
+        """Add a prompt's original text or conversation under its ids in the policy's tokens.
+
+        Raises RLHFError D06, D14 for a conversation that the model's template rejects or cannot render.
+        """
+        self.prompts[tuple(ids)] = self.encode([prompt], [None])[0][0]
+
+    def retokenize(
+        self, prompts: list[list[int]], responses: list[list[int]], *, row_offset: int = 0
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Convert prompts and responses from the policy's tokens to the model's; `row_offset` is for errors only."""
+        known = [self.prompts.get(tuple(ids)) for ids in prompts]
+        try:
+            texts = [self._decode(ids) if tokens is None else None for ids, tokens in zip(prompts, known, strict=True)]
+            encoded = self.encode(texts, [self._decode(ids) for ids in responses])
+        except Exception as error:  # a third-party tokenizer may raise anything
+            text = f"reward `{self.name}`: its tokenizer raised {type(error).__name__}: {error}"
+            raise RLHFError("R05", text, hint="encode one of the responses with it by itself") from error
+        new_prompts: list[list[int]] = []
+        new_responses: list[list[int]] = []
+        for row, (prompt, response) in enumerate(encoded):
+            tokens, ended = known[row], responses[row][-1] == self.stop_token_id
+            new_prompts.append(prompt if tokens is None else tokens)
+            new_responses.append(response if ended or len(response) == 1 else response[:-1])
+            self._check_length(row_offset + row, len(new_prompts[-1]), len(new_responses[-1]))
+        return new_prompts, new_responses
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _check_length(self, row: int, prompt_length: int, response_length: int) -> None:
+        if not prompt_length:
+            text = f"reward `{self.name}`: its tokenizer leaves nothing of the prompt of row {row}"
+            raise RLHFError("R05", text, hint="take such prompts out of data.prompts")
+        if self.context is not None and prompt_length + response_length > self.context:
+            text = f"row {row} has {prompt_length + response_length} tokens, its model reads {self.context} at most"
+            raise RLHFError(
+                "R05", f"reward `{self.name}`: {text}", hint="take longer prompts out, or lower ppo.response_length"
+            )
+
+
+@dataclass
+class EnsembleReward:
+    """Several reward models as one source; `combine` is a key of COMBINE (Coste et al. 2023, arXiv 2310.02743)."""
+
+    members: dict[str, ModelReward]
+    combine: str = "mean"
+    std_coef: float = 1.0
+    shardable: ClassVar[bool] = True
+
+    def __call__(self, rollout: Rollout) -> EnsembleScores:
+        scores = {name: member(rollout) for name, member in self.members.items()}
+        ensemble = EnsembleScores(torch.stack(list(scores.values())).mean(0), scores)
+        return replace(ensemble, score=COMBINE[self.combine](ensemble, self.std_coef))
+
+
+# Name -> the combined score (B,), of an ensemble whose `score` is the mean of its members.
+COMBINE: dict[str, Callable[[EnsembleScores, float], Tensor]] = {
+    "mean": lambda ensemble, _: ensemble.score,
+    "min": lambda ensemble, _: torch.stack(list(ensemble.members.values())).amin(0),
+    "mean_minus_std": lambda ensemble, std_coef: ensemble.score - std_coef * ensemble.disagreement,
+}

@@ -1,0 +1,277 @@
+"""`rlhf ppo`: load the models and prompts, loop over updates, save the policy."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli import checkpoints, data, terminal
+from rlhf_cli.config import Options, PPOConfig
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.evaluation import reward_cards
+from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
+from rlhf_cli.inputs import machine
+from rlhf_cli.models import devices, forward, load, save, tokenizers
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.models.parallel import ProcessGroup, open_process_group
+from rlhf_cli.ppo.metrics import Stats, rollout_histograms, rollout_metrics
+from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, TrainingMonitor, Watchdog
+from rlhf_cli.progress import Progress
+from rlhf_cli.signals import StopWish
+from rlhf_cli.stages.ppo_samples import SampleTables, Snapshots
+from rlhf_cli.stages.ppo_setup import (
+    PPOComponents,
+    describe_batches,
+    load_components,
+    restore_policy,
+    scale_to_world_size,
+)
+from rlhf_cli.trackers import Trackers
+from rlhf_cli.tracking import Log, MetricsLog
+
+HEADLINE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
+RATIO_TOLERANCE = 1e-3  # exactly 0 in float32: scoring and update use the same micro-batches
+
+
+def run(config: PPOConfig, options: Options) -> None:
+    """Train a policy by PPO and write RUN/ppo; resume from the last checkpoint if there is one.
+
+    If ppo.kl_stop or the watchdog stops the run, RUN/ppo is completed with the best policy so far, and R04 or R13 is
+    raised. Raises M05 if that policy's snapshot is corrupt, E04 and R14 as `ProcessGroup` does.
+    """
+    with open_process_group() as process_group:
+        _run(config, options, process_group)
+
+
+def _run(config: PPOConfig, options: Options, process_group: ProcessGroup) -> None:
+    parents = checkpoints.open_parents(config)
+    identity = checkpoints.identity(config, parents, config.sources())
+    if options.fresh or checkpoints.examine(config, identity).state != "finished":
+        reward_cards.check_required(config, parents)  # before --fresh archives anything
+    status = process_group.run_on_main(
+        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+    )
+    if status == "finished":
+        terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")
+        return
+    memory = machine.check(config, parents)
+    config = scale_to_world_size(config, process_group.world_size)
+    components = load_components(config, options, parents, process_group)
+    checkpoints.require_unchanged(parents)
+    if memory:
+        terminal.say(f"ppo      {memory}")
+    runner = PPORunner(config, components, resume=status == "resume")
+    stopped: StopTraining | None = None
+    step, outcome = components.num_updates, {"model_is": "the last step"}
+    try:
+        runner.run()
+    except StopTraining as stop:
+        stopped, step = stop, runner.snapshots.best_step
+        process_group.barrier()  # until the first rank has written the snapshot
+        restore_policy(config, options, components, checkpoints.state_at(runner.snapshots.folder, step))
+        outcome = {"model_is": "the best step", "stopped": stop.problems[0].text}
+        runner.snapshots.prune(components.trainer.updates, finished=True)
+    save_models(config, components, step)
+    metrics = headline_metrics(config, components)
+    fields = {
+        **tokenizers.manifest_fields(components.tokenizer, components.stop_token_id),
+        "metrics": metrics,
+        **outcome,
+        "step": step,
+        **runner.snapshots.manifest_fields(),
+        "trust_remote_code": options.trust_remote_code,
+    }
+    process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    terminal.say(f"ppo      {format_reward(metrics, TRAINING)} ({UNPENALISED}), KL {metrics['objective/kl_k1']:.2f}")
+    if stopped:
+        raise _stop_error(stopped, config, step)
+
+
+class PPORunner:
+    """The outer PPO loop: updates, logs, monitoring and checkpoints; resumes from the last checkpoint."""
+
+    def __init__(self, config: PPOConfig, components: PPOComponents, *, resume: bool):
+        self.config, self.components, self.trainer = config, components, components.trainer
+        self.state_folder, self.monitor, self.cost = config.folder / "state", TrainingMonitor(), checkpoints.Cost()
+        self.watchdog = Watchdog(config.ppo, config.held_out)
+        self.snapshots = Snapshots(config, components, self.cost)
+        state = checkpoints.latest_state(self.state_folder) if resume else None
+        log_positions: dict[str, Any] = {}
+        if state:
+            tree = save.load_tree(state)
+            self.trainer.load_state_dict(tree["trainer"])
+            self.monitor = TrainingMonitor(**tree["alarms"])
+            self.watchdog.load_state_dict(tree["watchdog"])
+            self.snapshots.load_state_dict(tree["best"])
+            log_positions = tree["logs"]
+            self.snapshots.prune(self.trainer.updates)
+            terminal.say(f"ppo      resumes at step {self.trainer.updates} of {components.num_updates}")
+        self.saved_step = self.trainer.updates
+        self.trackers = Trackers(config)
+        self.metrics = MetricsLog(config.folder / "metrics.jsonl", log_positions.get("metrics"), self.trackers)
+        samples = config.folder / "samples.jsonl"
+        self.samples = SampleTables(samples, components, config.ppo, log_positions.get("samples"), self.trackers)
+        self.watchdog_log = Log(config.folder / "watchdog.jsonl", log_positions.get("watchdog"))
+        self.logs: dict[str, Log] = {
+            "metrics": self.metrics,
+            "samples": self.samples.log,
+            "watchdog": self.watchdog_log,
+        }
+
+    def run(self) -> None:
+        """Make the remaining updates. After SIGTERM or SIGINT, save after the step and exit with 143 or 130.
+
+        Raises RLHFError R01, R02, R05, StopTraining R04 and R13.
+        """
+        config, trainer, num_updates = self.config, self.trainer, self.components.num_updates
+        terminal.say(f"ppo      {describe_batches(config, self.components.prompts, trainer.process_group.world_size)}")
+        if config.ppo.packing and not trainer.model_runner.packed:
+            terminal.say("ppo      rows are padded, not packed: the models' attention is not transformers' sdpa")
+        self._warn_of_biased_kl_estimator()
+        save_interval = config.output.save_steps or max(1, num_updates // 10)
+        with (
+            StopWish() as stop,
+            self.trackers,
+            Progress("ppo", num_updates, "update", done=trainer.updates) as bar,
+        ):
+            if trainer.updates == 0:
+                self.snapshots.save_if_due(0)
+            while trainer.updates < num_updates:
+                stats = self._update()
+                step = trainer.updates
+                bar.advance(note=status_line(stats))
+                stop.settle(trainer.process_group.all_gather_object)
+                if step % save_interval == 0 or step == num_updates or stop.wished:
+                    self._save_checkpoint()
+                if stop.wished and step < num_updates:
+                    text = (
+                        f"ppo      stopped at step {step} of {num_updates}, saved; the same command goes on from here"
+                    )
+                    terminal.say(text)
+                    trainer.process_group.barrier()  # the first process to exit terminates the others
+                    raise SystemExit(stop.exit_code)
+        terminal.say(f"ppo      {self.cost}")
+
+    def _update(self) -> Stats:
+        """Make one PPO update, log it and check it."""
+        config, trainer, prompts = self.config, self.trainer, self.components.prompts
+        count, step = config.ppo.prompts_per_update, trainer.updates + 1
+        batch = [prompts[i] for i in data.prompt_batch(len(prompts), step, count, config.seed)]
+        with self._error_context(batch):
+            stats = trainer.step(Prompts.from_lists([prompt.ids for prompt in batch]))
+            self.metrics.log(step, stats)
+        assert trainer.experience is not None
+        if self.trackers:
+            self.trackers.histograms(step, rollout_histograms(trainer.experience))
+        with self._error_context():
+            self.samples.show(step)
+        self._check(step, stats)
+        self.snapshots.record_metrics(step, stats, trainer.experience)
+        self.snapshots.save_if_due(step)
+        return stats
+
+    def _check(self, step: int, stats: Stats) -> None:
+        """Warn of problems that the update's metrics show. Raises RLHFError R02, StopTraining R04 and R13."""
+        if (error := stats["policy/first_ratio_error"]) > RATIO_TOLERANCE:
+            text = f"the first ratio of an update is off 1 by {error:.2g}"
+            terminal.warn("R07", text, where=f"step {step}", hint="another precision or attention code may help")
+        assert self.trainer.experience is not None
+        for problem in self.monitor.check(step, self.trainer.experience, stats, self.config.ppo):
+            terminal.warn(problem.code, problem.text, hint=problem.hint)
+        self._handle_firings(self.watchdog.check(step, self.trainer.experience))
+
+    def _handle_firings(self, firings: Sequence[Alert]) -> None:
+        """Log the watchdog's firings and take the configured actions. Raises StopTraining R13."""
+        hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/reward-hacking.md)"
+        for firing in firings:
+            self.watchdog_log.append(asdict(firing) | {"kl_coef": self.trainer.kl_coef})
+        for firing in firings:
+            if firing.action == "stop":
+                raise StopTraining("R13", firing.text, key=f"ppo.watchdog.{firing.signal}", hint=hint)
+            effect = ""
+            if firing.action == "raise_kl_coef":
+                assert self.watchdog.settings is not None  # required for a firing
+                self.trainer.kl_coef *= self.watchdog.settings.kl_factor
+                effect = f"; kl_coef is {self.trainer.kl_coef:.4g} from here on"
+            if effect or firing.times == 1:
+                terminal.warn("R13", firing.text + effect, hint=hint)
+
+    def _save_checkpoint(self) -> None:
+        """Write a checkpoint to resume from."""
+        self.saved_step = step = self.trainer.updates
+        tree = {
+            "trainer": self.trainer.state_dict(),
+            "alarms": self.monitor.state_dict(),
+            "watchdog": self.watchdog.state_dict(),
+            "best": self.snapshots.state_dict(),
+            "logs": {name: log.mark(step) for name, log in self.logs.items()},
+        }
+
+        def write(path: Path) -> None:
+            save.save_tree(self.trainer.process_group.all_gather_object(path)[0], tree)
+
+        with self.cost.one():
+            checkpoints.commit_state(self.state_folder, f"step_{step:06d}", write, keep=self.config.output.keep)
+            self.snapshots.prune(step)
+
+    @contextmanager
+    def _error_context(self, batch: Sequence[data.Prompt] = ()) -> Iterator[None]:
+        """Context manager that adds the row's prompt and the last checkpoint to an R01 error.
+
+        If a reward source fails (R05), nothing was trained in this update, and the updates before it are saved.
+        """
+        try:
+            yield
+        except NonFiniteError as error:
+            (problem,) = error.problems
+            text, last = problem.text, checkpoints.latest_state(self.state_folder)
+            if batch and error.row is not None:
+                ids = batch[error.row // self.config.ppo.num_samples_per_prompt].ids
+                text += f"; its prompt: {self.components.tokenizer.decode(ids)[:80]!r}"
+            checkpoint = f"last good checkpoint: {shown(last)}" if last else "no checkpoint was saved before it"
+            raise RLHFError("R01", text, hint=f"{problem.hint}; {checkpoint}") from error
+        except RLHFError as error:
+            if error.problems[0].code == "R05" and self.trainer.updates > self.saved_step:
+                self._save_checkpoint()
+            raise
+
+    def _warn_of_biased_kl_estimator(self) -> None:
+        settings = self.config.ppo
+        if settings.kl_in == "reward" and settings.kl_estimator != "k1":
+            text = f"kl_estimator {settings.kl_estimator} in the reward does not have the KL's policy gradient"
+            where = self.config.where("ppo.kl_estimator")
+            terminal.warn("C18", text, where=where, hint="k1 has it; or set kl_in: loss")
+
+
+def status_line(stats: Stats) -> str:
+    """Return the summary of an update for the progress bar."""
+    kl, length = stats["objective/kl_k1"], stats["objective/response_length"]
+    reward = format_reward(stats, LAST_UPDATE)
+    return f"{reward}  KL {kl:.2f}  length {length:.1f}  {stats['tokens_per_s']:.0f} tokens/s"
+
+
+def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None:
+    """Save the policy after `step` to model/ and the value model to value/: full weights, or adapters of a base."""
+    policy, value = components.policy, components.value
+    trained = f"{step} PPO updates of {config.ppo.episodes_per_update} episodes, KL coefficient {config.ppo.kl_coef}"
+    save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy after {trained}.")
+    if isinstance(value, forward.ValueHead):
+        head, base = value.score, components.base
+        value = base.with_head(policy, head) if base else load.reward_model_from_backbone(policy, head)
+    save.save_model(value, components.tokenizer, config.folder / "value", f"Value model after {trained}.")
+
+
+def headline_metrics(config: PPOConfig, components: PPOComponents) -> Stats:
+    """Compute score, KL and length of the finished policy on new responses to the run's first prompts."""
+    prompts = Prompts.from_lists([prompt.ids for prompt in components.prompts[: config.ppo.episodes_per_update]])
+    experience = components.trainer.make_experience(components.trainer.generate(prompts, purpose="headline"))
+    metrics = rollout_metrics(experience, kl_in_reward=config.ppo.kl_in == "reward")
+    return {name: metrics[name] for name in HEADLINE}
+
+
+def _stop_error(stop: StopTraining, config: PPOConfig, step: int) -> RLHFError:
+    """Return the error of a stopped run, whose hint names the policy that was kept."""
+    (problem,) = stop.problems
+    kept = f"{checkpoints.shown(config.folder / 'model')} holds the best policy, of step {step}"
+    return RLHFError(problem.code, problem.text, where=config.where(stop.key), hint=f"{problem.hint}; {kept}")

@@ -1,0 +1,249 @@
+"""Outputs of a PPO run besides its metrics: tables of sampled responses, and snapshots of the policy."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlhf_cli import checkpoints, data, terminal
+from rlhf_cli.config import PPOConfig
+from rlhf_cli.models import hub, save
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo.experience import Experience
+from rlhf_cli.ppo.metrics import Stats
+from rlhf_cli.ppo.scores import unscaled_scores
+from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.stages.ppo_setup import PPOComponents
+from rlhf_cli.trackers import Trackers
+from rlhf_cli.tracking import Log, Mark
+
+ROWS_LOGGED = 8
+ROWS_PRINTED = 3
+CELL_WIDTH = 100
+# The objective of PPO, for both values of kl_in. With a held-out judge, the best policy is chosen by the judge instead.
+METRIC = "objective/scores - objective/kl_coef * objective/kl"
+UNSCALED_SCORES = "objective/scores before use_score_scaling"
+NUM_CANDIDATES = 20
+
+
+class SampleTables:
+    """`num_sample_generations` tables over a run: on the terminal, in samples.jsonl and in trackers.
+
+    Rows are responses to data.eval_prompts if set, else to the prompts of the update.
+    """
+
+    def __init__(
+        self, path: Path, components: PPOComponents, settings: PPOSettings, mark: Mark | None, trackers: Trackers
+    ):
+        self.log, self.components, self.trackers = Log(path, mark), components, trackers
+        count = settings.num_sample_generations
+        self.interval = max(1, components.num_updates // count) if count else None
+        self.episodes, self.with_ref = settings.episodes_per_update, settings.generate_ref_response
+
+    def show(self, step: int) -> None:
+        """Write and print the table of update `step` if one is due."""
+        if self.interval is None or step % self.interval:
+            return
+        experience = experience_to_show(self.components)
+        tokenizer = self.components.tokenizer
+        rows = [self._row(step, experience, row) for row in range(min(ROWS_LOGGED, len(experience.rollout)))]
+        rows[0]["tokens"] = token_columns(tokenizer, experience, 0)
+        if self.with_ref:
+            ref_columns = self._reference_columns(experience.rollout)
+            rows = [row | columns for row, columns in zip(rows, ref_columns, strict=True)]
+        for row in rows:
+            self.log.append(row)
+        self.trackers.table(step, "samples", rows)
+        columns = {"prompt": "prompt", "response": "response", "score": "score", "KL": "kl"}
+        if self.with_ref:
+            columns |= {"reference": "ref_response", "its score": "ref_score"}
+        cells = [[_format_cell(row[key]) for key in columns.values()] for row in rows[:ROWS_PRINTED]]
+        terminal.table(list(columns), cells, title=f"samples at step {step}")
+
+    def _reference_columns(self, rollout: Rollout) -> list[dict[str, Any]]:
+        """Sample and score the reference model's responses to the same prompts, with the same seeds."""
+        trainer, count = self.components.trainer, min(ROWS_LOGGED, len(rollout))
+        prompts = Prompts.from_lists([rollout.prompt_tokens(row) for row in range(count)])
+        with trainer.ref_on_device():
+            rollout = trainer.generate(prompts, "show", self.components.ref_engine)
+        experience = trainer.make_experience(rollout)
+        rows = [sample_row(self.components.tokenizer, experience, row) for row in range(count)]
+        return [{"ref_response": row["response"], "ref_score": row["score"]} for row in rows]
+
+    def _row(self, step: int, experience: Experience, row: int) -> dict[str, Any]:
+        episode = step * self.episodes if self.components.eval_prompts else (step - 1) * self.episodes + row
+        return {"step": step, "episode": episode, **sample_row(self.components.tokenizer, experience, row)}
+
+
+def experience_to_show(components: PPOComponents) -> Experience:
+    """Return new responses to evaluation prompts if there are any, else the update's own experience."""
+    trainer, prompts = components.trainer, components.eval_prompts
+    if not prompts:
+        assert trainer.experience is not None
+        return trainer.experience
+    selected = prompts[:: max(1, len(prompts) // ROWS_LOGGED)][:ROWS_LOGGED]  # adjacent rows of a file may be similar
+    return trainer.make_experience(
+        trainer.generate(Prompts.from_lists([prompt.ids for prompt in selected]), purpose="show")
+    )
+
+
+def sample_row(tokenizer: Any, experience: Experience, row: int) -> dict[str, Any]:
+    """Return one row of samples.jsonl, without its step."""
+    rollout, mask = experience.rollout, experience.mask[row]
+    prompt, response = rollout.text(tokenizer, row)
+    return {
+        "index": row,
+        "prompt": prompt,
+        "response": response,
+        "ended": bool(rollout.ended[row]),
+        "length": int(rollout.response_lengths[row]),
+        "kl": float((experience.logprobs - experience.ref_logprobs)[row][mask].sum()),
+        "score": float(experience.scores[row]),
+        "scores": {name: float(raw[row]) for name, raw in experience.score_result.raw.items()},
+    }
+
+
+def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str, list[Any]]:
+    """Return text, reward, kl, value and advantage per response token; `kl` sums to the row's KL in nats."""
+    mask = experience.mask[row]
+    tensors = {
+        "reward": experience.rewards,
+        "kl": experience.logprobs - experience.ref_logprobs,
+        "value": experience.values,
+        "advantage": experience.advantages,
+    }
+    texts = token_texts(tokenizer, experience.rollout.response_tokens(row))
+    return {"text": texts, **{name: tensor[row][mask].tolist() for name, tensor in tensors.items()}}
+
+
+def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """Return the text of each token, special tokens included; a character of several tokens goes to the last one."""
+    *texts, rest = data.pieces(tokenizer, ids, special=True)
+    return [*texts[:-1], texts[-1] + rest]
+
+
+def _format_cell(value: str | float) -> str:
+    if not isinstance(value, str):
+        return f"{value:.2f}"
+    text = " ".join(value.split())
+    return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 3] + "..."
+
+
+@dataclass
+class BestPolicy:
+    """The candidate step with the highest mean of a metric over its window.
+
+    The metrics of an update describe the policy before it, which sampled the responses. A candidate's window therefore
+    ends with the update after it, and starts after the previous candidate's.
+    """
+
+    step: int | None = None
+    value: float | None = None
+    window: list[float] = field(default_factory=list)  # metric of the updates since the previous candidate
+
+    def close_window(self, step: int) -> bool:
+        """Close the window of candidate `step`. Return True if it is the best so far."""
+        value, self.window = fmean(self.window), []
+        if self.value is not None and value <= self.value:
+            return False
+        self.step, self.value = step, value
+        return True
+
+
+class Snapshots:
+    """RUN/ppo/snapshots: the best policy, and `output.snapshots` evenly spaced ones with the last among them."""
+
+    def __init__(self, config: PPOConfig, components: PPOComponents, cost: checkpoints.Cost):
+        self.folder, self.components, self.cost = config.folder / checkpoints.SNAPSHOTS, components, cost
+        self.best, self.push_to, self.settings = BestPolicy(), config.ppo.push_to_hub_if_best, config.ppo
+        self.judge = next(iter(config.held_out), None)
+        self.metric = f"objective/score/{self.judge}" if self.judge else _describe_objective(config.ppo)
+        self.schedule = evenly_spaced_steps(components.num_updates, config.output.snapshots)
+        # Steps that may become the best, from the SFT policy (0) on. Independent of output.save_steps, so that the
+        # choice of the best policy is.
+        self.candidates = {0} | {step - 1 for step in evenly_spaced_steps(components.num_updates, NUM_CANDIDATES)}
+
+    def save_if_due(self, step: int) -> None:
+        """Save the policy after update `step` (0: the SFT policy) if it is scheduled or a candidate."""
+        if step in self.schedule or step in self.candidates:
+            self._save(step)
+
+    def record_metrics(self, step: int, stats: Stats, experience: Experience) -> None:
+        """Add the metrics of update `step` to the window of the policy before it, and push a new best to the Hub."""
+        self.best.window.append(stats[self.metric] if self.judge else self._objective(stats, experience))
+        candidate = step - 1
+        if candidate in self.candidates and self.best.close_window(candidate) and self.push_to:
+            text = f"Policy after {candidate} PPO updates, {self.metric} {self.best.value:.4g}"
+            hub.push_best(self.path(candidate), self.push_to, text)
+
+    def _objective(self, stats: Stats, experience: Experience) -> float:
+        """Return the objective in units that are the same for all updates: initial kl_coef, scores before scaling.
+
+        The coefficient and the score deviation of an update differ between updates. Runs that began before this rule
+        continue with METRIC, because their best value so far is in its units.
+        """
+        if self.metric == METRIC:
+            return stats["objective/scores"] - stats["objective/kl_coef"] * stats["objective/kl"]
+        score = stats["objective/scores"]
+        if self.settings.use_score_scaling:
+            score = float(unscaled_scores(experience.score_result, self.settings).mean())
+        return score - self.settings.kl_coef * stats["objective/kl"]
+
+    def prune(self, step: int, *, finished: bool = False) -> None:
+        """Delete snapshots that are neither scheduled nor the best, and those after `step`.
+
+        Call it only after a checkpoint of `step`: a run resumed from an older one may end with the best policy of that
+        one.
+        """
+        for saved in checkpoints.state_steps(self.folder):
+            undecided = saved == step and saved in self.candidates and not finished  # the next update measures it
+            if saved > step or not (saved in self.schedule or saved == self.best.step or undecided):
+                checkpoints.drop_state(self.path(saved))
+
+    @property
+    def best_step(self) -> int:
+        assert self.best.step is not None, "the SFT policy is a candidate"
+        return self.best.step
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Return the best step, for the manifest."""
+        return {"best": {"step": self.best.step, "metric": self.metric, "value": self.best.value}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**asdict(self.best), "metric": self.metric}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        best = dict(state)
+        metric = best.pop("metric", METRIC)  # missing in older checkpoints
+        self.metric = self.metric if self.judge else metric
+        self.best = BestPolicy(**best)
+
+    def _save(self, step: int) -> None:
+        card = f"Policy after {step} of {self.components.num_updates} PPO updates."
+        policy, tokenizer = self.components.policy, self.components.tokenizer
+        with self.cost.one():
+            checkpoints.commit_state(
+                self.folder,
+                self.path(step).name,
+                lambda path: save.save_model(policy, tokenizer, path, card),
+                keep=None,  # `prune` deletes them
+            )
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the policy after `step`."""
+        return self.folder / f"step_{step:06d}"
+
+
+def _describe_objective(settings: PPOSettings) -> str:
+    """Describe `Snapshots._objective`: METRIC itself if the coefficient and the score scale are constant."""
+    watchdog = settings.watchdog
+    actions = {watchdog.action, *watchdog.actions.values()} if watchdog else set()
+    if not (settings.use_score_scaling or settings.adap_kl_ctrl or "raise_kl_coef" in actions):
+        return METRIC
+    scores = UNSCALED_SCORES if settings.use_score_scaling else "objective/scores"
+    return f"{scores} - {settings.kl_coef:g} * objective/kl"
+
+
+def evenly_spaced_steps(num_updates: int, count: int) -> set[int]:
+    """Return `count` evenly spaced steps, the last update among them."""
+    return {round(num_updates * k / count) for k in range(1, count + 1)} - {0} if count else set()
