@@ -121,7 +121,7 @@ def unreadable(error: OSError, path: str | Path) -> RLHFError:
     """E08 for an error of the system, with the file that it names, or else `path`."""
     name = error.filename if isinstance(error.filename, str | Path) else path
     text = f"{shown(name)} cannot be read now: {error.strerror or error}"
-    hint = "make it readable, or wait for its disk, then give the same command again; nothing was changed"
+    hint = "make it readable, or wait for its disk, then run the same command again; nothing was changed"
     return RLHFError("E08", text, hint=hint)
 
 

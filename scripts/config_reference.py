@@ -1,6 +1,7 @@
-"""Generate docs/config.md: every key of every file, as `rlhf explain --all` prints it.
+"""Write docs/config.md: every key of every file, as `rlhf explain --all` prints it.
 
-The keys, their bounds, defaults and sources are those of rlhf_cli/config and rlhf_cli/ppo/settings.
+Run `python scripts/config_reference.py`. Keys, bounds, defaults and sources come from rlhf_cli/config and
+rlhf_cli/ppo/settings.
 """
 
 import re
@@ -10,18 +11,43 @@ from pathlib import Path
 from rlhf_cli.explain import Entry, every_key
 
 PAGE = Path(__file__).parents[1] / "docs/config.md"
-HEAD = """# Configuration reference
+HEAD = """# Config reference
 
-Every key of sft.yaml, reward.yaml, ppo.yaml and eval.yaml, with its default, allowed values and meaning. In brackets:
-the source of the default (a paper, another system, or a test of this repository). `rlhf explain KEY` prints the same in
-a terminal; `rlhf schema STAGE` prints a JSON Schema for [editors](commands.md#editor-support).
+This page lists every key of every file with its default, type, bounds and meaning. `python scripts/config_reference.py`
+generates it from the code, and a test checks that it is current. In a terminal, use `rlhf explain KEY` and
+`rlhf explain --all`; for editors, use `rlhf schema STAGE`.
 
-`python scripts/config_reference.py` generates this page.
+The source of each default stands in brackets: a paper, a file of another system, or a page of this documentation.
+
+## Project defaults
+
+These defaults follow no paper or other system:
+
+- `run`: the folder of the config, so that a folder with its configs and results can be moved or copied.
+- `stage`: the stage of the command, so that a file does not have to repeat it.
+- `seed`: 0. A fixed seed makes a run repeatable without any option.
+- `model.path` of reward.yaml, `models.sft`, `models.reward`, `models.ppo`: the results of the earlier stages in the
+  same run folder, so that four short configs form a chain. In sft.yaml neither `model.path` nor `model.new` has a
+  default, because the base model is always a choice of the user.
+- `model.new.model_type`: llama, the architecture of the demo and of the reviews preset.
+- `data.columns`: no mapping. Datasets with the usual column names need none.
+- `data.format`: auto. Transcripts as in hh-rlhf are recognised by the first row; `plain` and `transcripts` override it.
+- `data.max_rows`: all rows. The limit is for trial runs and for large datasets on the Hugging Face Hub.
+- `data.eval_fraction`, `data.split_seed`: no split, because many datasets have a held-out file or split. The seed of
+  a split is 0 in every stage, so that all stages hold out the same prompts.
+- `data.on_bad`, `data.on_identical`: error. Bad rows and identical answers usually mean a wrong file, a wrong column
+  or a fault in the data, which should be seen before training.
+- `data.on_long`: drop. Some rows above the limit are normal and must not stop a run; the number is reported (D10).
+- `data.max_dropped`: 0.8. If more than four in five rows are dropped, the remaining rows no longer represent the data.
+- `data.first_words`: prompts are not cut. Only texts without prompts need it.
+- `data.eval_prompts`: none. The sample tables then show the current rollout, so that a run needs one file of prompts.
+- `sft.eval_steps`, `reward.eval_steps`: once per epoch, enough to see where the held-out loss starts to rise.
+- `sft.group_by_length`, `reward.group_by_length`: true. Less padding means less time for the same rows.
 """
 
 
 def page() -> str:
-    """The whole page, as Markdown."""
+    """Return the page as Markdown."""
     parts = [HEAD]
     for title, entries in every_key().items():
         parts.append(f"## {title}\n")
@@ -45,7 +71,7 @@ def _item(entry: Entry) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown shows as it is, but for what stands in backticks."""
+    """Escape Markdown outside of backticks."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else re.sub(r"([\\*<\[\]|])", r"\\\1", part) for part in parts)
 

@@ -84,12 +84,12 @@ FRESH = "model={new: {hidden_size: 32, tokenizer: {train: rows.jsonl, vocab_size
         ("sft", "model.adapters={kind: lora, r: 0}", "C06", ("model.adapters.r", "> 0")),
         ("sft", "model.adapters={kind: lora, lora_dropout: 1.0}", "C06", ("model.adapters.lora_dropout", "< 1")),
         ("sft", "model.adapters={kind: lora, target_modules: all}", "C07", ("target_modules", "all-linear", "a list")),
-        ("sft", FRESH, "C17", ("model.adapters needs trained weights", "take model.adapters out")),
+        ("sft", FRESH, "C17", ("model.adapters needs a trained model", "remove model.adapters")),
         (
             "reward",
             "model.adapters={kind: lora, lora_dropout: 0.1}",
             "C17",
-            ("lora_dropout has no effect", "take lora_dropout"),
+            ("lora_dropout has no effect", "remove lora_dropout"),
         ),
     ],
 )
@@ -151,7 +151,7 @@ def test_a_dropout_that_reward_training_leaves_on(world: World, tmp_path: Path) 
         (
             ["models.adapters={kind: lora}", "ppo.num_shared_layers=1"],
             "C17",
-            ("num_shared_layers does not go with models.adapters", "hint: take it out"),
+            ("num_shared_layers cannot be combined with models.adapters", "hint: remove it"),
         ),
     ],
 )

@@ -17,7 +17,7 @@ from rlhf_cli.models.tokenizers import CHATML
 
 GOOD = {"prompt": "Tell me about the sun.", "completion": " The sun is bright."}
 PAIR = {"prompt": "Tell me about the sun.", "chosen": " It is bright.", "rejected": " It is dull."}
-DROP = "hint: mend the row, or set data.on_bad: drop"
+DROP = "hint: correct the row, or set data.on_bad: drop"
 
 
 def write(name: str, *contents: Any) -> None:
@@ -51,9 +51,9 @@ def test_d01_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.Monke
 
 def test_d02_column_missing(folder: Path) -> None:
     rows.write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "worse": "c"}])
-    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "for example data.columns: {rejected: worse}")
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "e.g. data.columns: {rejected: worse}")
     rows.write_jsonl(folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b"}])  # never one that has its place already
-    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "for example data.columns: {rejected: NAME}")
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl", "e.g. data.columns: {rejected: NAME}")
 
 
 ASKED, ANSWERED = {"from": "human", "value": "Tell me about the sun."}, {"from": "gpt", "value": "It is bright."}
@@ -86,8 +86,8 @@ def test_rows_of_another_systems_form_are_read_once_the_hint_is_followed(
     (folder / "model/chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<eos>"))
     write("theirs", *[row] * 64)
     result = rlhf(stage, "-s", "data.train=theirs.jsonl")
-    assert refused(result, code, "theirs.jsonl:1", "hint: python -m rlhf_cli.data.convert theirs.jsonl ")
-    words = shlex.split(re.search("hint: python -m (.*?) makes", result.stderr)[1])  # type: ignore[index]
+    assert refused(result, code, "theirs.jsonl:1", "hint: run `python -m rlhf_cli.data.convert theirs.jsonl ")
+    words = shlex.split(re.search("hint: run `python -m (.*?)` to", result.stderr)[1])  # type: ignore[index]
     columns = ["-s", f"data.columns={found[1]}"] if (found := re.search(r"columns: ({.*?})", result.stderr)) else []
     assert words[0] == "rlhf_cli.data.convert" and convert.main(words[1:]) == 0
     done = check(f"{stage}.yaml", "-s", f"data.train={words[2]}", *columns)
@@ -148,10 +148,10 @@ def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any
         ({**ALPACA, "history": 1}, "D12", "history"),
         ({**ALPACA, "history": [["a", None]]}, "D06", '"history" is null'),
         ({"conversations": [{**ASKED, "value": None}, ANSWERED]}, "D06", '"value" is null'),
-        ({"conversations": [{**ASKED, "from": ["human"]}, ANSWERED]}, "D12", "is no turn of"),
+        ({"conversations": [{**ASKED, "from": ["human"]}, ANSWERED]}, "D12", "is not a turn of"),
         ({**RATED, "responses": ["a", "b"], "scores": [1, None]}, "D06", '"scores" holds null'),
         ({**RATED, "responses": ["a", None], "scores": [1, 2]}, "D06", '"responses" is null'),
-        ({**RATED, "prompt": None}, "D12", "columns prompt, responses, scores are none of"),
+        ({**RATED, "prompt": None}, "D12", "columns prompt, responses, scores match neither"),
     ],
 )
 def test_a_row_that_cannot_be_converted_is_told_by_its_line(
@@ -189,10 +189,10 @@ def test_a_conversion_that_cannot_be_written_leaves_nothing(
 @pytest.mark.parametrize(
     ("theirs", "says", "left"),
     [
-        ([ALPACA, {"conversations": [ASKED]}], "out.jsonl: 1 rows; 1 left out without an answer", 1),
+        ([ALPACA, {"conversations": [ASKED]}], "out.jsonl: 1 rows; 1 without an answer dropped", 1),
         ([{"conversations": [ASKED]}], "out.jsonl: 1 rows without an answer: prompts for ppo", 1),
-        ([RATED, {**RATED, "scores": [1, 1, 1]}], "out.jsonl: 1 rows; 1 left out, all their answers have one score", 1),
-        ([{**RATED, "scores": [1, 1, 1]}], "error[D05]: theirs.jsonl: no usable row; 1 left out, all their", 0),
+        ([RATED, {**RATED, "scores": [1, 1, 1]}], "out.jsonl: 1 rows; 1 with equal scores dropped", 1),
+        ([{**RATED, "scores": [1, 1, 1]}], "error[D05]: theirs.jsonl: no usable row; 1 with equal scores dropped", 0),
     ],
 )
 def test_a_conversion_counts_what_it_leaves_out(
@@ -219,7 +219,7 @@ def answer(text: str) -> dict[str, str]:
 
 def test_rows_with_one_answer_are_no_pairs(folder: Path) -> None:
     write("pairs", ALPACA)
-    assert refused(rlhf("reward"), "D02", "pairs.jsonl:1", "hint: each row has one answer, a pair needs a better and")
+    assert refused(rlhf("reward"), "D02", "pairs.jsonl:1", "hint: each row has one answer, but a pair needs two")
 
 
 def test_d03_malformed_json(folder: Path) -> None:
@@ -270,13 +270,13 @@ def test_a_bad_row_is_told_by_its_line(
 
 def test_d08_pairs_that_begin_with_nothing_in_common(folder: Path) -> None:
     write("pairs", {"chosen": "Yes.", "rejected": "No."})
-    says = ("the prompt is empty", "no beginning in common", "hint: add a prompt column, or")
+    says = ("the prompt is empty", "no common prefix", "hint: add a prompt column, or")
     assert refused(rlhf("reward"), "D08", "pairs.jsonl:1: ", *says)
 
 
 def test_d09_nothing_left_of_a_completion(folder: Path) -> None:
     write("rows", GOOD, {**GOOD, "completion": "<eos>"})
-    assert refused(rlhf("sft"), "D09", "rows.jsonl:2: ", "nothing is left", DROP)
+    assert refused(rlhf("sft"), "D09", "rows.jsonl:2: ", "no tokens besides the stop token", DROP)
 
 
 def test_bad_rows_are_shown_up_to_five_and_counted(folder: Path) -> None:
@@ -290,10 +290,10 @@ def test_d10_rows_that_are_too_long(folder: Path) -> None:
     long = {**GOOD, "completion": " The sun is bright." * 9}
     write("rows", *[GOOD] * 8, long, long)
     replace("sft.yaml", "max_steps: 1", "max_length: 30")
-    says = ("2 of 10 rows left out: longer than 30 tokens (first: line 9); the longest has ", "data.on_long: error")
+    says = ("2 of 10 rows dropped: longer than 30 tokens (first: line 9); the longest has ", "data.on_long: error")
     assert warned(check("sft.yaml"), "D10", "rows.jsonl: ", *says)
     result = rlhf("sft", "-s", "data.on_long=error")
-    assert refused(result, "D10", "rows.jsonl:9: ", "at most 30 are allowed", "hint: set data.on_long: drop")
+    assert refused(result, "D10", "rows.jsonl:9: ", "the limit is 30", "hint: set data.on_long: drop")
 
 
 @pytest.mark.parametrize(("stage", "name", "row"), [("sft", "rows", GOOD), ("reward", "pairs", PAIR)])
@@ -319,7 +319,7 @@ def test_d11_fewer_prompts_than_an_update_takes(folder: Path) -> None:
 def test_d13_evaluation_prompts_that_are_trained_on(folder: Path) -> None:
     write("held-out", GOOD, {**GOOD, "prompt": "Something else?"})
     replace("sft.yaml", "train: rows.jsonl", "train: rows.jsonl, eval: held-out.jsonl")
-    says = ("1 of 2 evaluation prompts also occur in rows.jsonl", "hint: take them out")
+    says = ("1 of 2 evaluation prompts also occur in rows.jsonl", "hint: remove them")
     assert warned(rlhf("sft"), "D13", "sft.yaml:2: ", *says)
 
 
@@ -332,7 +332,7 @@ def test_d13_in_the_later_stages(folder: Path, stage: str, key: str, row: dict[s
     write("held-out", row, {**row, "prompt": "Something else?"})
     replace(f"{stage}.yaml", key.rpartition(",")[0], f"{key}: held-out.jsonl")
     says = "1 of 2 evaluation prompts also occur in"
-    assert warned(check(f"{stage}.yaml"), "D13", f"{stage}.yaml:2: ", says, "hint: take them out")
+    assert warned(check(f"{stage}.yaml"), "D13", f"{stage}.yaml:2: ", says, "hint: remove them")
 
 
 def test_d14_a_conversation_without_a_chat_template(folder: Path) -> None:
@@ -347,6 +347,6 @@ def test_d15_pairs_that_repeat_or_contradict_another(folder: Path) -> None:
     turned = {**PAIR, "chosen": PAIR["rejected"], "rejected": PAIR["chosen"]}
     write("pairs", PAIR, *[{**PAIR, "prompt": f"{number}"} for number in range(7)], PAIR, turned)
     result = check("reward.yaml")
-    assert warned(result, "D15", "pairs.jsonl: ", "1 of 10 pairs stand in the file twice (first: line 1 and line 9)")
-    says = "1 of 10 pairs contradict another one: chosen and rejected swapped (first: line 1 and line 10)"
+    assert warned(result, "D15", "pairs.jsonl: ", "1 of 10 pairs occur twice in the file (first: line 1 and line 9)")
+    says = "1 of 10 pairs contradict another pair, with chosen and rejected swapped (first: line 1 and line 10)"
     assert says in result.stderr

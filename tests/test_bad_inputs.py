@@ -85,8 +85,8 @@ def test_c09_config_missing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "place", "says"),
     [
-        (b"", "sft.yaml: the config is empty", "hint: rlhf init writes ready ones"),
-        (b"- model\n", "sft.yaml: the config holds a list", "not keys and values"),
+        (b"", "sft.yaml: the config is empty", "hint: `rlhf init` writes example configs"),
+        (b"- model\n", "sft.yaml: the config is a list", "not keys and values"),
         (b"seed: 1\nrun: caf\xe9\n", "sft.yaml:2: byte 0xE9 is not UTF-8", "hint: convert it: iconv -f latin1"),
         (None, "sft.yaml is a folder", "hint: give the stage's YAML file"),
     ],
@@ -120,7 +120,7 @@ def test_c11_bad_override(folder: Path) -> None:
 def test_c12_batches_that_do_not_divide(folder: Path) -> None:
     replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  num_mini_batches: 3")
     assert refused(
-        rlhf("ppo"), "C12", "ppo.yaml:", "16 x 4 = 64", "num_mini_batches 3", "hint: nearest that fit: 2 or 4"
+        rlhf("ppo"), "C12", "ppo.yaml:", "16 x 4 = 64", "num_mini_batches 3", "hint: nearest values that fit: 2 or 4"
     )
 
 

@@ -115,7 +115,7 @@ TESTS: dict[str, list[str]] = {
         f"{ALARMS}::test_r01_names_step_row_prompt_and_the_last_good_checkpoint",
         "test_stage_sft::test_r01_a_loss_that_is_no_number_stops_the_run_before_it_is_saved",
     ],
-    "R02": [f"{ALARMS}::test_r02_equal_rewards_warn_once_and_end_the_run_after_ten_updates"],
+    "R02": [f"{ALARMS}::test_r02_equal_rewards_warn_once_end_the_run_after_ten_updates_and_count_on_after_a_resume"],
     "R03": [f"{ALARMS}::test_r03_responses_that_never_end"],
     "R04": [
         f"{ALARMS}::test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy",

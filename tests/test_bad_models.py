@@ -56,7 +56,10 @@ def test_t03_two_start_tokens(folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
     row = {"prompt": "Tell me", "completion": " Yes."}
     rows.write_jsonl(folder / "rows.jsonl", [row, {**row, "prompt": "<pad>Tell me"}] * 4)
-    says = ("4 of 8 texts start with '<pad>' twice: they hold one, and the tokenizer adds one", "hint: take <pad> out")
+    says = (
+        "4 of 8 texts start with '<pad>' twice: they contain one, and the tokenizer adds another",
+        "hint: remove <pad>",
+    )
     assert warned(check("sft.yaml"), "T03", "rows.jsonl: ", *says)
 
 
@@ -79,7 +82,9 @@ def test_t06_a_template_that_never_trains_the_stop_token(folder: Path) -> None:
     (folder / "open.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     replace("sft.yaml", "path: model", "path: model, chat_template: open.jinja")
     rows.write_jsonl(folder / "rows.jsonl", [{"messages": TURNS}] * 8)
-    assert warned(check("sft.yaml"), "T06", "", "the chat template writes no stop token", "'<eos>' is used")
+    assert warned(
+        check("sft.yaml"), "T06", "", "the chat template does not end an answer with a stop token", "'<eos>' is used"
+    )
 
 
 def test_m01_model_path_wrong(folder: Path) -> None:

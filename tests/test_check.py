@@ -77,8 +77,8 @@ def test_a_run_looks_at_everything_first(run_folder: Path) -> None:
     first, *errors = done.stderr.splitlines()
     assert first.startswith("run      checking")
     assert errors == [
-        'error[D06]: prompts.jsonl:71: "prompt" is null, text or a list of messages is needed',
-        "hint: mend the row, or set data.on_bad: drop",
+        'error[D06]: prompts.jsonl:71: "prompt" is null; expected text or a list of messages',
+        "hint: correct the row, or set data.on_bad: drop",
     ]
     assert not (run_folder / "sft").exists()
 
@@ -159,7 +159,7 @@ def test_json(folder: Path) -> None:
     rows.write_jsonl(folder / "pairs.jsonl", [{**pair, "prompt": f"{n}"} for n in range(8)])
     replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: pairs.jsonl")
     report = found("sft.yaml")
-    place, hint = "rows.jsonl:1", "mend the row, or set data.on_bad: drop"
+    place, hint = "rows.jsonl:1", "correct the row, or set data.on_bad: drop"
     problem = {"code": "D09", "text": '"completion" is empty', "where": place, "hint": hint, "level": "error"}
     assert (report["ok"], report["problems"]) == (False, [problem])
     assert report["not_checked"][0].startswith("sft model.path: owner/model is not in the hub's cache")
@@ -277,7 +277,7 @@ def test_the_stage_of_a_file(folder: Path) -> None:
         (folder / name).write_text(text)
         assert (stage, name) in lines(check(name).stdout)
     (folder / "odd.yaml").write_text("seed: 1\n")
-    assert "error[C07]: odd.yaml: nothing here tells which stage" in check("odd.yaml").stderr
+    assert "error[C07]: odd.yaml: cannot tell which stage" in check("odd.yaml").stderr
 
 
 def test_overrides_reach_the_stages(run_folder: Path) -> None:

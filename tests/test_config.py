@@ -108,7 +108,7 @@ def test_first_words_are_a_number_or_a_range(here: Path) -> None:
         ranged = load(stage, path, ["data.first_words.min=2", "data.first_words.max=8"])
         assert ranged.sources()[key].first_words == (2, 8)
         assert ranged.identity() != load(stage, path).identity()
-        with pytest.raises(RLHFError, match="min is above max"):
+        with pytest.raises(RLHFError, match="min is greater than max"):
             load(stage, path, ["data.first_words.min=8", "data.first_words.max=2"])
     with pytest.raises(RLHFError, match="belongs in ppo"):
         load("sft", written(here, "sft", SFT), ["data.first_words=8"])
@@ -220,7 +220,7 @@ def test_importing_the_configs_is_light() -> None:
 
 
 def test_a_missing_chat_template_is_no_template(here: Path) -> None:
-    with pytest.raises(RLHFError, match=r"chat\.jinja is no file"):
+    with pytest.raises(RLHFError, match=r"chat\.jinja` is not a file"):
         load("sft", written(here, "sft", SFT.replace("base", "base, chat_template: chat.jinja")))
 
 

@@ -70,7 +70,7 @@ def test_a_fraction_is_held_out_of_one_file_in_every_stage(
         (
             {"eval": "b.jsonl", "eval_fraction": 0.1},
             "C17",
-            "data.eval and data.eval_fraction both say what is held out",
+            "data.eval and data.eval_fraction both define the held-out data",
         ),
         ({"split_seed": 1}, "C17", "data.split_seed has no effect without data.eval_fraction"),
         ({"eval_fraction": 1.0}, "C06", "1"),

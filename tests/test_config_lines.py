@@ -89,10 +89,10 @@ overlong_buffer_len: 16
     hint: use overlong_penalty; {tokens: n, factor: f}
 top_k: 50
     C01 unknown key ppo.top_k
-    hint: responses are sampled from the full softmax, which the log-probs are computed from; take the line out
+    hint: responses are sampled from the full softmax, which the log-probs are computed from; remove the line
 is_encoder_decoder: true
     C01 unknown key ppo.is_encoder_decoder
-    hint: encoder-decoder models are not supported; take the line out
+    hint: encoder-decoder models are not supported; remove the line
 vf_loss: 0.1
     C01 unknown key ppo.vf_loss
     hint: write vf_coef: 0.1
@@ -111,7 +111,7 @@ gamma: one
     C05 ppo.gamma: expected a number > 0 and <= 1, got "one"
 gamma: "0.9"
     C05 ppo.gamma: expected a number > 0 and <= 1, got "0.9"
-    hint: take the quotes away: 0.9
+    hint: remove the quotes: 0.9
 gamma:
     C05 ppo.gamma: expected a number > 0 and <= 1, got nothing
 gamma: [1]
@@ -151,10 +151,10 @@ response_length: [3]
     C05 ppo.response_length: expected a whole number >= 1 or keys and values, got a list
 response_length: {min: 3}
     C05 ppo.response_length.max is missing
-    hint: max: Longest length in tokens
+    hint: max: Maximum length limit in tokens
 response_length: {min: 3, max: 2}
-    C06 ppo.response_length: min is above max
-    hint: swap the two
+    C06 ppo.response_length: min is greater than max
+    hint: swap them
 whiten_rewards: off
     C10 ppo.whiten_rewards: expected true or false, got "off"
     hint: write true or false
@@ -171,7 +171,7 @@ num_ppo_epochs: 1_000
     C10 ppo.num_ppo_epochs: expected a whole number >= 1, got "1_000"
     hint: write a plain decimal number
 num_train_epochs: 1
-    C17 ppo: give one of total_episodes and num_train_epochs
+    C17 ppo: set exactly one of total_episodes and num_train_epochs
     hint: e.g. total_episodes: 10000
 """
 
@@ -201,21 +201,21 @@ sft output: {report_to: wandb}
     C05 output.report_to: expected a list, got "wandb"
     hint: write [wandb]
 sft output: {project: a/b}
-    S03 output.project: this is no plain name
+    S03 output.project: not a valid name
     hint: use letters, digits, `_`, `-` and `.`, starting with a letter or digit
 sft output: {keep: 1}
     C06 output.keep: must be >= 2, got 1
 sft output: {run_name: ../x}
-    S03 output.run_name: this is no plain name
+    S03 output.run_name: not a valid name
     hint: use letters, digits, `_`, `-` and `.`, starting with a letter or digit
 sft sft: {warmup_steps: 3, warmup_ratio: 0.1}
-    C17 sft: warmup_steps and warmup_ratio say the same thing twice
-    hint: keep one of the two
+    C17 sft: warmup_steps and warmup_ratio cannot be combined
+    hint: remove one of them
 sft sft: {packing: 1}
     C05 sft.packing: expected true or false, got 1
 sft sft: {max_length: "8"}
     C05 sft.max_length: expected a whole number > 1, got "8"
-    hint: take the quotes away: 8
+    hint: remove the quotes: 8
 sft sft: {weight_decay: true}
     C06 sft.weight_decay: expected a number >= 0, got true
 sft sft: {weight_decay: .inf}
@@ -237,16 +237,16 @@ eval eval: {require: {a.b: 0.6}}
     C05 eval.require.a.b: expected text, got 0.6
     hint: write it in quotes: "0.6"
 eval eval: {require: {a.b: high}}
-    C07 eval.require.a.b: expected a comparison and a number
-    hint: for example ">= 0.6"
+    C07 eval.require.a.b: expected a comparison operator and a number
+    hint: e.g. ">= 0.6"
 """
 
 TRAINER_LINES = r"""
 neftune_noise_alfa: 5
-    C01 unknown key trainer.neftune_noise_alfa: no field of TRL's SFTConfig
+    C01 unknown key trainer.neftune_noise_alfa: not a field of TRL's SFTConfig
     hint: did you mean neftune_noise_alpha?
 learning_rat: 1
-    C01 unknown key trainer.learning_rat: no field of TRL's SFTConfig
+    C01 unknown key trainer.learning_rat: not a field of TRL's SFTConfig
     hint: did you mean sft.learning_rate?
 max_length: 5
     C02 trainer.max_length belongs under sft:
@@ -265,19 +265,19 @@ project: mine
     hint: use output.project
 trackio_space_id: mine
     C02 trainer.trackio_space_id is set by the pipeline
-    hint: take the line out
+    hint: remove the line
 save_strategy: no
     C02 trainer.save_strategy is set by the pipeline
-    hint: take the line out
+    hint: remove the line
 push_to_hub: true
     C02 trainer.push_to_hub is set by the pipeline
-    hint: take the line out
+    hint: remove the line
 hub_model_id: x
     C02 trainer.hub_model_id is set by the pipeline
-    hint: take the line out
+    hint: remove the line
 resume_from_checkpoint: x
     C02 trainer.resume_from_checkpoint is set by the pipeline
-    hint: take the line out
+    hint: remove the line
 overwrite_output_dir: true
     C02 trainer.overwrite_output_dir is set by the pipeline
     hint: use --fresh
@@ -300,16 +300,16 @@ dataloader_num_workers: 1.5
 
 SFT_STARTS = r"""
 model: {}
-    C17 give model.path or model.new
-    hint: path: starts from a model, new: from fresh weights
+    C17 set model.path or model.new
+    hint: path starts from an existing model, new from random weights
 model: {path: a, new: {tokenizer: {train: t, vocab_size: 9}}}
-    C17 give model.path or model.new, not both
-    hint: path: starts from a model, new: from fresh weights
+    C17 set model.path or model.new, not both
+    hint: path starts from an existing model, new from random weights
 model: {new: {hidden_size: 8}}
     C05 model.new.tokenizer is missing
-    hint: tokenizer: The tokenizer to train for it
+    hint: tokenizer: Tokenizer to train for the new model
 model: {path: a, chat_template: t.jinja}
-    C07 model: chat_template t.jinja is no file, no template text and not chatml
+    C07 model: chat_template `t.jinja` is not a file, the text of a template, or chatml
 """
 
 
@@ -343,7 +343,7 @@ def test_where_sft_starts(line: str, code: str, said: list[str]) -> None:
 
 
 def test_a_section_that_is_not_there_is_told_at_the_file() -> None:
-    assert only("sft", "data: {train: t.jsonl}\n").startswith("error[C17]: sft.yaml: give model.path or model.new\n")
+    assert only("sft", "data: {train: t.jsonl}\n").startswith("error[C17]: sft.yaml: set model.path or model.new\n")
     assert only("reward", "seed: 1\n").startswith("error[C05]: reward.yaml: data.train is missing\nhint: train: Pairs")
 
 
@@ -351,17 +351,17 @@ def test_a_judge_cannot_be_called_reward_and_names_are_plain() -> None:
     message = only("eval", "data: {prompts: p}\njudges: {reward: 'a:b'}\n")
     assert message.startswith("error[C17]: eval.yaml:2: judges.reward: ")
     message = only("ppo", "data: {prompts: p}\nppo: {total_episodes: 64}\nrewards:\n  ../x: {function: 'a:b'}\n")
-    assert message.startswith("error[S03]: ppo.yaml:4: rewards.../x: this is no plain name")
+    assert message.startswith("error[S03]: ppo.yaml:4: rewards.../x: not a valid name")
 
 
 @pytest.mark.parametrize(
     ("source", "start"),
     [
         ("{function: 'os.system'}", 'error[C05]: ppo.yaml:2: rewards.x.function: "os.system" has the wrong form'),
-        ("{weight: 1}", "error[C17]: ppo.yaml:2: rewards.x: give one of model, models, function, builtin"),
+        ("{weight: 1}", "error[C17]: ppo.yaml:2: rewards.x: set exactly one of model, models, function, builtin"),
         (
             "{model: a, function: 'a:b'}",
-            "error[C17]: ppo.yaml:2: rewards.x: give one of model, models, function, builtin",
+            "error[C17]: ppo.yaml:2: rewards.x: set exactly one of model, models, function, builtin",
         ),
         ("{weigth: 1, model: a}", "error[C01]: ppo.yaml:2: unknown key rewards.x.weigth\nhint: did you mean weight?"),
         ("3", "error[C05]: ppo.yaml:2: rewards.x: expected keys and values, got 3"),
@@ -376,7 +376,7 @@ def test_a_bad_source_of_reward(source: str, start: str) -> None:
 def test_batch_sizes_must_divide() -> None:
     message = only("ppo", in_ppo("num_mini_batches: 5"))
     assert message.startswith("error[C12]: ppo.yaml:5: ")
-    assert "16 x 4 = 64 episodes" in message and "hint: nearest that fit: 2 or 4" in message
+    assert "16 x 4 = 64 episodes" in message and "hint: nearest values that fit: 2 or 4" in message
 
 
 def test_good_fields_of_the_trainer_pass() -> None:
@@ -384,7 +384,7 @@ def test_good_fields_of_the_trainer_pass() -> None:
     Path("sft.yaml").write_text(f"{HEAD['sft']}trainer: {fields}\n")
     assert load("sft", "sft.yaml").trainer["lr_scheduler_kwargs"] == {"num_cycles": 2}
     assert only("reward", f"{HEAD['reward']}trainer: {{packing_strategy: bfd}}\n").endswith(
-        "RewardConfig\nhint: only SFTConfig has it"
+        "RewardConfig\nhint: only SFTConfig has this field"
     )
 
 
@@ -412,27 +412,32 @@ def test_the_list_of_trl_fields_is_current() -> None:
 def test_a_requirement_of_a_judge_that_is_not_there() -> None:
     text = "data: {prompts: p}\njudges: {mine: 'a:b'}\neval:\n  require: {win_rate.ppo_vs_sft.mein.value: '>= 0.5'}\n"
     message = only("eval", text)
-    assert message.startswith("error[C17]: eval.yaml:4: eval.require: win_rate.ppo_vs_sft.mein.value names no judge")
+    assert message.startswith(
+        "error[C17]: eval.yaml:4: eval.require: win_rate.ppo_vs_sft.mein.value does not name a judge"
+    )
     assert message.endswith("\nhint: did you mean mine?")
 
 
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ("select: mein", "C17]: eval.yaml:4: eval.select: mein names no judge of this file\nhint: did you mean mine?"),
+        (
+            "select: mein",
+            "C17]: eval.yaml:4: eval.select: mein does not name a judge of this file\nhint: did you mean mine?",
+        ),
         (
             "select: {judge: zzzz}",
-            "C17]: eval.yaml:4: eval.select: zzzz names no judge of this file\nhint: there are mine",
+            "C17]: eval.yaml:4: eval.select: zzzz does not name a judge of this file\nhint: available judges: mine",
         ),
         ("select: {judge: mine, kl_max: 0}", "C06]: eval.yaml:4: eval.select.kl_max: must be > 0, got 0"),
         ("select: {judge: mine, kl: 3}", "C01]: eval.yaml:4: unknown key eval.select.kl"),
         ("select: {kl_max: 3}", "C05]: eval.yaml:4: eval.select.judge is missing"),
-        ("select: ../x", "S03]: eval.yaml:4: eval.select: this is no plain name"),
-        ("{select: mine, frontier: false}", "C17]: eval.yaml:4: eval.select picks a policy of the frontier"),
+        ("select: ../x", "S03]: eval.yaml:4: eval.select: not a valid name"),
+        ("{select: mine, frontier: false}", "C17]: eval.yaml:4: eval.select needs the frontier"),
         ('require: {selected.kl: "< 9"}', "C17]: eval.yaml:4: eval.require: selected.kl needs eval.select"),
         (
             '{select: mine, require: {selected.win_rate.mein.value: "> 0"}}',
-            "C17]: eval.yaml:4: eval.require: selected.win_rate.mein.value names no judge",
+            "C17]: eval.yaml:4: eval.require: selected.win_rate.mein.value does not name a judge",
         ),
     ],
 )

@@ -248,7 +248,7 @@ def test_the_held_out_share_goes_by_the_whole_text_before_it_is_cut(tokenizer: A
 
 def test_d12_a_conversation_has_no_first_words(chat: Any, tmp_path: Path) -> None:
     path = file_of(tmp_path, {"prompt": [USER]})
-    with pytest.raises(RLHFError, match="first_words cuts texts") as error:
+    with pytest.raises(RLHFError, match="first_words cuts only text") as error:
         data.prompt_rows(DataSource(str(path), first_words=(2, 2)), chat, max_length=99)
     assert error.value.problems[0].code == "D12" and "rows.jsonl:1" in str(error.value)
 
@@ -270,11 +270,11 @@ BAD_SFT = [
     ([GOOD, {"prompt": 3, "completion": "b"}], "D06", ":2:", '"prompt" is the number 3'),
     ([{"messages": [USER, {"role": "assistant", "content": None}]}], "D06", ":1:", "content of message 2"),
     ([{"messages": [USER, "Yes"]}], "D06", ":1:", "message 2"),
-    ([{"messages": "Yes"}], "D06", ":1:", "a list of messages is needed"),
+    ([{"messages": "Yes"}], "D06", ":1:", "expected a list of messages"),
     ([GOOD, {"prompt": " \n", "completion": "b"}], "D08", ":2:", "the prompt is empty"),
     ([GOOD, {"prompt": "a", "completion": "  "}], "D09", ":2:", '"completion" is empty'),
-    ([{"prompt": "a", "completion": "<eos>"}], "D09", ":1:", "nothing is left"),
-    ([{"messages": [USER]}], "D09", ":1:", "no message of the assistant"),
+    ([{"prompt": "a", "completion": "<eos>"}], "D09", ":1:", "no tokens besides the stop token"),
+    ([{"messages": [USER]}], "D09", ":1:", "no assistant message"),
     ([GOOD, {"text": "a"}], "D12", ":2:", 'no column "prompt"; line 1 has one'),
     ([GOOD, {"prompt": [USER], "completion": "b"}], "D12", ":2:", "a conversation here, text in line 1"),
     ([{"messages": [USER, said("assistant", "Yes")]}], "D14", ":1:", "model.chat_template"),
@@ -287,7 +287,7 @@ BAD_PAIRS = [
     ([{**PAIR, "margin": 1}, PAIR], "D12", ":2:", "compare line 1"),
     ([{**PAIR, "chosen": [USER]}], "D12", ":1:", "both be text"),
     ([{"prompt": [USER], "chosen": "a", "rejected": "b"}], "D12", ":1:", "list of messages"),
-    ([{"chosen": [USER, said("assistant", "a"), USER], "rejected": [USER]}], "D12", ":1:", "one message of"),
+    ([{"chosen": [USER, said("assistant", "a"), USER], "rejected": [USER]}], "D12", ":1:", "one assistant message"),
 ]
 
 
@@ -313,18 +313,18 @@ def test_bad_pairs(tokenizer: Any, tmp_path: Path, contents: list, code: str, pl
 
 
 ASKED, SAID = "How do I make a soup?", "With pleasure! Just add some leek."
-SEEMS = "the first line of {} looks like data: does it lack a header line"
-COLUMNS = "name the file's columns, for example data.columns: "
+SEEMS = "the first line of {} looks like data; add a header line"
+COLUMNS = "map the columns, e.g. data.columns: "
 NO_HEADER = [
-    (data.sft_rows, "a.csv", f"{ASKED},{SAID}\nb,c\n", {}, SEEMS.format("a.csv") + " 'prompt,completion'?"),
-    (data.sft_rows, "a.tsv", f"{ASKED}\t{SAID}\nb\tc\n", {}, SEEMS.format("a.tsv") + " 'prompt\\tcompletion'?"),
+    (data.sft_rows, "a.csv", f"{ASKED},{SAID}\nb,c\n", {}, SEEMS.format("a.csv") + " 'prompt,completion'"),
+    (data.sft_rows, "a.tsv", f"{ASKED}\t{SAID}\nb\tc\n", {}, SEEMS.format("a.tsv") + " 'prompt\\tcompletion'"),
     (data.preference_rows, "a.csv", f"{ASKED},{SAID},No.\nb,c,d\n", {},
-     SEEMS.format("a.csv") + " 'prompt,chosen,rejected'?"),
-    (data.preference_rows, "a.csv", f"{ASKED},{SAID}\nb,c\n", {}, SEEMS.format("a.csv") + " 'chosen,rejected'?"),
+     SEEMS.format("a.csv") + " 'prompt,chosen,rejected'"),
+    (data.preference_rows, "a.csv", f"{ASKED},{SAID}\nb,c\n", {}, SEEMS.format("a.csv") + " 'chosen,rejected'"),
     # the file's own names, where they are told
     (data.sft_rows, "a.csv", f"How,{ASKED} {SAID}\nb,c\n", {"prompt": "how", "completion": "said"},
-     SEEMS.format("a.csv") + " 'how,said'?"),
-    (data.preference_rows, "a.csv", f"{ASKED},{ASKED},{SAID}\nb,c,d\n", {}, SEEMS.format("a.csv") + "?"),
+     SEEMS.format("a.csv") + " 'how,said'"),
+    (data.preference_rows, "a.csv", f"{ASKED},{ASKED},{SAID}\nb,c,d\n", {}, SEEMS.format("a.csv")),
     # names, though none of ours, or not in a header
     (data.sft_rows, "a.csv", "question,answer\nb,c\n", {}, COLUMNS + "{prompt: question}"),
     (data.sft_rows, "a.csv", f"prompt,What do you prefer?,{ASKED}\nb,c,d\n", {},
@@ -393,7 +393,7 @@ def test_d02_a_column_that_is_none_of_ours(tokenizer: Any, tmp_path: Path) -> No
     error = problems_of(data.sft_rows, DataSource(path, columns={"promt": "prompt"}), tokenizer)
     assert error.problems[0].code == "D02" and "did you mean prompt?" in str(error)
     error = problems_of(data.sft_rows, DataSource(path, columns={"question": "prompt"}), tokenizer)
-    assert error.problems[0].hint == "the other way round: data.columns: {prompt: question}?"
+    assert error.problems[0].hint == "swap the two: data.columns: {prompt: question}?"
     error = problems_of(data.sft_rows, DataSource(path, columns={"prompt": "question"}), tokenizer)
     assert error.problems[0].code == "D02"  # and not the file's own "prompt"
 
@@ -404,7 +404,7 @@ def test_long_rows_are_dropped_and_counted_or_refused(
     long = {"prompt": "Tell me about the sun. " * 9, "completion": " Yes"}
     path = file_of(tmp_path, GOOD, long, long)
     assert len(data.sft_rows(path, tokenizer, max_length=20)) == 1
-    assert "rows.jsonl: 2 of 3 rows left out: longer than 20 tokens (first: line 2)" in capsys.readouterr().err
+    assert "rows.jsonl: 2 of 3 rows dropped: longer than 20 tokens (first: line 2)" in capsys.readouterr().err
     assert terminal.warnings_said()[0].startswith("warning[D10]")
     error = problems_of(data.sft_rows, path, tokenizer, max_length=20, on_long="error")
     assert [problem.code for problem in error.problems] == ["D10", "D10"] and ":2: " in str(error)
@@ -414,7 +414,7 @@ def test_d05_says_how_many_rows_were_lost_to_what(tokenizer: Any, tmp_path: Path
     path = file_of(tmp_path, PAIR, {**PAIR, "rejected": " Yes"})
     error = problems_of(data.preference_rows, path, tokenizer, max_length=3, on_identical="drop")
     assert error.problems[0].code == "D05"
-    assert '2 read, lost 1 "chosen" equals "rejected"; 1 longer than 3 tokens' in str(error)
+    assert '2 read, dropped 1 "chosen" equals "rejected"; 1 longer than 3 tokens' in str(error)
 
 
 def test_identical_pairs_may_be_dropped(tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -431,7 +431,7 @@ def test_a_conversation_that_the_template_refuses_is_named(tokenizer: Any, tmp_p
     good = [USER, said("assistant", "Yes")]
     path = file_of(tmp_path, {"messages": good}, {"messages": [said("system", "Go"), *good]})
     error = problems_of(data.sft_rows, path, tokenizer)
-    assert "error[D06]" in str(error) and ":2: the chat template refuses" in str(error)
+    assert "error[D06]" in str(error) and ":2: the chat template rejects" in str(error)
     assert "no system turns" in str(error)
 
 

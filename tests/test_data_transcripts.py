@@ -104,10 +104,10 @@ def test_format_says_how_texts_are_read(plain: Any, chat: Any, tmp_path: Path) -
 
 PAIR = {"chosen": f"{TWO} Sure.", "rejected": f"{TWO} No."}
 ODD = [
-    ({**PAIR, "chosen": f"{TWO} Sure.\n\nHuman: Thanks"}, "D12", "one message of the assistant"),
+    ({**PAIR, "chosen": f"{TWO} Sure.\n\nHuman: Thanks"}, "D12", "one assistant message"),
     ({**PAIR, "chosen": TWO}, "D09", '"chosen" is empty'),
     ({**PAIR, "rejected": TWO}, "D09", '"rejected" is empty'),
-    ({"chosen": f"{ONE} a{TWO} b", "rejected": f"{ONE} c{TWO} b"}, "D12", "one message of the assistant"),
+    ({"chosen": f"{ONE} a{TWO} b", "rejected": f"{ONE} c{TWO} b"}, "D12", "one assistant message"),
     ({**PAIR, "rejected": "No."}, "D12", '"rejected" does not begin with "Human:"'),
     ({**PAIR, "rejected": None}, "D06", '"rejected" is null'),
     ({**PAIR, "rejected": PAIR["chosen"]}, "D07", "equals"),
@@ -125,13 +125,13 @@ def test_odd_dialogues_have_a_code_or_are_left_out(
     lenient = source(tmp_path, PAIR, odd, odd, on_bad="drop")
     assert len(data.preference_rows(lenient, chat, max_length=999, on_identical="drop")) == 1
     (said,) = terminal.warnings_said()
-    assert said.startswith(f"warning[{code}]") and "2 of 3 rows left out: " in said and "(first: line 2)" in said
+    assert said.startswith(f"warning[{code}]") and "2 of 3 rows dropped: " in said and "(first: line 2)" in said
 
 
 def test_a_prompt_that_ends_in_words_of_the_assistant_is_refused(chat: Any, tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as error:
         data.sft_rows(source(tmp_path, {"prompt": f"{ONE} Well", "completion": " no"}), chat, max_length=999)
-    assert error.value.problems[0].code == "D12" and "words of the assistant" in str(error.value)
+    assert error.value.problems[0].code == "D12" and "an assistant turn" in str(error.value)
 
 
 # --- data.on_bad
@@ -154,11 +154,9 @@ def test_rows_left_out_are_counted_by_fault_wherever_they_stand(plain: Any, tmp_
     assert len(data.preference_rows(found, plain, max_length=99)) == 1
     told = {line.split("]")[0][-3:]: line for line in terminal.warnings_said()}
     assert set(told) == {"D06", "D09", "D08", "D10", "D12", "D02"} - {"D02"}
-    assert (
-        '3 of 8 rows left out: "prompt" is null, text or a list of messages is needed, and the like (first: line 1)'
-        in told["D06"]
-    )
-    assert "1 of 8 rows left out: the prompt is empty (first: line 5)" in told["D08"]
+    null = '"prompt" is null; expected text or a list of messages; the others are similar (first: line 1)'
+    assert f"3 of 8 rows dropped: {null}" in told["D06"]
+    assert "1 of 8 rows dropped: the prompt is empty (first: line 5)" in told["D08"]
     assert sum(int(line.split(" of 8")[0].split()[-1]) for line in told.values()) == 7  # every row once
 
 
@@ -174,11 +172,11 @@ def test_nothing_left_is_d05_with_the_breakdown(plain: Any, tmp_path: Path) -> N
     with pytest.raises(RLHFError) as error:
         data.preference_rows(found, plain, max_length=99)
     assert error.value.problems[0].code == "D05"
-    assert '3 read, lost 2 "rejected" is empty, and the like; 1 the prompt is empty' in str(error.value)
+    assert '3 read, dropped 2 "rejected" is empty; the others are similar; 1 the prompt is empty' in str(error.value)
 
 
 def test_the_hint_of_many_bad_rows_is_what_helps(plain: Any, tmp_path: Path) -> None:
-    for contents, hint in (({**GOOD, "rejected": ""}, "data.on_bad: drop leaves them out"), (SAME, None)):
+    for contents, hint in (({**GOOD, "rejected": ""}, "set data.on_bad: drop"), (SAME, None)):
         with pytest.raises(RLHFError) as error:
             data.preference_rows(source(tmp_path, *[contents] * 9), plain, max_length=99)
         last = error.value.problems[-1]
@@ -195,7 +193,7 @@ def test_a_conversation_that_the_template_refuses_is_one_row_left_out(plain: Any
     bad = {"prompt": [{"role": "system", "content": "Hi"}], **answers}
     assert len(data.preference_rows(source(tmp_path, bad, good, good, on_bad="drop"), plain, max_length=99)) == 2
     (said,) = [line for line in terminal.warnings_said() if "D06" in line]
-    assert "1 of 3 rows left out: the chat template refuses" in said and "(first: line 1)" in said
+    assert "1 of 3 rows dropped: the chat template rejects" in said and "(first: line 1)" in said
 
 
 # --- the share that is held out
@@ -256,4 +254,4 @@ def test_d05_of_a_share_says_so(plain: Any, tmp_path: Path) -> None:
     found = source(tmp_path, {"prompt": "Question 1?"}, share=HoldoutSplit(1e-9, 0, held_out=True))
     with pytest.raises(RLHFError) as error:
         data.prompt_rows(found, plain, max_length=99)
-    assert "1 read, none of them in the part that data.eval_fraction 1e-09 leaves" in str(error.value)
+    assert "1 read, none of them in the part selected by data.eval_fraction 1e-09" in str(error.value)

@@ -1,4 +1,4 @@
-"""docs/config.md is what scripts/config_reference.py makes of the code."""
+"""docs/config.md is what scripts/config_reference.py generates from the code."""
 
 import runpy
 from pathlib import Path

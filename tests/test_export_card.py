@@ -260,7 +260,7 @@ def test_what_was_warned_of_is_told_without_places(run: Path, tokenizer: Any) ->
     change(run / "eval/report.json", **told)
     text = written(run, tokenizer)
     assert (
-        "Warned of by the evaluation, D13: evaluation prompts in training. Prompts of the evaluation also occur" in text
+        "Warned of by the evaluation, D13: evaluation prompts in training. Some evaluation prompts also occur" in text
     )
     assert "/home" not in text and "R11" not in text, "which stands with the report card"
 

@@ -369,7 +369,7 @@ def test_an_unknown_option_gets_the_nearest() -> None:
         (NEW, {"load_in_4bit": True}, "load_in_4bit", "models.dtype: bfloat16"),
         (NEW, {"dataset_name": "a/b", "dataset_train_split": "train[:1%]"}, "dataset_train_split", "data.max_rows"),
         (OLD, {"adap_kl_ctrl": False, "target": 3.0}, "target", "no effect without adap_kl_ctrl"),
-        (OLD, {"init_kl_coef": 0.0}, "adap_kl_ctrl", "0 stays 0"),
+        (OLD, {"init_kl_coef": 0.0}, "adap_kl_ctrl", "which is 0"),
         (OLD, {"target_kl": 0.1}, "target_kl", "no effect without early_stopping"),
         (OLD, {"top_p": 0.9}, "top_p", "full softmax"),
         (OLD, {"is_encoder_decoder": True}, "is_encoder_decoder", "not supported"),

@@ -79,7 +79,7 @@ def test_m01_a_chat_template_that_does_not_end(folder: Path, monkeypatch: pytest
     for template in (LOOPS, growing):
         (folder / "model/chat_template.jinja").write_text(template)
         result = check("sft.yaml", "-s", "data.on_bad=drop")
-        assert "error[M01]: " in result.stderr and "the chat template needs more than 0.3 s" in result.stderr
+        assert "error[M01]: " in result.stderr and "the chat template takes more than 0.3 s" in result.stderr
         assert result.exit_code == 2 and result.stderr.count("error[") == 1, result.stderr
 
 

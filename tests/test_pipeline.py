@@ -354,8 +354,8 @@ def test_a_setting_that_no_file_has_is_told_where_the_next_run_would_undo_it(
         ("seed=3", "-s '*.seed=3' sets it in all of them"),
         ("data.columns.prompt=q", "-s '*.data.columns.prompt=q' sets it in all"),
         ("pppo.kl_coef=1", "did you mean ppo?"),
-        ("rubbish", "--set rubbish: KEY=VALUE is needed\nhint: for example: --set ppo.kl_coef=0.1"),
-        ("=", "--set =: KEY=VALUE is needed"),
+        ("rubbish", "--set rubbish: expected KEY=VALUE\nhint: e.g. --set ppo.kl_coef=0.1"),
+        ("=", "--set =: expected KEY=VALUE"),
     ],
 )
 def test_an_ambiguous_or_unknown_section_is_refused(run: Callable, text: str, hint: str) -> None:

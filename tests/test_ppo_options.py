@@ -311,14 +311,14 @@ def test_adam_options_reach_the_optimizer():
 @pytest.mark.parametrize(
     "changes,code,says",
     [
-        ({"num_mini_batches": 3}, "C12", "16 x 4 = 64 episodes an update cannot be divided by num_mini_batches 3"),
+        ({"num_mini_batches": 3}, "C12", "16 x 4 = 64 episodes per update cannot be divided by num_mini_batches 3"),
         ({"num_samples_per_prompt": 5}, "C12", "num_samples_per_prompt 5"),
         ({"num_train_epochs": 1.0}, "C17", "one of total_episodes and num_train_epochs"),
-        ({"stop_token": "none", "stop_token_id": 3}, "C17", "contradict"),
-        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "C17", "twice"),
+        ({"stop_token": "none", "stop_token_id": 3}, "C17", "cannot be combined"),
+        ({"warmup_steps": 1, "warmup_ratio": 0.1}, "C17", "cannot be combined"),
         ({"kl_in": "loss"}, "C17", "k1 in the loss"),
         ({"fp16": True}, "C17", "fp16"),
-        ({"response_length": {"min": 5, "max": 3}}, "C06", "min is above max"),
+        ({"response_length": {"min": 5, "max": 3}}, "C06", "min is greater than max"),
     ],
 )
 def test_contradictions_are_refused(changes, code, says):

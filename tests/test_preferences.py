@@ -329,14 +329,14 @@ def test_other_column_names(world: World, tmp_path: Path) -> None:
     assert init(tmp_path / "run", tmp_path / "pairs.jsonl", world.base, *columns).exit_code == 0
     result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base)
     assert result.exit_code == 2 and "error[D02]: " in result.stderr and "question, better, worse" in result.stderr
-    assert "for example --column prompt=question" in result.stderr
+    assert "e.g. --column prompt=question" in result.stderr
     result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "prompt")
     assert result.exit_code == 2 and "error[C11]: --column prompt: expected OURS=THEIRS" in result.stderr
     result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "prompt=question,chosen=better")
     assert result.exit_code == 2 and "give it again: --column prompt=question --column chosen=better" in result.stderr
     result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "question=prompt")
     assert result.exit_code == 2 and '--column names "question"' in result.stderr
-    assert "hint: the other way round: --column prompt=question?" in result.stderr
+    assert "hint: swap the two: --column prompt=question?" in result.stderr
 
 
 def test_what_is_refused(data: dict[str, Path], world: World, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_every_file_of_a_recipe_is_a_config_and_says_what_it_needs(name: str, tm
         loaded = config.load(stage, tmp_path / f"run/{stage}.yaml")
         assert loaded.seed == 7 and all("/" in source.name for source in loaded.sources().values())
     header = (tmp_path / f"run/{stages[0]}.yaml").read_text().partition("\nseed:")[0]
-    for word in ("# Before:", "# Run:", "# Needs:", "# Expect:", "# Run by us:"):
+    for word in ("# Before:", "# Run:", "# Needs:", "# Expect:", "# Tested:"):
         assert word in header, word
 
 

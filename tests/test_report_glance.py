@@ -75,8 +75,8 @@ def test_the_watchdog_is_told(run: Path) -> None:
     }
     write_jsonl(run / "ppo/watchdog.jsonl", [row, row | {"step": 17}, {"step": 18, "signal": "<b>"}])
     said = words(run)
-    assert "Update 14: KL to the SFT policy is 0.625 nats a token; 0.5 is allowed (warn)." in said
-    assert "is allowed (warn). After that 1 time more, up to update 17. Update 18: <b> (None)." in said
+    assert "Update 14: KL to the SFT policy is 0.625 nats per token; limit: 0.5 (warn)." in said
+    assert "limit: 0.5 (warn). After that 1 time more, up to update 17. Update 18: <b> (None)." in said
     assert "ppo : read the responses of update 14 and later ones in ppo/samples.jsonl" in said
     assert "the watchdog fired 3 times (kl, <b>)" in said and "The stage to mend first: ppo." in said
 

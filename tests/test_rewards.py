@@ -91,12 +91,12 @@ def test_an_ensemble_and_a_clip_through_the_stage(run_folder):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ({"models": {"one": "m"}}, "an ensemble needs two models"),
+        ({"models": {"one": "m"}}, "an ensemble needs at least two models"),
         ({"model": "m", "combine": "min"}, "combine has no effect without models"),
         ({"models": {"a": "m", "b": "m"}, "std_coef": 2.0}, "std_coef has no effect without combine: mean_minus_std"),
         (
             {"model": "m", "models": {"a": "m", "b": "m"}},
-            "give one of model, models, function, builtin, url and pipeline",
+            "set exactly one of model, models, function, builtin, url and pipeline",
         ),
     ],
 )

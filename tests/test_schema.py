@@ -181,10 +181,10 @@ def test_an_editor_shows_plain_words() -> None:
         text for text in shown if "pytest" in text or "tests/" in text or "`python" in text or text.endswith("]")
     ] == []
     ppo = config.schema("ppo")["properties"]["ppo"]["properties"]
-    assert ppo["kl_coef"]["description"].endswith(" reward model gets wrong. Default: see TRL 1.12.")
-    assert ppo["missing_eos_penalty"]["description"].endswith(" Default: see TRL 1.12; none in its PPOConfig.")
-    assert ppo["kl_in"]["description"].endswith(" Default: see Ziegler et al. 2019, arXiv 1909.08593, section 2.1.")
-    assert ppo["dual_clip"]["description"].endswith("arXiv 1912.09729, equation 5; 3 there).")
+    assert ppo["kl_coef"]["description"].endswith(" errors of the reward model. Source of the default: TRL 1.12.")
+    assert ppo["missing_eos_penalty"]["description"].endswith(" default: TRL 1.12; none in its PPOConfig.")
+    assert ppo["kl_in"]["description"].endswith(" default: Ziegler et al. 2019, arXiv 1909.08593, section 2.1.")
+    assert ppo["require_reward"]["description"].endswith(" Default: no requirement.")  # without the page
 
 
 def test_a_union_is_one_only_where_it_has_parts() -> None:

@@ -477,7 +477,7 @@ def test_a_chat_template_cannot_reach_python(folder: Path, template: str) -> Non
     replace("sft.yaml", "path: model", "path: model, chat_template: t.jinja")
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     rows.write_jsonl(folder / "rows.jsonl", [{"messages": turns}] * 8)
-    assert refused(rlhf("sft"), "D06", "", "the chat template refuses") and not Path("ran").exists()
+    assert refused(rlhf("sft"), "D06", "", "the chat template rejects") and not Path("ran").exists()
 
 
 # 10. The hub

@@ -77,7 +77,7 @@ def test_no_token_stays_however_a_training_ends(
 def test_a_token_for_the_trainer_is_refused_and_stays_nowhere(folder: Path) -> None:
     secret = SECRETS["HUB_TOKEN"]
     Path("sft.yaml").write_text(Path("sft.yaml").read_text() + f"trainer: {{hub_token: {secret}}}\n")
-    assert refused(rlhf("sft"), "C16", "sft.yaml:4: ", "trainer.hub_token holds a secret")
+    assert refused(rlhf("sft"), "C16", "sft.yaml:4: ", "trainer.hub_token contains a secret")
     Path("sft.yaml").unlink()
     assert leaks(folder) == [] and not Path("sft").exists()
 

@@ -146,13 +146,13 @@ FAULTS = [
     ("a.json", b'[{"a": 1},\n {"a": "\\ud83d"}]', "D04", "a.json:2:9", "\\ud83d is half a character"),
     ("a.json", b'[{"a": ' + b"9" * 5000 + b"}]", "D03", "a.json:1:8", "Exceeds the limit"),
     ("a.json", b"[" * 50_000, "D03", "a.json:1:1026", "nested too deeply"),
-    ("a.json", b'[{"a": 1}, [2]]', "D12", "a.json: row 2", "the list holds [2], not an object"),
+    ("a.json", b'[{"a": 1}, [2]]', "D12", "a.json: row 2", "the list contains `[2]`, not an object"),
     ("lines.json", b'{"a": 1}\n{"a"}\n', "D03", "lines.json:2:5", "Expecting ':'"),
-    ("a.parquet", b"PAR1 no PAR1", "D03", "a.parquet", "no valid Parquet file"),
+    ("a.parquet", b"PAR1 no PAR1", "D03", "a.parquet", "not a valid Parquet file"),
     ("a.csv.gz", gzip.compress(b"a,b\n1,2\n" * 99, mtime=0)[:-20], "D01", None, "cannot read a.csv.gz"),
     ("a.jsonl.gz", b'{"a": 1}', "D01", None, "cannot read a.jsonl.gz: Not a gzipped file"),
-    ("a.jsnl", b"", "D01", None, "a data file ends in .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt"),
-    ("a", b"", "D01", None, "a data file ends in"),
+    ("a.jsnl", b"", "D01", None, "data files end in .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt"),
+    ("a", b"", "D01", None, "data files end in"),
 ]
 
 
@@ -169,7 +169,7 @@ def test_hints_name_the_nearest_ending_the_coding_and_the_key(here: Path) -> Non
     (here / "a.jsnl.gz").write_bytes(b"")
     assert problem("a.jsnl.gz", where="sft.yaml:3") == Problem(
         "D01",
-        "a.jsnl.gz: a data file ends in .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt, or in one of them and .gz",
+        "a.jsnl.gz: data files end in .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt, optionally followed by .gz",
         "sft.yaml:3",
         "did you mean .jsonl?",
     )

@@ -107,7 +107,7 @@ def test_subsets_of_the_readme(here: Path) -> None:
         "D01",
         "a has no split train; it has train_sft, train_prefs",
         "sft.yaml:3",
-        "write the split behind the name: [train_sft]",
+        "append the split to the name: [train_sft]",
     )
     assert problem(root, subset="smal") == Problem(
         "D01", 'a has no subset "smal"; it has small, big', "sft.yaml:3", "set data.subset: small"
@@ -122,13 +122,13 @@ def test_what_is_not_there(here: Path) -> None:
     assert missing.text == "a has no split tst; it has train, test" and str(missing.hint).endswith("[test]")
     assert problem(root, subset="x").text == 'a has no subset "x"; it has default'
     (here / "empty").mkdir()
-    assert problem(here / "empty").text == "empty holds no data files"
+    assert problem(here / "empty").text == "empty contains no data files"
     (here / "empty" / "data.arrow").touch()
     arrow = problem(here / "empty")
-    assert arrow.text == "empty holds no data files, but data.arrow" and "to_parquet" in str(arrow.hint)
+    assert arrow.text == "empty contains no data files, but data.arrow" and "to_parquet" in str(arrow.hint)
     (here / "v[1]").mkdir()
-    assert problem(here / "v[1]").text.startswith("v[1] holds no data files")
-    assert "is one file, it has no split [test]" in problem(f"{root}/train.jsonl[test]").text
+    assert problem(here / "v[1]").text.startswith("v[1] contains no data files")
+    assert "is a single file without a split [test]" in problem(f"{root}/train.jsonl[test]").text
     near = problem(here / "b" / "trian.jsonl")
     assert near.text == "no such file b/trian.jsonl" and problem(f"{root}/trian.jsonl").hint == (
         "did you mean a/train.jsonl?"
@@ -142,9 +142,9 @@ UNNAMED = [
      "train is 1.csv, 2.csv, 3.csv and 2 more"),
     (("pairs.csv", "test.csv"), ["pairs.csv"], "train is pairs.csv, the rest; test is test.csv"),
     (("pairs.jsonl", "Test.csv"), ["pairs.jsonl"], "train is pairs.jsonl, the rest; test is Test.csv"),
-    (("pairs.csv", "my_train.csv"), ["my_train.csv"], "pairs.csv left aside: train is my_train.csv"),
-    (("train.jsonl", "3.csv"), ["train.jsonl"], "3.csv left aside: train is train.jsonl"),
-    (("test.csv",), ["test.csv"], "it has no train, and test is read for it"),
+    (("pairs.csv", "my_train.csv"), ["my_train.csv"], "pairs.csv ignored: train is my_train.csv"),
+    (("train.jsonl", "3.csv"), ["train.jsonl"], "3.csv ignored: train is train.jsonl"),
+    (("test.csv",), ["test.csv"], "no split train; test is used"),
     # neither the YAMLs of a run, of which datasets would make a split, nor notes are data
     (("mine.csv", "eval.yaml", "load.py", "notes.txt", "dev.json", "a.eval"), ["mine.csv"],
      "train is mine.csv"),
@@ -169,20 +169,17 @@ def test_what_names_say_needs_no_word(here: Path, capsys: pytest.CaptureFixture[
 
 def test_it_is_asked_which_of_unlike_files_are_meant(here: Path) -> None:
     kinds = problem(tables(here / "a", {"1.csv": "text", "2.jsonl": "text"}))
-    assert kinds.text == "a holds data files of several kinds, 1.csv and 2.jsonl: which of them are meant?"
-    assert kinds.hint == "name one of them: a/1.csv"
+    assert kinds.text == "a contains data files of several formats: 1.csv and 2.jsonl"
+    assert kinds.hint == "set one of them: a/1.csv"
     columns = problem(tables(here / "b", {"faq.csv": "question,answer", "pairs.csv": "prompt,chosen,rejected"}))
-    assert columns.hint == "name one of them: b/faq.csv" and columns.text == (
-        "b holds files of different columns, faq.csv (answer, question) and pairs.csv (chosen, prompt, rejected): "
-        "which of them are meant?"
+    assert columns.hint == "set one of them: b/faq.csv" and columns.text == (
+        "b contains files with different columns: faq.csv (answer, question) and pairs.csv (chosen, prompt, rejected)"
     )
     both = {"1.csv": "How do I make a soup?,So.", "2.csv": "How do I make a pie with leek?,So."}
-    assert problem(tables(here / "c", both)).hint == (
-        "the first line of 1.csv looks like data: does it lack a header line?"
-    )
+    assert problem(tables(here / "c", both)).hint == ("the first line of 1.csv looks like data; add a header line")
     json = {"1.jsonl": "prompt,chosen,rejected", "2.jsonl": "prompt,chosen,rejected,margin"}
     assert len(locate_files(DataSource(str(tables(here / "e", json))))) == 2, "a margin is where there is one"
-    assert problem(tables(here / "f", {**json, "3.jsonl": "prompt,completion"})).hint == "name one of them: f/1.jsonl"
+    assert problem(tables(here / "f", {**json, "3.jsonl": "prompt,completion"})).hint == "set one of them: f/1.jsonl"
     assert (
         "2.csv" in problem(tables(here / "g", {name.replace("jsonl", "csv"): each for name, each in json.items()})).text
     )

@@ -108,7 +108,7 @@ def test_first_rows_are_streamed_once_as_they_stand_and_do_not_pass_for_the_whol
         here = ask(home, hub, looks[0], looks[1], whole, looks[1])
         assert [here[0][number]["here"] for number in (0, 1, 3)] == [True, False, True]
         all_of_it, said = here[0][2], here[1]  # a README in the hub's cache is not the dataset
-        assert all_of_it["rows"] == TABLE and "fetching lab/tables from the hub" in said
+        assert all_of_it["rows"] == TABLE and "downloading lab/tables from the Hub" in said
     (before, now), _ = ask(home, NOWHERE, first, whole, offline=True)
     assert before == found and now == all_of_it
 
@@ -135,7 +135,7 @@ def test_a_dataset_is_fetched_once_and_stays_there_when_the_hub_does_not(home: P
         assert not any("train-" in path for path in asked if "/resolve/" in path)  # the rest of it was not asked for
         (shards, again), said = ask(home, hub, whole, whole)
         assert [row["text"] for row in shards["rows"]] == ["a", "b", "c", "d"] and again == shards
-        assert said.count("fetching lab/shards") == 1 and f"/snapshots/{SHA}/" in shards["files"][0]
+        assert said.count("downloading lab/shards") == 1 and f"/snapshots/{SHA}/" in shards["files"][0]
         asked.clear()
         assert ask(home, hub, whole)[0] == [shards] and not [path for path in asked if "lab" in path]
     three = {**shards, "rows": shards["rows"][:3]}
@@ -169,7 +169,9 @@ def test_what_the_hub_or_the_dataset_does_not_have(home: Path) -> None:
             {"name": "lab/subsets[test]", "max_rows": 2, "subset": "two"},
         )
     errors = [one.get("error", "") for one in found]
-    assert all(error.startswith('error[D01]: sft.yaml:3: "lab/none" is no file or folder') for error in errors[:2])
+    assert all(
+        error.startswith("error[D01]: sft.yaml:3: `lab/none` is not a local file or folder") for error in errors[:2]
+    )
     assert all("has no split tst; it has train, test" in error and "[test]" in error for error in errors[2:4])
     assert "lab/subsets has the subsets one, two" in errors[4] and "data.subset: one" in errors[4]
     assert 'lab/subsets has no subset "tow"; it has one, two' in errors[5] and "data.subset: two" in errors[5]
@@ -184,7 +186,7 @@ def test_a_large_dataset_is_not_fetched_unasked(home: Path, monkeypatch: pytest.
 
     with serving({"lab/huge": {"train.csv": Huge(b"a\n1\n")}}) as (hub, _):
         (found,), _ = ask(home, hub, {"name": "lab/huge"})
-    assert "lab/huge has 30 GB on the hub" in found["error"] and "data.max_rows" in found["error"]
+    assert "lab/huge has 30 GB on the Hub" in found["error"] and "data.max_rows" in found["error"]
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -194,8 +196,8 @@ def test_no_hub_and_nothing_in_its_cache_is_said_at_once(home: Path, offline: bo
     found, said = ask(home, NOWHERE, *wanted, offline=offline)
     assert time.monotonic() - began < 15  # datasets alone would try for 24 seconds
     for one in found:
-        assert one["error"].startswith('error[D01]: sft.yaml:3: "lab/none" is no file or folder here')
-        assert "hint: fetch it where there is a network: hf download --repo-type dataset lab/none" in one["error"]
+        assert one["error"].startswith("error[D01]: sft.yaml:3: `lab/none` is not a local file or folder")
+        assert "hint: download it with network access: hf download --repo-type dataset lab/none" in one["error"]
     assert "Traceback" not in said
 
 
@@ -213,6 +215,6 @@ def test_a_cache_made_by_others_is_taken_as_it_stands_offline(home: Path) -> Non
     (dataset / "snapshots" / ("c" * 40) / "README.md").write_text("# Only the card")
     tagged, card = {"name": "lab/hand", "revision": "v2", "max_rows": 1}, {"name": "lab/hand", "revision": "card"}
     (main, other, none), said = ask(home, NOWHERE, {"name": "lab/hand"}, tagged, card, offline=True)
-    assert "not to be had from the hub: the hub may not be asked" in none["error"]
+    assert "the Hub did not provide it: offline mode is on" in none["error"]
     assert main["rows"] == [{"text": "one"}] * 3 and other["rows"] == [{"text": "two"}]
-    assert said.count("as the hub's cache holds it") == 1
+    assert said.count("from the Hub cache") == 1

@@ -124,16 +124,16 @@ def test_a_firing_tells_its_reading_what_it_is_held_against_and_how_often():
     dog.check(1, told(length=10))
     (firing,) = dog.check(2, told(length=33.5))
     assert firing == Alert(2, "length", None, 21.75, 10.0, 2.0, "warn", 1)
-    said = "step 2: responses have 21.75 tokens, the SFT policy's 10; 2 times as many or few are allowed"
+    said = "step 2: the mean response length is 21.75 tokens, the SFT policy's 10; limit: a factor of 2"
     assert firing.text == said
     found = [firing for update in (told(length=40, kl=2.0),) * 2 for firing in dog.check(3, update)]
     assert [(one.signal, one.action, one.times) for one in found] == [("kl", "stop", 1), ("length", "warn", 2)]
     kinds = {one.signal: one.text for one in _all_at_once()}
     assert kinds["judge"] == (
-        "step 3: the held-out judge `gold` gives -0.5, at its best it gave 0; 4 standard errors are allowed"
+        "step 3: the mean of the held-out judge `gold` is -0.5, its best was 0; limit: 4 standard errors"
     )
     assert kinds["eos"] == (
-        "step 3: 50.0% of the responses end by themselves, of the SFT policy's 100.0%; 20.0% less is allowed"
+        "step 3: 50.0% of the responses have a stop token, of the SFT policy's 100.0%; limit: 20.0% less"
     )
     assert kinds.keys() == set(SIGNALS) == EXCEEDS.keys() == SAYS.keys()
 
@@ -196,8 +196,8 @@ def test_repetition_is_the_share_of_runs_of_three_tokens_that_stood_before():
     [
         ({"watchdog": {"actions": {"kl": "stop"}, "kl": None}}, "actions.kl has no effect: watchdog.kl is null"),
         ({"watchdog": {"kl_factor": 2.0}}, "kl_factor has no effect: no action is raise_kl_coef"),
-        ({"watchdog": {"action": "raise_kl_coef"}, "kl_coef": 0.0}, "raise_kl_coef multiplies kl_coef, and 0 stays 0"),
-        ({"watchdog": {"actions": {"eos": "raise_kl_coef"}}, "kl_coef": 0.0}, "and 0 stays 0"),
+        ({"watchdog": {"action": "raise_kl_coef"}, "kl_coef": 0.0}, "raise_kl_coef multiplies kl_coef, which is 0"),
+        ({"watchdog": {"actions": {"eos": "raise_kl_coef"}}, "kl_coef": 0.0}, "and which is 0"),
     ],
 )
 def test_settings_without_effect_are_refused(keys, said):
@@ -257,7 +257,7 @@ def test_a_planted_hack_is_stopped_before_the_judge_falls_below_sft(run_folder):
     assert firing["step"] == metrics[-1]["step"] and (firing["signal"], firing["source"]) == ("judge", "gold")
     assert firing["reading"] == pytest.approx(means[-1]) and firing["action"] == "stop"
     assert firing["reference"] == pytest.approx(max(means))
-    assert f"error[R13]: {run_folder}/ppo.yaml:" in result.stderr and "the held-out judge `gold` gives" in result.stderr
+    assert f"error[R13]: {run_folder}/ppo.yaml:" in result.stderr and "the held-out judge `gold` is" in result.stderr
     made = json.loads((run_folder / "ppo/manifest.json").read_text())
     assert made["model_is"] == "the best step" and made["best"]["metric"] == "objective/score/gold"
     assert made["best"]["value"] > gold[0] and made["step"] == made["best"]["step"] < firing["step"]

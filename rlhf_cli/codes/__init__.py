@@ -1,4 +1,4 @@
-"""Every stable code that a message may carry; `rlhf explain CODE` prints this table."""
+"""All stable codes of errors and warnings; `rlhf explain CODE` prints them."""
 
 from rlhf_cli.codes.code import Code
 from rlhf_cli.codes.config import CONFIG

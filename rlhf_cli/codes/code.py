@@ -1,13 +1,13 @@
-"""What a code is."""
+"""Type of an error or warning code."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Code:
-    """One code: `exit` is the exit status of an error with it; 0 says that it only ever warns.
+    """Error or warning code. `exit` is the exit status of its error; 0 means that it is only ever a warning.
 
-    `warns` says of a code that is an error too when it is no more than a warning.
+    `warns` says when a code that can be an error is only a warning.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""What is wrong with a file of data."""
+"""Codes of errors in data files."""
 
 from rlhf_cli.codes.code import Code
 
@@ -6,106 +6,107 @@ DATA = {
     "D01": Code(
         "data file missing",
         2,
-        "A data file is not there or cannot be read.",
-        "Correct the path; in a YAML it is relative to the YAML's folder.",
+        "A data file does not exist or cannot be read.",
+        "Correct the path; in a YAML it is relative to the folder of the YAML.",
     ),
     "D02": Code(
         "column missing",
         2,
-        "The rows lack a column that this stage needs.",
-        "Name the file's column under data.columns, or use a file of the right form.",
+        "The rows lack a column that the stage requires.",
+        "Map the column of the file under data.columns, or use a file with the required columns.",
     ),
     "D03": Code(
         "malformed JSON",
         2,
-        "A line is not valid JSON; data files hold one JSON object a line.",
-        "Correct the line at the place given.",
+        "A line is not valid JSON; data files contain one JSON object per line.",
+        "Correct the line at the given location.",
     ),
     "D04": Code(
         "not UTF-8",
         2,
-        "The file holds bytes that are not UTF-8 text.",
+        "The file contains bytes that are not UTF-8.",
         "Convert it, for example: iconv -f latin1 -t utf8 FILE",
     ),
     "D05": Code(
         "no usable row",
         2,
         "The file is empty, or every row was dropped.",
-        "The message counts how many rows were lost to what.",
+        "Fix the causes that the message counts.",
     ),
     "D06": Code(
         "null or not text",
         2,
-        "A column holds null, a number or another type where text is needed.",
+        "A column contains null, a number or another type instead of text.",
         "Correct or remove the rows.",
         warns="with data.on_bad: drop",
     ),
     "D07": Code(
         "chosen equals rejected",
         2,
-        "A pair of identical answers holds no preference, but still costs training.",
+        "The two answers of a pair are identical, so the pair has no preference.",
         "Remove the rows, or set data.on_identical: drop.",
         warns="with data.on_identical: drop, and in prompts",
     ),
     "D08": Code(
         "empty prompt",
         2,
-        "A prompt is empty or only white space.",
+        "A prompt is empty or contains only whitespace.",
         "Correct or remove the rows.",
         warns="with data.on_bad: drop",
     ),
     "D09": Code(
         "empty completion",
         2,
-        "A completion is empty, or nothing of it is left after truncation.",
-        "Correct or remove the rows, or allow more tokens.",
+        "A completion is empty, or empty after truncation.",
+        "Correct or remove the rows, or raise the token limit.",
         warns="with data.on_bad: drop",
     ),
     "D10": Code(
         "too long",
         2,
-        "Rows are longer than the token limit.",
+        "Rows exceed the token limit.",
         "Set data.on_long: drop, raise the limit, or shorten the rows.",
         warns="with data.on_long: drop, the default",
     ),
     "D11": Code(
         "fewer rows than a batch",
         2,
-        "There are fewer usable rows than one batch takes.",
-        "Lower the batch size, or bring more rows.",
+        "There are fewer usable rows than one batch needs.",
+        "Lower the batch size, or add rows.",
     ),
     "D12": Code(
         "rows of different kinds",
         2,
-        "Rows of one file have different types or columns, or are no JSON objects.",
-        "Make the two lines that the message names alike.",
+        "Rows of one file differ in type or columns, or are not JSON objects.",
+        "Give the two lines in the message the same columns and types.",
         warns="with data.on_bad: drop",
     ),
     "D13": Code(
         "evaluation prompts in training",
         0,
-        "Prompts of the evaluation also occur in training.",
-        "Take them out of one of the files, or read the result with care.",
+        "Some evaluation prompts also occur in the training data.",
+        "Remove them from one of the files; data.eval_fraction makes a clean split.",
     ),
     "D14": Code(
         "no chat template",
         2,
         "The rows are conversations, but the tokenizer has no chat template.",
-        "Set model.chat_template: chatml, or to a template of your own.",
+        "Set model.chat_template to chatml or to a Jinja file.",
     ),
     "D15": Code(
         "contradicting pairs",
         0,
-        "The same pair occurs twice, or once in each direction.",
-        "Remove one of the lines, where that is not meant.",
+        "The same pair occurs twice, or in both directions.",
+        "Remove one of the two lines, unless it is intended.",
     ),
     "D16": Code(
-        "too many rows left out",
+        "too many rows dropped",
         2,
-        "More rows are left out than data.max_dropped allows: too long, bad, or pairs of identical answers. What is "
-        "left may be another kind of data than the whole.",
-        "The message counts the rows by cause. Too long: raise max_length, lower response_length, or take a base model "
-        "with a longer context; data.on_long: error shows the rows. Else mend the rows, or raise data.max_dropped.",
+        "More rows were dropped than data.max_dropped allows: too long, bad, or with identical answers. The "
+        "remaining rows may not represent the data.",
+        "The message counts the rows by cause. For long rows, raise max_length, lower response_length, or use a "
+        "model with a longer context; data.on_long: error lists the rows. Otherwise correct the rows, or raise "
+        "data.max_dropped.",
         warns="above 20 % of the rows",
     ),
 }

@@ -1,4 +1,4 @@
-"""What is wrong with the machine or with what runs on it: a run, rewards, secrets."""
+"""Codes of errors of the machine, a run, its rewards and its security."""
 
 from rlhf_cli.codes.code import Code
 
@@ -6,186 +6,197 @@ MACHINE_AND_RUN = {
     "E01": Code(
         "not available on this machine",
         0,
-        "This machine cannot do what is asked for: a number format, offloading, cutting models up.",
-        "Nothing to do: the message says what is done instead; dtype: auto avoids it.",
+        "The requested dtype, offloading or sharding is not supported on this machine.",
+        "No action is needed: the message says what is used instead. dtype: auto avoids it.",
     ),
-    "E02": Code("4-bit on the CPU", 0, "4-bit weights work on the CPU, but slowly.", "Use a GPU, or a small model."),
+    "E02": Code(
+        "4-bit on the CPU",
+        0,
+        "4-bit weights work on a CPU, but slowly.",
+        "Use a GPU or a small model.",
+    ),
     "E03": Code(
-        "too little room",
+        "not enough disk or memory",
         2,
         "The disk is too small or read-only, or the memory is too small.",
-        "Free some room, or write to another place.",
+        "Free the amount in the message, or write to another disk.",
         warns="where `rlhf check` finds the memory too small",
     ),
     "E04": Code(
         "wrong number of processes",
         2,
-        "Other processes came up than were asked for, or ones that do not know of each other.",
-        "Start them with --nproc N, or with torchrun; `accelerate launch --cpu` starts one whatever it is asked for.",
+        "The number of running processes does not match the request, or they do not form one process group.",
+        "Start them with --nproc N or with torchrun; `accelerate launch --cpu` always starts one process.",
     ),
     "E05": Code(
         "resumed in another environment",
         0,
-        "The run goes on with other versions of its libraries, or on another device, than it was started with. It is a "
-        "good run, but not byte for byte the one that it would have been.",
-        "Nothing, if you can live with that; else go on where it was started, or start over with --fresh.",
+        "The run resumes with other library versions or on another device. The result is valid, but not bit-for-bit "
+        "that of an uninterrupted run.",
+        "No action is needed unless you need identical bits: then resume in the original environment, or use --fresh.",
     ),
     "E06": Code(
-        "a tracker is not installed",
+        "tracker not installed",
         2,
-        "output.report_to names an experiment tracker whose library is not there.",
-        "pip install -e '.[trackers]' in the clone of rlhf-cli brings all of them; or take the name out.",
+        "output.report_to names an experiment tracker whose library is not installed.",
+        "Run pip install -e '.[trackers]' in the clone of rlhf-cli, or remove the name.",
     ),
     "E07": Code(
-        "no access to the hub",
+        "no access to the Hugging Face Hub",
         2,
-        "The hub cannot be reached, does not know the token, or does not let it write the repository that is named.",
-        "`hf auth login` with a token that may write, and a repository of your own or of a group that you write for.",
+        "The Hub cannot be reached, rejects the token, or does not allow writing to the repository.",
+        "Run `hf auth login` with a write token, and name a repository that you can write to.",
     ),
     "E08": Code(
-        "cannot be read now",
+        "file cannot be read now",
         1,
-        "A file or folder is there and cannot be read: no permission, or an error of its disk or of a network's file "
-        "system; or the folder of a run was moved or deleted while a command wrote into it. It is not taken for "
-        "damaged: nothing is trained again, and nothing is moved.",
-        "Make it readable, or bring it back, then give the same command again.",
+        "A file or folder exists but cannot be read (permissions, disk or network file system), or the run folder "
+        "was moved or deleted while a command wrote to it. It is not treated as damaged: nothing is retrained or "
+        "moved.",
+        "Make it readable or restore it, then run the same command again.",
     ),
     "E09": Code(
-        "a package of an extra is missing",
+        "package of an extra missing",
         2,
-        "A key asks for what only a package of an extra can do: weights or averages in 4 or 8 bits need bitsandbytes.",
-        "pip install -e '.[qlora]' in the clone of rlhf-cli; or take the key out.",
+        "A key needs the package of an optional extra: 4-bit and 8-bit weights and optimizer moments need "
+        "bitsandbytes.",
+        "Run pip install -e '.[qlora]' in the clone of rlhf-cli, or remove the key.",
     ),
     "R00": Code(
         "failed at run time",
         1,
-        "Something failed while the stage ran that has no code of its own.",
+        "The stage failed with an error that has no code.",
         "Run again with --debug for the full traceback.",
     ),
     "R01": Code(
         "not a finite number",
         1,
         "A reward, loss or gradient is NaN or infinite; training stopped.",
-        "Look at the row named; lower the learning rate, or start from the last good checkpoint.",
+        "Check the row in the message; lower the learning rate, or resume from the last checkpoint.",
     ),
     "R02": Code(
         "all rewards equal",
         1,
-        "All rewards of an update are the same, so there is nothing to learn.",
-        "Check the reward model, and whether the responses differ. Ten such updates in a row stop the run.",
-        warns="until ten updates in a row are so",
+        "All rewards of an update are equal, so there is nothing to learn.",
+        "Check the reward model, and check that the responses differ. Ten such updates in a row stop the run.",
+        warns="until ten updates in a row",
     ),
     "R03": Code(
         "responses never end",
         0,
-        "Fewer than one response in twenty ends by itself, or nearly all of them are empty.",
-        "Check the stop token, the SFT data's end token, and response_length.",
+        "Fewer than one response in twenty has a stop token, or nearly all are empty.",
+        "Check the stop token, the stop tokens in the SFT data, and response_length.",
     ),
     "R04": Code(
-        "KL runs away",
+        "KL too high or negative",
         1,
-        "The policy moved further from the SFT model than ppo.kl_stop allows, or KL is negative beyond noise.",
-        "Raise kl_coef or lower the learning rate; model/ holds the best policy, manifest.json says of which step.",
+        "The KL to the SFT policy exceeds ppo.kl_stop, or is negative beyond noise.",
+        "Raise kl_coef or lower the learning rate. model/ holds the best policy; manifest.json names its step.",
         warns="where KL is negative",
     ),
     "R05": Code(
-        "source of reward failed",
+        "reward source failed",
         1,
-        "A source of reward raised an error, did not answer, or gave something unusable; the updates before are saved.",
-        "It must return one finite number for each response.",
+        "A reward source raised an error, did not answer, or returned an invalid value. The updates before it are "
+        "saved.",
+        "Return one finite number per response.",
     ),
     "R06": Code(
         "requirement not met",
         1,
-        "A line of eval.require does not hold for this result, or no policy is within the bound of eval.select.",
-        "The message gives the value and the bound.",
+        "A requirement of eval.require is not met, or no policy is within the limit of eval.select.",
+        "Compare the value and the limit in the message.",
     ),
     "R07": Code(
         "the first ratio is not 1",
         0,
-        "The update's first forward pass disagrees with the judge's, though nothing was trained in between.",
-        "It happens with reduced precision. In float32 it points to dropout, or to a model that is not deterministic.",
+        "The log-probs of the update's first forward pass differ from those of the scoring pass, although no step "
+        "was taken in between.",
+        "This is normal at reduced precision. In float32 it indicates dropout or a non-deterministic model.",
     ),
     "R08": Code(
-        "a minibatch was skipped",
+        "minibatch skipped",
         0,
-        "Its mean probability ratio passed ppo.ratio_threshold, so it made no optimizer step.",
-        "Lower the learning rate or num_ppo_epochs; policy/skipped_minibatches counts them in metrics.jsonl.",
+        "The mean probability ratio of a minibatch exceeded ppo.ratio_threshold, so its optimizer step was skipped.",
+        "Lower the learning rate or num_ppo_epochs; policy/skipped_minibatches in metrics.jsonl counts them.",
     ),
     "R09": Code(
-        "not pushed to the hub",
+        "not pushed to the Hub",
         0,
-        "The best policy could not be uploaded; training goes on, and the folder stays on this machine.",
-        "Look at the message; `hf upload REPO FOLDER` does it later.",
+        "The best policy could not be uploaded. Training continues, and the folder stays on this machine.",
+        "See the message; upload it later with `hf upload REPO FOLDER`.",
     ),
     "R10": Code(
-        "the reward follows the length",
+        "reward correlated with length",
         0,
-        "The reward model's scores rise, or fall, with the length of the answer: PPO would write by length.",
-        "Balance the pairs by length, or hold PPO's length with ppo.overlong_penalty. "
-        "ppo.require_reward refuses such a model (M11).",
+        "The scores of the reward model rise or fall with the answer length, so PPO would optimise the length.",
+        "Balance the pairs by length, or limit the length with ppo.overlong_penalty. ppo.require_reward rejects "
+        "such a model (M11).",
     ),
     "R11": Code(
-        "the reward likes a probe too well",
+        "reward prefers a probe",
         0,
-        "An answer made to be bad scores above the chosen answer too often: empty, one token repeated, politeness "
-        "alone, the good answer over and over, or the good answer to another prompt.",
-        "Add pairs in which such answers are rejected, and look at PPO's samples for them.",
+        "A deliberately bad answer scores above the chosen answer too often: an empty answer, one repeated token, "
+        "only politeness, the good answer repeated, or the good answer to another prompt.",
+        "Add pairs that reject such answers, and look for them in PPO's samples.",
     ),
     "R12": Code(
-        "the reward is badly calibrated",
+        "reward badly calibrated",
         0,
-        "Margins between two answers say other chances than come true on the evaluation pairs.",
-        "Sure of too much: fewer epochs or a lower learning rate. Sure of too little: train for longer. "
-        "ppo.require_reward refuses such a model (M11).",
+        "The probabilities implied by the score margins do not match the accuracy on the evaluation pairs.",
+        "If overconfident, use fewer epochs or a lower learning rate; if underconfident, train longer. "
+        "ppo.require_reward rejects such a model (M11).",
     ),
     "R13": Code(
-        "the watchdog fired",
+        "watchdog signal exceeded",
         1,
-        "A sign that the policy games its reward is beyond its limit in ppo.watchdog; watchdog.jsonl has each reading.",
-        "Read samples.jsonl. Raise kl_coef or mend the reward; after a stop model/ holds the best policy.",
+        "A signal of reward hacking exceeds its limit in ppo.watchdog; watchdog.jsonl records each one.",
+        "Read samples.jsonl. Raise kl_coef or fix the reward. After a stop, model/ holds the best policy.",
         warns="by default (ppo.watchdog.action: warn)",
     ),
     "R14": Code(
-        "one of several processes ended",
+        "another process ended",
         1,
-        "Of the processes that train together one has ended, and the others cannot go on without it.",
-        "Look at what that one said; the same command goes on from the last state.",
+        "One of the processes of the run ended, and the others cannot continue without it.",
+        "Read the message of that process; the same command resumes from the last checkpoint.",
     ),
     "R15": Code(
-        "the page was not made",
+        "report not written",
         0,
-        "The evaluation is done, and its report.html could not be drawn or written; report.json has all its numbers.",
-        "Look at the message; `rlhf report RUN` makes the page at any time.",
+        "The evaluation is complete, but report.html could not be drawn or written; report.json has all values.",
+        "See the message; `rlhf report RUN` writes the report at any time.",
     ),
     "R16": Code(
-        "a tracker failed",
+        "tracker failed",
         0,
-        "An experiment tracker could not be opened, written or reached. It is left alone; the run is what it would be.",
-        "Look at the message; docs/commands.md tells what each one needs. metrics.jsonl and samples.jsonl hold it all.",
+        "An experiment tracker could not be opened, written or reached. It is skipped; the result of the run is "
+        "unaffected.",
+        "See the message; the documentation lists the requirements of each tracker. metrics.jsonl and samples.jsonl "
+        "are complete.",
     ),
     "R17": Code(
-        "the push to the hub failed",
+        "push to the Hub failed",
         1,
-        "The upload broke off, or what the hub holds is not what was sent; the folder is whole on this machine.",
-        "The message ends in the command that goes on; what was uploaded before is not sent again.",
+        "The upload was interrupted, or the files on the Hub differ from those sent. The folder is complete on this "
+        "machine.",
+        "Run the command at the end of the message to resume; uploaded files are not sent again.",
     ),
     "S01": Code(
         "control characters",
         0,
-        "Model or user text holds control characters or markup.",
-        "Nothing to do: it is shown as harmless text.",
+        "Text of a model or a user contains control characters or markup.",
+        "No action is needed: it is escaped.",
     ),
     "S02": Code(
         "unsafe config",
         2,
-        "The file is too large, nests too deeply, unfolds without end, or names Python objects.",
+        "The file is too large, nested too deeply, expands without end, or names Python objects.",
         "Use a plain YAML file of keys and values.",
     ),
     "S03": Code(
         "unsafe name",
         2,
-        "A name or path points outside the folder it belongs in.",
+        "A name or path points outside its folder.",
         "Use letters, digits, `-`, `_` and `.`, or a relative path inside the folder.",
     ),
 }

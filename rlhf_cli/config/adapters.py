@@ -1,7 +1,4 @@
-"""`model.adapters`, and `models.adapters` of PPO: small matrices that learn beside frozen weights.
-
-Options of peft's have peft's names.
-"""
+"""LoRA options: `model.adapters` of SFT and reward, `models.adapters` of PPO. Names follow peft."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,43 +10,61 @@ from rlhf_cli.ppo.settings import RECIPES
 
 TRL = "TRL 1.16, trl/trainer/model_config.py"
 PEFT = "[peft 0.21.2, src/peft/tuners/lora/config.py]"
-# Adapters learn at so many times the rate of whole weights: they start at zero and have fewer numbers to move.
+# Learning-rate factor of adapters over full training: they start at zero and have fewer parameters.
 TIMES = 10
 
 
 class LoRA(Section):
-    """LoRA (Hu et al. 2021, arXiv 2106.09685): each layer's weight W stays, W + (lora_alpha / r) B A is used."""
+    """LoRA (Hu et al. 2021, arXiv 2106.09685): W stays frozen, the layer uses W + (lora_alpha / r) B A."""
 
     kind: Literal["lora", "qlora"]
     r: int = Field(
-        16, gt=0, description=f"Rank: the columns of B, and the rows of A. [{TRL}; it is called lora_r there]"
+        16,
+        gt=0,
+        description=(
+            f"Rank of the adapters. Higher values can learn more and need more memory. [{TRL}; it is called lora_r "
+            "there]"
+        ),
     )
     lora_alpha: int = Field(
-        32, gt=0, description=f"Scale of what is learnt: lora_alpha / r is its factor. [{TRL}; the same there]"
+        32,
+        gt=0,
+        description=(
+            "Scale of the adapters; their output is multiplied by lora_alpha / r. Higher values act like a higher "
+            f"learning rate. [{TRL}; the same name there]"
+        ),
     )
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
         "all-linear",
         description=(
-            "The layers that get adapters: all-linear, which is each linear layer but the head, or a list of last "
-            "names, e.g. [q_proj, v_proj]. [Dettmers et al. 2023, arXiv 2305.14314, section 4]"
+            "Layers that get adapters: all-linear (every linear layer except the head), or a list of module names, "
+            "for example [q_proj, v_proj]. Fewer layers need less memory and learn less. [Dettmers et al. 2023, arXiv "
+            "2305.14314, section 4]"
         ),
     )
     use_rslora: bool = Field(
-        False, description=f"Scale by lora_alpha / sqrt(r), so that large ranks learn as fast. {PEFT}"
+        False,
+        description=(
+            "Rank-stabilised LoRA: scale by lora_alpha / sqrt(r) instead of lora_alpha / r, so that high ranks learn "
+            f"as fast as low ones. {PEFT}"
+        ),
     )
     use_dora: bool = Field(
         False,
-        description=f"DoRA (arXiv 2402.09353): each column's length learns apart from its direction; slower. {PEFT}",
+        description=(
+            f"DoRA (arXiv 2402.09353): train magnitude and direction of each weight column separately. Slower. {PEFT}"
+        ),
     )
 
 
 class Adapters(LoRA):
-    """What SFT and reward training put beside a model's weights."""
+    """Adapters of SFT and reward training."""
 
     kind: Literal["lora", "qlora"] = Field(
         description=(
-            "lora: the frozen weights stay as they are; qlora: while this stage trains they are held in 4 bits "
-            "(bitsandbytes' NF4, its scales quantised too; Dettmers et al. 2023, arXiv 2305.14314)."
+            "Kind of the adapters. lora: the frozen base weights keep their dtype. qlora: they are quantised to 4 "
+            "bits during this stage (NF4 of bitsandbytes with double quantisation; Dettmers et al. 2023, arXiv "
+            "2305.14314): less memory, slower."
         )
     )
     lora_dropout: float = Field(
@@ -57,22 +72,24 @@ class Adapters(LoRA):
         ge=0,
         lt=1,
         description=(
-            "Dropout of what A reads. Reward training turns all dropout off, unless trainer.disable_dropout is false. "
-            f"{PEFT}"
+            "Dropout on the input of the adapters. Higher values regularise more. Reward training turns all dropout "
+            f"off, unless trainer.disable_dropout is false. {PEFT}"
         ),
     )
 
 
 class PPOAdapters(LoRA):
-    """What PPO puts beside the SFT model's weights: without dropout, which PPO turns off."""
+    """Adapters of PPO, without dropout, which PPO turns off."""
 
     kind: Literal["lora"] = Field(
-        description="lora: the SFT model's weights stay as they are, and are there once for all four models."
+        description=(
+            "Kind of the adapters. lora: the frozen weights of the SFT model are loaded once for all four models."
+        )
     )
 
 
 class TrainingConfig(Config):
-    """The config of a stage that trains, with the learning rates that adapters want where none are told."""
+    """Config of a training stage; with adapters the default learning rates are higher."""
 
     @model_validator(mode="before")
     @classmethod
@@ -90,7 +107,7 @@ class TrainingConfig(Config):
 
 
 def _of_recipe(settings: dict[str, Any]) -> dict[str, float]:
-    """The learning rates of a recipe of PPO's."""
+    """Return the learning rates of the PPO recipe in `settings`."""
     recipe = settings.get("recipe")
     defaults = RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}
     return {key: value for key, (value, _) in defaults.items() if key.endswith("learning_rate")}

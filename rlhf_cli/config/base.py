@@ -1,4 +1,4 @@
-"""What every config has: strict sections, the run's folder, the output, and where each key was written."""
+"""Base of all configs: strict sections, run folder, output options, and the file location of each key."""
 
 import os
 import re
@@ -17,7 +17,8 @@ from rlhf_cli.config.sources import DataSource
 DataPath = Annotated[str, PathKey("data")]
 ModelPath = Annotated[str, PathKey("model")]
 JudgePath = Annotated[str, PathKey("judge")]
-LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes: Linux's NAME_MAX, and its PATH_MAX of 4096 less what lies below a run
+PROJECT = "[docs/config.md, section Project defaults]"  # source of defaults that follow no paper or other system
+LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes: Linux's NAME_MAX; its PATH_MAX of 4096 minus paths inside a run
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -25,7 +26,7 @@ def _plain_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise PydanticCustomError(
             "S03",
-            "this is no plain name",
+            "not a valid name",
             {"hint": "use letters, digits, `_`, `-` and `.`, starting with a letter or digit"},
         )
     return name
@@ -34,11 +35,11 @@ def _plain_name(name: str) -> str:
 def _path_that_can_be(path: str) -> str:
     longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
     if longest > LONGEST_NAME:
-        text = f"a name in it has {longest} bytes, a file system takes {LONGEST_NAME} at most"
-        raise PydanticCustomError("S03", text, {"hint": "name a folder with a shorter name"})
+        text = f"a path component has {longest} bytes; file systems allow {LONGEST_NAME}"
+        raise PydanticCustomError("S03", text, {"hint": "set a folder with a shorter name"})
     if (length := len(os.fsencode(path))) > LONGEST_PATH:
-        text = f"it has {length} bytes, {LONGEST_PATH} leave room for the names of a stage's files"
-        raise PydanticCustomError("S03", text, {"hint": "name a folder that lies less deep"})
+        text = f"the path has {length} bytes; at most {LONGEST_PATH} are allowed"
+        raise PydanticCustomError("S03", text, {"hint": "set a folder with a shorter path"})
     return path
 
 
@@ -48,64 +49,67 @@ TRACKERS: tuple[str, ...] = get_args(Tracker)
 
 
 class Section(BaseModel):
-    """Strict and frozen: an unknown key, a text for a number, `true` for a number, nan and inf are refused."""
+    """Strict, frozen section: rejects unknown keys, strings or booleans for numbers, nan and inf."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Output(Section):
-    """What a stage leaves on disk while it runs."""
+    """Checkpoints, snapshots and trackers of a stage."""
 
     save_steps: int | None = Field(
         None,
         gt=0,
         description=(
-            "Optimizer steps (in PPO: updates) between two checkpoints to resume from; none: ten times over the "
-            "run. [`pytest tests/test_defaults.py::test_a_run_can_resume_from_each_tenth_of_it`]"
+            "Optimizer steps (in PPO: updates) between two checkpoints. Lower values lose less work after a crash and "
+            "write more often. Default: one tenth of the run. [docs/reliability.md]"
         ),
     )
     keep: int = Field(
         2,
         ge=2,
         description=(
-            "Checkpoints kept to resume from; two, so that a damaged newest one costs little. "
-            "[`pytest tests/test_checkpoints_states.py -k damaged_state`]"
+            "Number of checkpoints kept on disk. Higher values need more disk space. With the default of 2 the run "
+            "resumes from the previous checkpoint if the newest one is damaged. [docs/reliability.md]"
         ),
     )
     snapshots: int = Field(
         8,
         ge=0,
         description=(
-            "Copies of the policy's weights kept evenly over a PPO run, for the evaluation's curve of reward "
-            "against KL. [`pytest tests/test_defaults.py::test_snapshots_stand_at_the_eighths_of_a_run`]"
+            "Number of snapshots of the policy that a PPO run keeps, at equal intervals, for the reward-against-KL "
+            "curve of `rlhf eval`. More snapshots give a finer curve and need more disk space and evaluation time; 0 "
+            "keeps none. [docs/evaluation.md]"
         ),
     )
     run_name: Name | None = Field(
         None,
         description=(
-            "Name of the run in its trackers and its manifest; none: the run folder's name and the stage, such as "
-            "demo-ppo, and nothing in the manifest. [transformers 5.23, src/transformers/training_args.py]"
+            "Name of the run in its trackers and its manifest. Default: trackers show the name of the run folder and "
+            "the stage, such as demo-ppo, and the manifest has no name. [transformers 5.23, "
+            "src/transformers/training_args.py]"
         ),
     )
     report_to: list[Tracker] = Field(
         default=[],
         description=(
-            "Experiment trackers that are told each line of metrics.jsonl, the samples and the config: tensorboard, "
-            "wandb, trackio. docs/commands.md tells more. [`pytest tests/test_trackers_rules.py -k they_are_named`]"
+            "Experiment trackers that receive the metrics, the samples and the config: tensorboard, wandb, trackio. "
+            "The default is no tracker; metrics.jsonl and samples.jsonl are always written. [transformers 5.23, "
+            "src/transformers/training_args.py; the string none there]"
         ),
     )
     project: Name | None = Field(
         None,
         description=(
-            "Project of wandb and trackio that the run is a part of; none: WANDB_PROJECT for wandb where that is set, "
-            "else rlhf. [`pytest tests/test_trackers_rules.py -k the_project_unless`]"
+            "Project of the run in wandb and trackio. Default: for wandb the environment variable WANDB_PROJECT if it "
+            "is set, otherwise rlhf. [transformers 5.23, src/transformers/training_args.py; huggingface there]"
         ),
     )
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a command line says beyond the config."""
+    """Options of the command line that are not part of the config."""
 
     dry_run: bool = False
     fresh: bool = False
@@ -116,7 +120,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a config came from. `name` is the file as the user wrote it, `overrides` the keys given by --set."""
+    """Origin of a config. `name` is the file as the user wrote it, `overrides` the keys set by --set."""
 
     file: Path
     name: str
@@ -124,7 +128,7 @@ class Origin:
     overrides: frozenset[str] = frozenset()
 
     def where(self, key: str) -> str:
-        """The place of `key`, or of the nearest section around it that was written, or the file."""
+        """Return the location of `key`, of the nearest enclosing section in the file, or the file name."""
         while key:
             if key in self.overrides:
                 return f"--set {key}"
@@ -134,14 +138,14 @@ class Origin:
         return self.name
 
     def overridden(self, key: str) -> bool:
-        """Whether the value at `key` came from --set."""
+        """Return True if the value of `key` was set by --set."""
         return any(key == other or key.startswith(f"{other}.") for other in self.overrides)
 
 
 class Config(Section):
-    """A stage's whole config. Path keys hold absolute paths; model keys may also hold a hub id."""
+    """Config of one stage. Path keys hold absolute paths; model keys may also hold a Hub id."""
 
-    # Keys that say how often to look and how much at once, not what comes out.
+    # Keys for logging and evaluation intervals and batch sizes, which do not affect the result.
     CADENCE: ClassVar[tuple[str, ...]] = (
         "logging_steps",
         "eval_steps",
@@ -155,8 +159,8 @@ class Config(Section):
     run: Annotated[str, PathKey("run"), AfterValidator(_path_that_can_be)] = Field(
         ".",
         description=(
-            "The run's folder, relative to the config's own; this stage writes RUN/STAGE. "
-            "[`pytest tests/test_pipeline.py::test_a_run_can_be_moved`]"
+            "Run folder, relative to the folder of the config; the stage writes RUN/STAGE. The default is the "
+            f"config's own folder, so that configs and results move together. {PROJECT}"
         ),
     )
     seed: int = Field(
@@ -164,36 +168,36 @@ class Config(Section):
         ge=0,
         lt=2**32,
         description=(
-            "Seed of all randomness: the same seed gives the same run. "
-            "[`pytest tests/test_ppo_trainer.py::test_same_seed_same_run_bit_for_bit`]"
+            "Seed of all random numbers. The same seed gives the same run on the same machine; other seeds show how "
+            f"much results vary by chance. {PROJECT}"
         ),
     )
-    output: Output = Field(default_factory=Output, description="What is saved while the stage runs.")
+    output: Output = Field(default_factory=Output, description="Checkpoints, snapshots and trackers.")
 
     _origin: Origin = PrivateAttr()
 
     @property
     def file(self) -> Path:
-        """The YAML file, absolute."""
+        """Return the absolute path of the YAML file."""
         return self._origin.file
 
     @property
     def folder(self) -> Path:
-        """The folder that this stage writes, absolute."""
+        """Return the absolute path of the stage's output folder."""
         return Path(self.run) / self.stage
 
     def where(self, key: str) -> str:
-        """FILE:LINE of a key path such as "data.train", or of the nearest section around it; or `--set KEY`."""
+        """Return FILE:LINE of a key path such as "data.train" or of the nearest enclosing section, or `--set KEY`."""
         return self._origin.where(key)
 
     def is_written(self, key: str) -> bool:
-        """Whether the file or a `--set` has this very key."""
+        """Return True if the file or a `--set` contains exactly this key."""
         return key in self._origin.lines or self._origin.overridden(key)
 
     def dump(self, relative_to: Path | None = None) -> dict[str, Any]:
-        """Every key with its value, JSON-able. Paths are relative to `relative_to` (POSIX), without it absolute.
+        """Return all keys and values, JSON-serialisable. Paths are relative to `relative_to` (POSIX) or absolute.
 
-        Written as YAML into that folder it loads again as the same config.
+        Written as YAML to that folder, the result loads as the same config.
         """
         tree = self.model_dump(mode="json")
         if relative_to is not None:
@@ -203,9 +207,9 @@ class Config(Section):
         return tree
 
     def identity(self) -> dict[str, Any]:
-        """The dump without what cannot change the result: places, output, logging and evaluation cadence, requirements.
+        """Return the dump without keys that cannot change the result: paths, output, intervals, requirements.
 
-        Files count by content elsewhere; a chat template's file counts here, as its text.
+        The content of input files is hashed elsewhere; a chat template file is included here as text.
         """
         tree = self.model_dump(mode="json", exclude={"stage", "output"})
         for container, name, _, mark in list(path_entries(type(self), tree)):
@@ -213,22 +217,22 @@ class Config(Section):
                 container[name] = Path(container[name]).read_text(encoding="utf-8", errors="replace")
             elif mark.kind in ("data", "model") or is_path(container[name], mark):
                 del container[name]
-        for key in ("subset", "revision", "max_dropped"):  # the last one stops a run, and changes nothing in it
+        for key in ("subset", "revision", "max_dropped"):  # max_dropped can stop a run but not change its result
             tree["data"].pop(key)
         for key in (*self.CADENCE, "require", "require_reward"):
             tree.get(self.stage, {}).pop(key, None)
         return {**tree, "output": {"snapshots": self.output.snapshots}}
 
     def sources(self) -> dict[str, DataSource]:
-        """Key path -> source, of all data that the stage reads."""
+        """Return the data sources that the stage reads, by key path."""
         raise NotImplementedError
 
     def code(self) -> dict[str, Path]:
-        """Key path -> Python file, of each function `module:function` whose module lies beside the config."""
+        """Return the Python files of `module:function` values next to the config, by key path."""
         return {}
 
     def _beside(self, functions: Mapping[str, str | None]) -> dict[str, Path]:
-        """`code` of functions by key path; what is no `module:function` is passed over."""
+        """Return the files of `functions` by key path, ignoring values that are not `module:function`."""
         modules = {key: name.partition(":")[0] for key, name in functions.items() if name and FUNCTION.fullmatch(name)}
         files = {key: self.file.parent / f"{module.replace('.', '/')}.py" for key, module in modules.items()}
         return {key: path for key, path in files.items() if os.path.isfile(path)}

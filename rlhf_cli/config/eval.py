@@ -1,4 +1,4 @@
-"""eval.yaml: the comparison before and after."""
+"""eval.yaml: comparison of the models before and after PPO."""
 
 import re
 from pathlib import Path
@@ -7,36 +7,44 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.base import Config, JudgePath, ModelPath, Name, Section
-from rlhf_cli.config.sections import ATTENTION, DTYPE, OWN_STAGES, STAGE, Dtype, EvalData
+from rlhf_cli.config.base import PROJECT, Config, JudgePath, ModelPath, Name, Section
+from rlhf_cli.config.sections import ATTENTION, DTYPE, STAGE, Dtype, EvalData
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import nearest
 
-AS_TRAINED = "[`pytest tests/test_stage_ppo.py::test_a_foreign_policy_needs_its_sampling_told`]"
+PAGE = "[docs/evaluation.md]"
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
 
 
 class EvalModels(Section):
-    """The models to compare. RUN is the run's folder."""
+    """Models to compare. RUN is the run folder."""
 
     sft: ModelPath = Field(
-        "RUN/sft", description=f"The model before PPO: a folder or a hub id; the SFT stage's result. {OWN_STAGES}"
+        "RUN/sft",
+        description=(
+            "Model before PPO: a folder or an id on the Hugging Face Hub. RUN/sft is the result of the SFT stage. "
+            f"{PROJECT}"
+        ),
     )
     ppo: ModelPath = Field(
-        "RUN/ppo", description=f"The model after PPO: a folder or a hub id; the PPO stage's result. {OWN_STAGES}"
+        "RUN/ppo",
+        description=(
+            "Model after PPO: a folder or an id on the Hugging Face Hub. RUN/ppo is the result of the PPO stage. "
+            f"{PROJECT}"
+        ),
     )
     reward: ModelPath | None = Field(
         "RUN/reward",
         description=(
-            "The reward model that both are scored with, the reward stage's result; null where PPO was trained on "
-            f"functions alone: judges.reward then names one of them. {OWN_STAGES}"
+            "Reward model that scores all models. Set null if PPO used functions only; judges.reward then names one "
+            f"of them. RUN/reward is the result of the reward stage. {PROJECT}"
         ),
     )
     base: ModelPath | None = Field(
         None,
         description=(
-            "A third model to compare, such as the one before SFT: a folder or a hub id; none: two models. "
-            "[`pytest tests/test_stage_ppo.py::test_eval_report_by_its_own_samples`]"
+            "Third model to compare, such as the one before SFT: a folder or an id on the Hugging Face Hub. Default: "
+            f"only SFT and PPO are compared. {PAGE}"
         ),
     )
     dtype: Dtype = Field("auto", description=DTYPE)
@@ -45,82 +53,87 @@ class EvalModels(Section):
 
 def _comparison(text: str) -> str:
     if not COMPARISON.fullmatch(text.strip()):
-        raise PydanticCustomError("C07", "expected a comparison and a number", {"hint": 'for example ">= 0.6"'})
+        raise PydanticCustomError("C07", "expected a comparison operator and a number", {"hint": 'e.g. ">= 0.6"'})
     return text
 
 
 class Select(Section):
-    """How a policy of the frontier is picked."""
+    """Selection of a policy from the frontier."""
 
-    judge: Name = Field(description="The judge whose mean is to be highest; best one that PPO was not trained on.")
+    judge: Name = Field(
+        description="Judge whose highest mean score selects the policy, preferably one that PPO was not trained on."
+    )
     kl_max: float | None = Field(
         None,
         gt=0,
         description=(
-            "Nats from the SFT model that the policy may be away at most; none: any distance. "
-            "[`pytest tests/test_eval_frontier.py::test_the_best_within_a_bound_is_picked`]"
+            "Maximum KL from the SFT model, in nats per response, of the selected policy. Lower values select a "
+            f"policy closer to SFT. Default: no limit. {PAGE}"
         ),
     )
 
 
 class EvalSettings(Section):
-    """How the models are compared."""
+    """Options of the comparison."""
 
     n: int = Field(
         512,
         gt=0,
         description=(
-            "Prompts answered by each model, at most as many as there are; 512 tell a win rate to about 0.04. "
-            "[`pytest tests/test_defaults.py::test_512_prompts_tell_a_win_rate_to_about_four_hundredths`]"
+            "Number of prompts that each model answers, at most all prompts of the data. More prompts narrow the "
+            f"confidence intervals and take more time. {PAGE}"
         ),
     )
     modes: list[Literal["sampled", "greedy"]] = Field(
         default=["sampled", "greedy"],
         min_length=1,
         description=(
-            "How answers are made: sampled at the training temperature, and near-greedy. "
-            "[`pytest tests/test_stage_ppo.py::test_eval_report_by_its_own_samples`]"
+            "Sampling modes of the answers: sampled (at the training temperature) and greedy (near-greedy, "
+            f"temperature 0.01). Each mode takes a full round of answers. {PAGE}"
         ),
     )
     best_of: list[Annotated[int, Field(ge=2)]] = Field(
         default=[2, 4, 8],
         description=(
-            "The SFT model's best of n answers by the reward: what PPO has to beat. An empty list leaves it out. "
-            "[`pytest tests/test_defaults.py::test_the_best_of_eight_is_over_a_nat_away`]"
+            "Values of n for best-of-n sampling from the SFT model by reward, the baseline that PPO has to beat. "
+            f"Higher values are a stronger baseline and take more time; an empty list skips it. {PAGE}"
         ),
     )
     frontier: bool = Field(
         True,
         description=(
-            "Whether PPO's snapshots answer too, a round of sampled answers each: what was won and lost on the way. "
-            "[`pytest tests/test_eval_frontier.py -k snapshot_alone`]"
+            "Evaluate the snapshots of the PPO run too, with one round of sampled answers each, for the "
+            f"reward-against-KL curve. false saves that time. {PAGE}"
         ),
     )
     select: Name | Select | None = Field(
         None,
         description=(
-            "Picks a policy of the frontier: the name of a judge, or {judge, kl_max}; the highest mean wins, and the "
-            "smaller KL among equals. [`pytest tests/test_eval_frontier.py -k picked_unasked`]"
+            "Selection of a policy from the frontier: the name of a judge, or {judge, kl_max}. The policy with the "
+            f"highest mean score is selected; ties go to the lower KL. Default: no selection. {PAGE}"
         ),
     )
     temperature: float | None = Field(
-        None, gt=0, description=f"Sampling temperature; none: that of the PPO training. {AS_TRAINED}"
+        None, gt=0, description=f"Sampling temperature. Default: the temperature of the PPO training. {PAGE}"
     )
     response_length: int | None = Field(
-        None, gt=0, description=f"Most tokens of an answer; none: that of the PPO training. {AS_TRAINED}"
+        None,
+        gt=0,
+        description=f"Maximum length of an answer in tokens. Default: the response length of the PPO training. {PAGE}",
     )
     per_device_batch_size: int = Field(
         64,
         gt=0,
         description=(
-            "Answers made at once. [TRL 1.12, trl/experimental/ppo/ppo_config.py; its local_rollout_forward_batch_size]"
+            "Number of answers generated together. Higher values are faster and need more memory. [TRL 1.12, "
+            "trl/experimental/ppo/ppo_config.py; its local_rollout_forward_batch_size]"
         ),
     )
     require: dict[str, Annotated[str, AfterValidator(_comparison)]] = Field(
         default_factory=dict,
         description=(
-            'Values of the report that must hold, e.g. {win_rate.ppo_vs_sft.gold.value: ">= 0.6"}; else the command '
-            "exits with 1. [`pytest tests/test_defaults.py::test_nothing_is_required_of_a_result_unasked`]"
+            'Requirements on values of the report, for example {win_rate.ppo_vs_sft.gold.value: ">= 0.6"}. `rlhf '
+            f"eval` exits with 1 if one is not met. The default requires nothing. {PAGE}"
         ),
     )
 
@@ -128,20 +141,20 @@ class EvalSettings(Section):
     def _headline_is_sampled(self) -> Self:
         if "sampled" not in self.modes:
             raise PydanticCustomError(
-                "C17", "the report's headline is of sampled answers", {"hint": "add sampled to modes"}
+                "C17", "the summary of the report needs sampled answers", {"hint": "add sampled to eval.modes"}
             )
         return self
 
     @property
     def selection(self) -> Select | None:
-        """`select` in full."""
+        """Return `select` as a Select."""
         return Select(judge=self.select) if isinstance(self.select, str) else self.select
 
     @model_validator(mode="after")
     def _selected_of_something(self) -> Self:
         if self.select is not None and not self.frontier:
-            hint = "set eval.frontier: true, or take eval.select out"
-            text = "eval.select picks a policy of the frontier"
+            hint = "set eval.frontier: true, or remove eval.select"
+            text = "eval.select needs the frontier"
             raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": "select"})
         asked = next((key for key in self.require if key.split(".")[0] in ("selected", "selected_step")), None)
         if asked is not None and self.select is None:
@@ -151,7 +164,7 @@ class EvalSettings(Section):
 
 
 def _judge_of(required: str) -> str | None:
-    """The judge that a key of `eval.require` names."""
+    """Return the judge that a key of `eval.require` names."""
     match required.removeprefix("greedy.").split("."):
         case ["win_rate", _, judge, *_] | ["selected", "win_rate" | "judges", judge, *_]:
             return judge
@@ -159,33 +172,33 @@ def _judge_of(required: str) -> str | None:
 
 
 class EvalConfig(Config):
-    """eval.yaml: the comparison before and after."""
+    """eval.yaml: comparison of the models before and after PPO."""
 
     stage: Literal["eval"] = Field("eval", description=STAGE)
-    models: EvalModels = Field(default_factory=EvalModels, description="The models to compare.")
+    models: EvalModels = Field(default_factory=EvalModels, description="Models to compare.")
     judges: dict[Name, JudgePath] = Field(
         default_factory=dict,
         description=(
-            "Further judges by name: a Python function module:function, or a reward model's folder or hub id. "
-            "[`pytest tests/test_defaults.py::test_the_reward_model_is_the_one_judge_unasked`]"
+            "Additional judges by name: a Python function module:function, or the folder or Hub id of a reward model. "
+            f"The default is models.reward only. {PAGE}"
         ),
     )
-    data: EvalData = Field(description="The prompts to answer.")
-    eval: EvalSettings = Field(default_factory=EvalSettings, description="How they are compared.")
+    data: EvalData = Field(description="Prompts to answer.")
+    eval: EvalSettings = Field(default_factory=EvalSettings, description="Options of the comparison.")
 
     @model_validator(mode="after")
     def _one_reward(self) -> Self:
         if "reward" in self.judges and self.models.reward is not None:
             raise PydanticCustomError(
                 "C17",
-                "judges.reward: the name reward belongs to models.reward",
-                {"hint": "give the judge another name, or set models.reward: null", "key": "judges.reward"},
+                "judges.reward: the name reward is reserved for models.reward",
+                {"hint": "rename the judge, or set models.reward: null", "key": "judges.reward"},
             )
         if self.eval.best_of and self.models.reward is None and "reward" not in self.judges:
             raise PydanticCustomError(
                 "C17",
-                "eval.best_of picks answers by the reward, and models.reward is null",
-                {"hint": "name a judge `reward`, or set eval.best_of: []", "key": "eval.best_of"},
+                "eval.best_of needs a reward, but models.reward is null",
+                {"hint": "add a judge named `reward`, or set eval.best_of: []", "key": "eval.best_of"},
             )
         return self
 
@@ -198,15 +211,15 @@ class EvalConfig(Config):
         for place, key, judge in named:
             if judge is not None and judge not in judges:
                 near = nearest(judge, judges)
-                hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(judges)) or 'none'}"
-                text = f"{place}: {key} names no judge of this file"
+                hint = f"did you mean {near}?" if near else f"available judges: {', '.join(sorted(judges)) or 'none'}"
+                text = f"{place}: {key} does not name a judge of this file"
                 raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": place})
         return self
 
     def sources(self) -> dict[str, DataSource]:
-        """Key path -> source, of all data that the stage reads."""
+        """Return the data sources that the stage reads, by key path."""
         return self.data.sources(self.where)
 
     def code(self) -> dict[str, Path]:
-        """Key path -> Python file, of each judge that is a function whose module lies beside the config."""
+        """Return the Python files of judge functions next to the config, by key path."""
         return self._beside({f"judges.{name}": judge for name, judge in self.judges.items()})

@@ -8,7 +8,7 @@ from rlhf_cli.config.keys import field_at, field_shape, shape
 from rlhf_cli.config.yaml_source import Source, parse_value
 from rlhf_cli.errors import Problem, RLHFError
 
-EXAMPLE = "for example: --set ppo.kl_coef=0.1"
+EXAMPLE = "e.g. --set ppo.kl_coef=0.1"
 
 
 def malformed(text: str) -> Problem | None:
@@ -16,7 +16,7 @@ def malformed(text: str) -> Problem | None:
     key, equals, _ = text.partition("=")
     if equals and all(key.strip().removeprefix("*.").split(".")):
         return None
-    return Problem("C11", "KEY=VALUE is needed", f"--set {key or text}", EXAMPLE)
+    return Problem("C11", "expected KEY=VALUE", f"--set {key or text}", EXAMPLE)
 
 
 def apply(overrides: Sequence[str], source: Source, model: type[Config]) -> tuple[frozenset[str], list[Problem]]:
@@ -65,5 +65,5 @@ def _write(tree: dict[str, Any], segments: list[str], value: Any) -> None:
             tree[name] = {}
         tree = tree[name]
         if not isinstance(tree, dict):
-            raise RLHFError("C11", f"{'.'.join(segments[:depth])} holds a single value, no keys")
+            raise RLHFError("C11", f"{'.'.join(segments[:depth])} is a single value without keys")
     tree[last] = value

@@ -7,10 +7,10 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.adapters import PPOAdapters, TrainingConfig
-from rlhf_cli.config.base import ModelPath, Name, Section
+from rlhf_cli.config.base import PROJECT, ModelPath, Name, Section
 from rlhf_cli.config.keys import PathKey
 from rlhf_cli.config.rewards import KINDS, RewardSource
-from rlhf_cli.config.sections import ATTENTION, DTYPE, OWN_STAGES, REVISION, STAGE, PPOData
+from rlhf_cli.config.sections import ATTENTION, DTYPE, REVISION, STAGE, PPOData
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
 
@@ -18,24 +18,29 @@ VALUE_WORDS = ("reward", "policy_head")
 
 
 class PPOModels(Section):
-    """The models that PPO works with. RUN is the run's folder."""
+    """Models of PPO. RUN is the run folder."""
 
     sft: ModelPath = Field(
         "RUN/sft",
         description=(
-            f"Start of the policy, and the frozen reference: a folder or a hub id; the SFT stage's result. {OWN_STAGES}"
+            "Initial policy and frozen reference: a folder or an id on the Hugging Face Hub. RUN/sft is the result of "
+            f"the SFT stage. {PROJECT}"
         ),
     )
     reward: ModelPath = Field(
         "RUN/reward",
-        description=f"The reward model: a folder or a hub id; the reward stage's result. {OWN_STAGES}",
+        description=(
+            "Reward model: a folder or an id on the Hugging Face Hub. RUN/reward is the result of the reward stage. "
+            f"{PROJECT}"
+        ),
     )
     value: Annotated[str, PathKey("value", VALUE_WORDS)] = Field(
         "reward",
         description=(
-            "The value model: reward (starts as a copy of the reward model), policy_head (a head on the policy, zero "
-            "at first: one forward pass for both and half the memory), or the start is a folder or a hub id. "
-            "[Ouyang et al. 2022, arXiv 2203.02155, section 3.5]"
+            "Value model. reward: a separate model, initialised from the reward model. policy_head: a linear head on "
+            "the policy, initialised to zero; it needs one forward pass for both and half the memory. Otherwise a "
+            "folder or an id on the Hugging Face Hub to initialise from. [Ouyang et al. 2022, arXiv 2203.02155, "
+            "section 3.5]"
         ),
     )
     revision: str | None = Field(None, description=REVISION)
@@ -44,9 +49,9 @@ class PPOModels(Section):
     adapters: PPOAdapters | None = Field(
         None,
         description=(
-            "Train adapters (LoRA) for policy and value model, and leave them alone on disk: the SFT model's frozen "
-            "weights are there once for policy, reference, reward and value model; none: whole models are trained. "
-            "docs/scaling.md tells more. [`pytest tests/test_one_base.py -k whole_models_unless`]"
+            "LoRA adapters to train for policy and value model instead of all weights. The frozen weights of the SFT "
+            "model are loaded once for policy, reference, reward and value model, and only the adapters are saved. "
+            "Default: all weights are trained. [TRL 1.16, trl/trainer/model_config.py; use_peft is false there]"
         ),
     )
 
@@ -55,21 +60,21 @@ class PPOConfig(TrainingConfig):
     """ppo.yaml: reinforcement learning."""
 
     stage: Literal["ppo"] = Field("ppo", description=STAGE)
-    models: PPOModels = Field(default_factory=PPOModels, description="The models to work with.")
-    data: PPOData = Field(description="The prompts to train on.")
+    models: PPOModels = Field(default_factory=PPOModels, description="Models that PPO uses.")
+    data: PPOData = Field(description="Prompts to train on.")
     rewards: dict[Name, RewardSource] = Field(
         default_factory=dict,
         description=(
-            "Sources of reward by name, added up by weight; none: models.reward alone. "
-            "[`pytest tests/test_config.py::test_rewards_default_to_the_reward_model`]"
+            "Reward sources by name; their weighted sum is the score. Default: the reward model of models.reward. "
+            "[TRL 1.12, trl/experimental/ppo/ppo_config.py; its reward_model_path]"
         ),
     )
-    ppo: PPOSettings = Field(description="The numbers of PPO.")
+    ppo: PPOSettings = Field(description="Options of PPO.")
 
     @model_validator(mode="before")
     @classmethod
     def _reward_by_default(cls, keys: Any) -> Any:
-        """No sources, or `reward` without a kind: the reward model."""
+        """Fill in the reward model if there are no sources, or if `reward` has no kind."""
         models = keys.get("models") if isinstance(keys, dict) else None
         path = models.get("reward") if isinstance(models, dict) else None
         if path is None or not isinstance(keys.get("rewards"), dict | None):
@@ -86,7 +91,7 @@ class PPOConfig(TrainingConfig):
             missing, given = (
                 ("data.ptx_data", "ppo.ptx_coef") if self.ppo.ptx_coef else ("ppo.ptx_coef", "data.ptx_data")
             )
-            hint = "name SFT's rows, e.g. data/sft.jsonl" if self.ppo.ptx_coef else "e.g. 27.8, as InstructGPT"
+            hint = "the rows of SFT, e.g. data/sft.jsonl" if self.ppo.ptx_coef else "e.g. 27.8, as in InstructGPT"
             context = {
                 "text": f"{given} has no effect without {missing}",
                 "hint": f"set {missing}: {hint}",
@@ -99,15 +104,15 @@ class PPOConfig(TrainingConfig):
     def _one_base_is_shared_already(self) -> Self:
         for key in ("num_shared_layers", "offload", "fsdp"):
             if self.models.adapters and getattr(self.ppo, key):
-                text = f"{key} does not go with models.adapters, which share all layers"
-                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "take it out", "key": f"ppo.{key}"})
+                text = f"{key} cannot be combined with models.adapters, which share all layers"
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": "remove it", "key": f"ppo.{key}"})
         return self
 
     @model_validator(mode="after")
     def _something_is_optimised(self) -> Self:
         if self.rewards and len(self.held_out) == len(self.rewards):
-            text = "all rewards have weight 0: there is nothing to optimise"
-            raise PydanticCustomError("C17", text, {"hint": "give one of them a weight", "key": "rewards"})
+            text = "all rewards have weight 0, so there is nothing to optimise"
+            raise PydanticCustomError("C17", text, {"hint": "set the weight of at least one of them", "key": "rewards"})
         return self
 
     @model_validator(mode="after")
@@ -124,21 +129,21 @@ class PPOConfig(TrainingConfig):
             if not found and (acts or getattr(watchdog, signal) != WatchdogSettings.model_fields[signal].default):
                 key = f"ppo.watchdog.{'actions.' if acts else ''}{signal}"
                 text = f"{key} has no effect without {what}"
-                context = {"text": text, "hint": "docs/rewards.md shows one", "key": key}
+                context = {"text": text, "hint": "docs/rewards.md has an example", "key": key}
                 raise PydanticCustomError("C17", "{text}", context)
         return self
 
     @property
     def held_out(self) -> list[str]:
-        """The held-out judges: sources of weight 0, which are scored and logged, and watched by the watchdog."""
+        """Return the names of the held-out judges, the sources of weight 0."""
         return [name for name, source in self.rewards.items() if source.weight == 0]
 
     def sources(self) -> dict[str, DataSource]:
-        """Key path -> source, of all data that the stage reads."""
+        """Return the data sources that the stage reads, by key path."""
         return self.data.sources(self.where)
 
     def identity(self) -> dict[str, Any]:
-        """Without how an endpoint is reached, too: where it fails, a run may go on with more patience."""
+        """Return the identity without connection options, so that a run can resume with another timeout."""
         tree = super().identity()
         for source in tree["rewards"].values():
             for key in ("timeout", "retries", "headers"):
@@ -146,5 +151,5 @@ class PPOConfig(TrainingConfig):
         return tree
 
     def code(self) -> dict[str, Path]:
-        """Key path -> Python file, of each reward function whose module lies beside the config."""
+        """Return the Python files of reward functions next to the config, by key path."""
         return self._beside({f"rewards.{name}.function": source.function for name, source in self.rewards.items()})

@@ -19,8 +19,8 @@ def take_out(tree: dict[str, Any], where: Callable[[str], str]) -> list[Problem]
     found = list(_secrets(tree, ""))
     for container, name, _ in reversed(found):  # from the end of a list: the indices before it stay what they are
         container.pop(name)
-    hint = "take it out; put it in the environment, for example HF_TOKEN"
-    return [Problem("C16", f"{redacted(key)} holds a secret", where(key), hint) for _, _, key in found]
+    hint = "remove it, and set it in the environment, e.g. HF_TOKEN"
+    return [Problem("C16", f"{redacted(key)} contains a secret", where(key), hint) for _, _, key in found]
 
 
 def _secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:

@@ -1,4 +1,4 @@
-"""The sections that the four configs are made of."""
+"""Sections of the four configs."""
 
 import os
 from collections.abc import Callable
@@ -9,74 +9,73 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.adapters import Adapters
-from rlhf_cli.config.base import DataPath, ModelPath, Section
+from rlhf_cli.config.base import PROJECT, DataPath, ModelPath, Section
 from rlhf_cli.config.keys import PathKey
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.ppo.settings.base import Range
 
-MAX_DROPPED = 0.8  # of a data key's rows: the default share that may be left out
-STAGE = (
-    "The stage that the file is for; optional, must match the command. "
-    "[`pytest tests/test_check.py::test_the_stage_of_a_file`]"
-)
-OWN_STAGES = "[`pytest tests/test_config.py::test_models_default_to_the_runs_own_stages`]"
+MAX_DROPPED = 0.8  # default share of the rows of a data source that may be dropped
+STAGE = f"Stage of this file; it must match the command. Default: the stage of the command. {PROJECT}"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Columns = dict[str, str]
 REVISION = (
-    "Branch, tag or commit of a model from the hub; none: its main branch. "
-    "[`pytest tests/test_checkpoints.py -k cached_hub_id`]"
+    "Branch, tag or commit of a model on the Hugging Face Hub. Default: the main branch. [huggingface_hub 2.4, "
+    "src/huggingface_hub/_snapshot_download.py]"
 )
 DTYPE = (
-    "Number format of the weights; auto: float32, also where a GPU computes in bfloat16 (see bf16): pure bfloat16 "
-    "weights would lose small updates. [`pytest tests/test_models_loading.py -k dtype_auto`]"
+    "Data type (dtype) of the weights. auto: float32, also if a GPU computes in bfloat16 (see bf16), because pure "
+    "bfloat16 weights lose small updates; bfloat16 halves the memory of the weights. [Micikevicius et al. 2018, arXiv "
+    "1710.03740, section 3.1]"
 )
 ATTENTION = (
-    "Attention code, such as sdpa, eager or flash_attention_2; none: what transformers picks for the model. "
-    "[transformers 5.23, src/transformers/modeling_utils.py]"
+    "Attention implementation, such as sdpa, eager or flash_attention_2. Default: the choice of transformers for the "
+    "model. [transformers 5.23, src/transformers/modeling_utils.py]"
 )
 COLUMNS = (
-    "Our name of a column -> the file's name of it, e.g. {prompt: question}; columns not named here keep their name. "
-    "[`pytest tests/test_data.py::test_columns_are_read_under_the_files_names`]"
+    "Mapping from a column name of rlhf to the name in the file, for example {prompt: question}. Columns that are not "
+    f"listed keep their name. {PROJECT}"
 )
-ONE_START = "[`pytest tests/test_config_lines.py::test_where_sft_starts`]"
 NAMES = (
-    "a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; .gz too), a folder of such, or a dataset of the hub, "
-    "OWNER/NAME; [SPLIT] behind the name picks a split"
+    "a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; .gz too), a folder of such files, or a dataset of the Hugging "
+    "Face Hub, OWNER/NAME; append [SPLIT] to choose a split"
 )
 ON_LONG = (
-    "Rows longer than the token limit: drop them with a warning, or error. "
-    "[`pytest tests/test_data.py::test_long_rows_are_dropped_and_counted_or_refused`]"
+    "Handling of rows above the token limit: drop them with a warning, or stop with an error. The default drops them, "
+    f"so that a few long rows do not stop a run; data.max_dropped limits how many. {PROJECT}"
 )
 
 
 class NewTokenizer(Section):
-    """A byte-level BPE tokenizer trained on the spot."""
+    """New byte-level BPE tokenizer."""
 
     train: DataPath = Field(
         description=(
-            "Text to train the tokenizer on: all texts of any data that data.train could name; where it is the same, "
-            "data.subset, data.revision and data.max_rows hold for it too."
+            "Data to train the tokenizer on: all texts of any data that data.train accepts. If it equals data.train, "
+            "then data.subset, data.revision and data.max_rows apply to it too."
         )
     )
-    vocab_size: int = Field(gt=0, description="Most tokens of the vocabulary, special tokens included.")
+    vocab_size: int = Field(
+        gt=0,
+        description=(
+            "Maximum vocabulary size in tokens, including special tokens. Larger vocabularies give shorter sequences "
+            "and larger embeddings."
+        ),
+    )
 
 
 class NewModel(Section):
-    """A model from fresh weights. Every other key here is a field of the transformers config of `model_type`."""
+    """New model. All other keys are fields of the transformers config of `model_type`."""
 
     model_config = ConfigDict(extra="allow")
 
     model_type: str = Field(
         "llama",
-        description=(
-            "The transformers architecture, such as llama, qwen2 or gpt2. "
-            "[`pytest tests/test_defaults.py::test_fresh_weights_are_a_llama`]"
-        ),
+        description=f"Architecture of transformers, such as llama, qwen2 or gpt2. {PROJECT}",
     )
-    tokenizer: NewTokenizer = Field(description="The tokenizer to train for it.")
+    tokenizer: NewTokenizer = Field(description="Tokenizer to train for the new model.")
 
     def config_fields(self) -> dict[str, Any]:
-        """The fields of the transformers config, model_type among them."""
+        """Return the fields of the transformers config, including model_type."""
         return {"model_type": self.model_type, **(self.model_extra or {})}
 
 
@@ -87,15 +86,16 @@ class _ModelKeys(Section):
     chat_template: Annotated[str, PathKey("template")] | None = Field(
         None,
         description=(
-            "Chat template to use instead of the model's own: a jinja file, the template's text, or chatml; none: the "
-            "model's own. [TRL 1.16, trl/trainer/sft_config.py; it is called chat_template_path there]"
+            "Chat template that replaces the model's own: a Jinja file, the text of a template, or chatml. Default: "
+            "the model's own template. [TRL 1.16, trl/trainer/sft_config.py; it is called chat_template_path there]"
         ),
     )
     adapters: Adapters | None = Field(
         None,
         description=(
-            "Train adapters (LoRA) beside the model's frozen weights, and leave them alone on disk; none: the whole "
-            "model is trained. docs/scaling.md tells more. [`pytest tests/test_adapters.py -k full_unless`]"
+            "LoRA adapters to train instead of all weights: less memory and smaller checkpoints. The base weights "
+            "stay frozen, and only the adapters are saved. Default: all weights are trained. [TRL 1.16, "
+            "trl/trainer/model_config.py; use_peft is false there]"
         ),
     )
 
@@ -106,77 +106,84 @@ class _ModelKeys(Section):
             return self
         raise PydanticCustomError(
             "C07",
-            "chat_template {template} is no file, no template text and not chatml",
+            "chat_template `{template}` is not a file, the text of a template, or chatml",
             {"template": template[:80], "key": "chat_template"},
         )
 
 
 class SFTModel(_ModelKeys):
-    """Where supervised fine-tuning starts."""
+    """Initial model of supervised fine-tuning."""
 
     path: ModelPath | None = Field(
-        None, description=f"The model to start from: a folder or a hub id. Give this or new. {ONE_START}"
+        None,
+        description=(
+            f"Model to start from: a folder or an id on the Hugging Face Hub. Set either this or new. {PROJECT}"
+        ),
     )
-    new: NewModel | None = Field(None, description=f"Start from fresh weights instead. Give this or path. {ONE_START}")
+    new: NewModel | None = Field(
+        None, description=f"Model with random weights to start from. Set either this or path. {PROJECT}"
+    )
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
         if (self.path is None) == (self.new is None):
-            text = "give model.path or model.new, not both" if self.path else "give model.path or model.new"
-            raise PydanticCustomError("C17", text, {"hint": "path: starts from a model, new: from fresh weights"})
+            text = "set model.path or model.new, not both" if self.path else "set model.path or model.new"
+            raise PydanticCustomError(
+                "C17", text, {"hint": "path starts from an existing model, new from random weights"}
+            )
         if self.new is not None and self.adapters is not None:
-            text = "model.adapters needs trained weights to stand beside, and model.new draws fresh ones"
-            raise PydanticCustomError("C17", text, {"hint": "take model.adapters out", "key": "adapters"})
+            text = "model.adapters needs a trained model, but model.new creates random weights"
+            raise PydanticCustomError("C17", text, {"hint": "remove model.adapters", "key": "adapters"})
         return self
 
 
 class RewardModel(_ModelKeys):
-    """Where reward training starts."""
+    """Initial model of reward training."""
 
     path: ModelPath = Field(
         "RUN/sft",
         description=(
-            "The model to start from: a folder or a hub id; RUN/sft is the SFT stage's result, in the run's folder. "
-            f"{OWN_STAGES}"
+            "Model to start from: a folder or an id on the Hugging Face Hub. RUN/sft is the result of the SFT stage "
+            f"in the run folder. {PROJECT}"
         ),
     )
 
 
 class _Data(Section):
-    """How rows are found and read; the keys that name them are the stages' own."""
+    """Options for reading rows; the stages add the keys that name the data."""
 
-    LEARNT: ClassVar[str | None] = "train"  # the key of what is trained on
-    HELD_OUT: ClassVar[str] = "eval"  # the key of what never is
+    LEARNT: ClassVar[str | None] = "train"  # key of the training data
+    HELD_OUT: ClassVar[str] = "eval"  # key of the held-out data
 
     columns: Columns = Field(default_factory=dict, description=COLUMNS)
     format: Literal["auto", "plain", "transcripts"] = Field(
         "auto",
         description=(
-            "How texts are read. transcripts: dialogues of hh-rlhf's form, Human: and Assistant: in turn, become "
-            "conversations; plain: as they stand; auto: transcripts where the first row looks like one. "
-            "[`pytest tests/test_data_transcripts.py::test_format_says_how_texts_are_read`]"
+            "Format of the texts. transcripts: dialogues in the format of hh-rlhf, with alternating Human: and "
+            "Assistant: turns, become conversations. plain: texts are used unchanged. auto: transcripts if the first "
+            f"row looks like one, otherwise plain. {PROJECT}"
         ),
     )
     subset: str | None = Field(
         None,
         description=(
-            "Subset (config) of a dataset of the hub, or of a folder like one, that has several; none: its default. "
-            "[`pytest tests/test_sources_folders.py::test_subsets_of_the_readme`]"
+            "Subset (config) of a dataset that has several, on the Hugging Face Hub or in a folder of the same "
+            "layout. Default: the dataset's default subset. [datasets 5.2, src/datasets/load.py]"
         ),
     )
     revision: str | None = Field(
         None,
         description=(
-            "Branch, tag or commit of a dataset from the hub; none: its main branch. "
-            "[huggingface_hub 2.4, src/huggingface_hub/_snapshot_download.py]"
+            "Branch, tag or commit of a dataset on the Hugging Face Hub. Default: the main branch. [huggingface_hub "
+            "2.4, src/huggingface_hub/_snapshot_download.py]"
         ),
     )
     max_rows: int | None = Field(
         None,
         gt=0,
         description=(
-            "Most rows read, the first ones of each key's data; of a dataset that is not in the hub's cache only these "
-            "are streamed; none: all. [`pytest tests/test_sources.py::test_only_max_rows_are_looked_at`]"
+            "Maximum number of rows to read from the start of each data source. A dataset that is not in the Hub "
+            f"cache is streamed up to this row instead of being downloaded. Default: all rows. {PROJECT}"
         ),
     )
     eval_fraction: float | None = Field(
@@ -184,27 +191,23 @@ class _Data(Section):
         gt=0,
         lt=1,
         description=(
-            "Share of the prompts that is held out, with all their rows: training never reads them, evaluation reads "
-            "nothing else. The same share and seed hold out the same prompts in every stage; of a conversation its "
-            "opening by the user counts, of {text} all of it, of {chosen, rejected} as texts what they share; "
-            "none: files of their own are held out. "
-            "[`pytest tests/test_config_data.py::test_a_fraction_is_held_out_of_one_file_in_every_stage`]"
+            "Share of the prompts that is held out, with all their rows: training never reads them, and evaluation "
+            "reads only them. The same share and split_seed hold out the same prompts in every stage. The prompt of a "
+            "conversation is its first user message, of a {text} row the whole text, and of a {chosen, rejected} pair "
+            f"of texts their common prefix. Default: the held-out data is named in a separate key. {PROJECT}"
         ),
     )
     split_seed: int | None = Field(
         None,
         ge=0,
-        description=(
-            "Another seed holds out other prompts; none: 0. Only with eval_fraction. "
-            "[`pytest tests/test_data_transcripts.py -k another_seed`]"
-        ),
+        description=f"Seed that selects the held-out prompts; only with eval_fraction. Default: 0. {PROJECT}",
     )
     on_bad: Literal["error", "drop"] = Field(
         "error",
         description=(
-            "Rows that cannot be used: stop, or leave them out with a count of each fault. Long rows have on_long, "
-            "identical answers on_identical; a file that cannot be parsed always stops. "
-            "[`pytest tests/test_data_transcripts.py::test_odd_dialogues_have_a_code_or_are_left_out`]"
+            "Handling of unusable rows: stop with an error, or drop them and report a count per fault. on_long covers "
+            "long rows and on_identical identical answers; a file that cannot be parsed is always an error. The "
+            f"default stops, because bad rows usually mean a wrong file or column. {PROJECT}"
         ),
     )
 
@@ -213,9 +216,8 @@ class _Data(Section):
         ge=0,
         le=1,
         description=(
-            "Largest share of a key's rows that may be left out, as too long, bad or identical: above it the stage "
-            "stops (D16), above 0.2 it warns; 1 never stops. "
-            "[`pytest tests/test_left_out.py::test_max_dropped_says_where_a_stage_stops`]"
+            "Maximum share of the rows of a data source that may be dropped as too long, bad or identical. The stage "
+            f"stops above it (D16) and warns above 0.2; 1 never stops. {PROJECT}"
         ),
     )
 
@@ -223,15 +225,15 @@ class _Data(Section):
     def _one_way_to_hold_out(self) -> Self:
         named = self.LEARNT and getattr(self, self.HELD_OUT) is not None
         if self.eval_fraction is not None and named:
-            text = f"data.{self.HELD_OUT} and data.eval_fraction both say what is held out"
-            raise PydanticCustomError("C17", text, {"hint": "keep one of the two", "key": "eval_fraction"})
+            text = f"data.{self.HELD_OUT} and data.eval_fraction both define the held-out data"
+            raise PydanticCustomError("C17", text, {"hint": "remove one of them", "key": "eval_fraction"})
         if self.split_seed is not None and self.eval_fraction is None:
             text = "data.split_seed has no effect without data.eval_fraction"
             raise PydanticCustomError("C17", text, {"hint": "add eval_fraction: 0.05", "key": "split_seed"})
         return self
 
     def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
-        """Key path -> source, of each key that names data, and of the share that eval_fraction holds out."""
+        """Return the data sources by key path, including the split of eval_fraction."""
         keys = [key for key in (self.LEARNT, self.HELD_OUT) if key]
         return {f"data.{key}": source for key in keys if (source := self._source(key, where))}
 
@@ -264,8 +266,8 @@ class SFTData(_Data):
     eval: DataPath | None = Field(
         None,
         description=(
-            "Rows to evaluate on, never trained on: named like train; none: no evaluation. "
-            "[TRL 1.16, trl/trainer/sft_trainer.py; its eval_dataset]"
+            "Held-out rows for the evaluation loss, in the same forms as train. Default: no evaluation. [TRL 1.16, "
+            "trl/trainer/sft_trainer.py; its eval_dataset]"
         ),
     )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
@@ -278,36 +280,35 @@ class RewardData(_Data):
     eval: DataPath | None = Field(
         None,
         description=(
-            "Pairs to measure the accuracy on, never trained on: named like train; none: no evaluation. "
-            "[TRL 1.16, trl/trainer/reward_trainer.py; its eval_dataset]"
+            "Held-out pairs for the accuracy, in the same forms as train. Default: no evaluation. [TRL 1.16, "
+            "trl/trainer/reward_trainer.py; its eval_dataset]"
         ),
     )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
     on_identical: Literal["error", "drop"] = Field(
         "error",
         description=(
-            "Pairs whose chosen answer equals the rejected one: stop, or drop them. "
-            "[`pytest tests/test_stage_reward.py::test_d07_identical_pairs_are_refused_or_dropped`]"
+            "Handling of pairs whose chosen and rejected answers are equal: stop with an error, or drop them. The "
+            f"default stops, because such pairs usually mean a fault in the data. {PROJECT}"
         ),
     )
 
 
 class WordRange(Range):
-    """A number of words drawn anew for each text, uniform over min..max, both included."""
+    """Number of words, sampled uniformly from min..max (inclusive) for each text."""
 
-    min: int = Field(ge=1, description="Fewest words.")
-    max: int = Field(ge=1, description="Most words.")
+    min: int = Field(ge=1, description="Minimum number of words.")
+    max: int = Field(ge=1, description="Maximum number of words.")
 
 
 class _PromptData(_Data):
-    """Prompts, whole or cut short."""
+    """Prompts, optionally cut to their first words."""
 
     first_words: Annotated[int, Field(ge=1)] | WordRange | None = Field(
         None,
         description=(
-            "Prompts are cut to their first words, so that any texts give prompts: a number, or {min, max} drawn from "
-            "a hash of the text; none: whole prompts. "
-            "[`pytest tests/test_config.py::test_first_words_are_a_number_or_a_range`]"
+            "Number of words that each prompt is cut to, so that any text can serve as a prompt: a number, or {min, "
+            f"max}}, chosen per text by its hash. Default: prompts are not cut. {PROJECT}"
         ),
     )
 
@@ -324,25 +325,26 @@ class PPOData(_PromptData):
     LEARNT = "prompts"
     HELD_OUT = "eval_prompts"
 
-    prompts: DataPath = Field(description=f"Prompts to train on, or pairs: {NAMES}.")
+    prompts: DataPath = Field(description=f"Prompts to train on, or pairs, whose distinct prompts are used: {NAMES}.")
     eval_prompts: DataPath | None = Field(
         None,
         description=(
-            "Prompts for the sample tables during training, never trained on; none: the tables show the rollout. "
-            "[`pytest tests/test_stage_ppo.py -k eval_prompts_are_shown`]"
+            "Held-out prompts for the sample tables that are printed during training. Default: the tables show the "
+            f"prompts of the current rollout. {PROJECT}"
         ),
     )
     ptx_data: DataPath | None = Field(
         None,
         description=(
-            "Rows as SFT takes them, {prompt, completion}, {text} or {messages}, for the language-model loss of "
-            "ppo.ptx_coef: named like prompts. [`pytest tests/test_stage_ppo_alarms.py -k ptx`]"
+            "Rows in the form that SFT reads, {prompt, completion}, {text} or {messages}, for the language-model loss "
+            "of ppo.ptx_coef. Same sources as prompts. Default: no such loss. [TRL 1.12, "
+            "trl/experimental/ppo/ppo_config.py; it has no such loss]"
         ),
     )
     on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
 
     def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
-        """Key path -> source, of each key that names data; ptx_data is read whole, first_words is for prompts."""
+        """Return the data sources by key path; first_words does not apply to ptx_data."""
         found, ptx = super().sources(where), self.ptx_data and self._source("ptx_data", where)
         return found | ({"data.ptx_data": replace(ptx, first_words=None)} if ptx else {})
 
@@ -353,4 +355,8 @@ class EvalData(_PromptData):
     LEARNT = None
     HELD_OUT = "prompts"
 
-    prompts: DataPath = Field(description=f"Prompts to answer, best none of the training's, or pairs: {NAMES}.")
+    prompts: DataPath = Field(
+        description=(
+            f"Prompts to answer, preferably none of the training prompts; pairs give their distinct prompts: {NAMES}."
+        )
+    )

@@ -1,4 +1,4 @@
-"""sft.yaml and reward.yaml, and the table of all four configs."""
+"""Configs of sft.yaml and reward.yaml, and the table of all four configs."""
 
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -15,8 +15,8 @@ from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.training import RewardSettings, SFTSettings
 
 TRAINER = (
-    "Any other field of TRL's {}, by its own name, except what the pipeline sets itself; `rlhf explain trainer.NAME` "
-    "tells of one. [TRL 1.16, trl/trainer/{}_config.py; its defaults stay in force]"
+    "Any other field of TRL's {}, by its TRL name, except those that rlhf sets itself. `rlhf explain trainer.NAME` "
+    "describes a field. [TRL 1.16, trl/trainer/{}_config.py; its defaults apply]"
 )
 
 
@@ -24,17 +24,17 @@ class SFTConfig(TrainingConfig):
     """sft.yaml: supervised fine-tuning."""
 
     stage: Literal["sft"] = Field("sft", description=STAGE)
-    model: SFTModel = Field(description="The model to start from.")
-    data: SFTData = Field(description="The rows to train on.")
-    sft: SFTSettings = Field(default_factory=SFTSettings, description="The numbers of the training.")
+    model: SFTModel = Field(description="Model to start from.")
+    data: SFTData = Field(description="Rows to train on.")
+    sft: SFTSettings = Field(default_factory=SFTSettings, description="Options of the training.")
     trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("SFTConfig", "sft"))
 
     def sources(self) -> dict[str, DataSource]:
-        """Key path -> source, of all data that the stage reads."""
+        """Return the data sources that the stage reads, by key path."""
         found = self.data.sources(self.where)
         if self.model.new:
             key, name = "model.new.tokenizer.train", self.model.new.tokenizer.train
-            # The very rows of data.train, of which data.subset and data.max_rows may be a part; else a source apart.
+            # If it is data.train, use the same rows (subset, max_rows); otherwise a separate source.
             same = found["data.train"] if name == self.data.train else DataSource(name)
             found[key] = replace(same, where=self.where(key), columns={}, share=None)
         return found
@@ -44,9 +44,9 @@ class RewardConfig(TrainingConfig):
     """reward.yaml: reward modelling."""
 
     stage: Literal["reward"] = Field("reward", description=STAGE)
-    model: RewardModel = Field(default_factory=RewardModel, description="The model to start from.")
-    data: RewardData = Field(description="The pairs to train on.")
-    reward: RewardSettings = Field(default_factory=RewardSettings, description="The numbers of the training.")
+    model: RewardModel = Field(default_factory=RewardModel, description="Model to start from.")
+    data: RewardData = Field(description="Pairs to train on.")
+    reward: RewardSettings = Field(default_factory=RewardSettings, description="Options of the training.")
     trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("RewardConfig", "reward"))
 
     @model_validator(mode="after")
@@ -54,12 +54,12 @@ class RewardConfig(TrainingConfig):
         adapters = self.model.adapters
         if adapters and adapters.lora_dropout and self.trainer.get("disable_dropout") is not False:
             text = "model.adapters.lora_dropout has no effect: reward training turns dropout off"
-            hint = "set trainer.disable_dropout: false, or take lora_dropout out"
+            hint = "set trainer.disable_dropout: false, or remove lora_dropout"
             raise PydanticCustomError("C17", text, {"hint": hint, "key": "model.adapters.lora_dropout"})
         return self
 
     def sources(self) -> dict[str, DataSource]:
-        """Key path -> source, of all data that the stage reads."""
+        """Return the data sources that the stage reads, by key path."""
         return self.data.sources(self.where)
 
 

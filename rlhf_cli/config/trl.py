@@ -100,17 +100,19 @@ def _wrong(name: str, value: Any, stage: str, own: list[str]) -> Problem | None:
             "C02",
             f"{key} is set by the pipeline",
             None,
-            f"use {instead.format(stage=stage)}" if instead else "take the line out",
+            f"use {instead.format(stage=stage)}" if instead else "remove the line",
         )
     if name not in fields:
-        return Problem("C01", f"unknown key {key}: no field of TRL's {TRAINERS[stage]}", None, _meant(name, stage, own))
+        return Problem(
+            "C01", f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}", None, _meant(name, stage, own)
+        )
     return _wrong_value(key, value, fields[name])
 
 
 def _meant(name: str, stage: str, own: list[str]) -> str | None:
     others = [config for other, config in TRAINERS.items() if other != stage and name in fields_of(other)]
     if others:
-        return f"only {others[0]} has it"
+        return f"only {others[0]} has this field"
     near = nearest(name, [*fields_of(stage), *own])
     if near is None:
         return None

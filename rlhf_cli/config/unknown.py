@@ -19,7 +19,7 @@ def unknown_key(path: tuple[str, ...], value: Any, model: type[Config], place: s
         return Problem("C01", f"unknown key {key}", place, renamed)
     theirs = foreign(name)
     if section == ("ppo",) and theirs and theirs.key is None:
-        return Problem("C01", f"unknown key {key}", place, f"{theirs.why}; take the line out")
+        return Problem("C01", f"unknown key {key}", place, f"{theirs.why}; remove the line")
     home = _home(name, path, model)
     if home:
         return Problem("C02", f"{key} belongs {home[0]}", place, home[1])

@@ -31,7 +31,7 @@ def wrong_type(key: str, expected: Iterable[str], value: Any, bounds: str = "") 
             ("C06", text, None) if number else ("C05", text, 'write it in quotes: "true"' if "text" in words else None)
         )
     if number and isinstance(value, str) and is_number(value):
-        return "C05", text, f"take the quotes away: {value}"
+        return "C05", text, f"remove the quotes: {value}"
     if is_yaml_1_1(value) and ("true or false" in words or number):
         return "C10", text, "write true or false" if "true or false" in words else "write a plain decimal number"
     if "a whole number" in words and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:

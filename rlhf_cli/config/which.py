@@ -21,7 +21,7 @@ def stage_of(path: Path) -> str:
     best = max(CONFIGS, key=lambda stage: (stage in tree, _known(stage, tree)))
     if best not in tree and sum(_known(stage, tree) == _known(best, tree) for stage in CONFIGS) > 1:
         hint = f"add stage: {' or '.join(CONFIGS)}"
-        raise RLHFError("C07", "nothing here tells which stage the config is for", where=str(path), hint=hint)
+        raise RLHFError("C07", "cannot tell which stage this config is for", where=str(path), hint=hint)
     return best
 
 

@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         where = f"{self.name}:{event.start_mark.line + 1}"
         if self.nodes > MAX_NODES or self.depth > MAX_DEPTH:
-            raise RLHFError("S02", "no honest config is that large or nested that deeply", where=where)
+            raise RLHFError("S02", "the config is too large or too deeply nested", where=where)
         if getattr(event, "tag", None) is not None:
             raise RLHFError(
                 "S02", f"the tag {_short(event.tag)} is not allowed", where=where, hint="use plain keys and values"
@@ -74,10 +74,10 @@ def read(path: str | Path) -> Source:
     text = text_of(path)
     node = _compose(text, name)
     if node is None:
-        raise RLHFError("C09", "the config is empty", where=name, hint="rlhf init writes ready ones")
+        raise RLHFError("C09", "the config is empty", where=name, hint="`rlhf init` writes example configs")
     if not isinstance(node, MappingNode):
         found = "a list" if isinstance(node, SequenceNode) else "a single value"
-        raise RLHFError("C09", f"the config holds {found}, not keys and values", where=name)
+        raise RLHFError("C09", f"the config is {found}, not keys and values", where=name)
     reader = _Reader(name)
     return Source(name, reader.value(node, ""), reader.lines, reader.problems)
 
@@ -115,7 +115,7 @@ class _Reader:
         # An alias repeats its whole subtree here, so this bounds what a bomb unfolds to, and ends a loop.
         self.size += 1
         if self.size > MAX_NODES or depth > MAX_DEPTH:
-            raise RLHFError("S02", "the aliases unfold to more than any honest config holds", where=self._at(node))
+            raise RLHFError("S02", "the aliases expand to too many values", where=self._at(node))
         if isinstance(node, MappingNode):
             return dict(self._items(node, path, depth))
         if isinstance(node, SequenceNode):
@@ -181,7 +181,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> RLHFErro
     where = f"{name}:{mark.line + 1}:{mark.column + 1}"
     problem = error.problem or error.context or "cannot be read"
     if "\\t" in problem:
-        return RLHFError("C08", "a tab cannot indent or stand before a value", where=where, hint="use spaces")
+        return RLHFError("C08", "tabs cannot be used for indentation or before a value", where=where, hint="use spaces")
     line = "".join(text.splitlines()[mark.line : mark.line + 1])
     quote = re.search(r":\s+[>|*&!%@`{}\[\]]", line)
     hint = "put a value that starts with a special character in quotes" if quote else None
@@ -192,16 +192,16 @@ def text_of(file: str | Path) -> str:
     """A file's text. Raises RLHFError C09 where it cannot be read, S02 where it is larger than any honest config."""
     path, name = Path(file), str(file)
     if os.path.isdir(path):
-        raise RLHFError("C09", "this is a folder, a config file is needed", where=name, hint=_configs_in(path))
+        raise RLHFError("C09", "is a folder, not a config file", where=name, hint=_configs_in(path))
     if not os.path.isfile(path):
-        raise RLHFError("C09", "there is no such file", where=name, hint=_configs_near(path))
+        raise RLHFError("C09", "no such file", where=name, hint=_configs_near(path))
     try:
         with path.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise RLHFError("C09", f"the config cannot be read: {error.strerror}", where=name) from error
     if len(raw) > MAX_BYTES:
-        raise RLHFError("S02", "the config is larger than 250 kB", where=name, hint="is this a data file?")
+        raise RLHFError("S02", "the config is larger than 250 kB", where=name, hint="pass a config, not a data file")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -216,7 +216,7 @@ def text_of(file: str | Path) -> str:
 
 def _configs_in(folder: Path) -> str | None:
     names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIXES))
-    return f"configs there: {', '.join(shown(folder / name) for name in names[:6])}" if names else None
+    return f"configs in this folder: {', '.join(shown(folder / name) for name in names[:6])}" if names else None
 
 
 def _configs_near(path: Path) -> str | None:

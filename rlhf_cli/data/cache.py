@@ -32,7 +32,7 @@ def encoded(
     path = cache_folder() / "tokens" / f"{_key(tokenizer, prompts, responses)}.npz"
     found = _read(path, len(prompts))
     if found is not None:
-        terminal.say(f"data     {len(found)} rows tokenised before, taken from {path.parent}")
+        terminal.say(f"data     {len(found)} tokenised rows read from the cache {path.parent}")
         return found
     made = make()
     try:

@@ -36,9 +36,9 @@ def main(arguments: Sequence[str]) -> int:
 def _convert(name: str, out: Path) -> None:
     """Raises RLHFError D01-D06, D12 for the data, C15 and E03 for `out`."""
     if os.path.lexists(out):
-        raise RLHFError("C15", f"{shown(out)} is there already; nothing is overwritten", hint="name another file")
+        raise RLHFError("C15", f"{shown(out)} exists; nothing is overwritten", hint="use another file name")
     if not out.parent.is_dir():
-        raise RLHFError("E03", f"{shown(out)} cannot be written: {shown(out.parent)} is no folder")
+        raise RLHFError("E03", f"{shown(out)} cannot be written: {shown(out.parent)} is not a folder")
     source = DataSource(resolved_data(name, os.getcwd()))
     found, told = _rows(source)
     if not found:
@@ -66,9 +66,9 @@ def _rows(source: DataSource) -> tuple[list[dict[str, Any]], str]:
             prompts.append(new)
     told = ""
     if prompts:
-        told = f"; {len(prompts)} left out without an answer" if answered else " without an answer: prompts for ppo"
+        told = f"; {len(prompts)} without an answer dropped" if answered else " without an answer: prompts for ppo"
     if ties:
-        told += f"; {ties} left out, all their answers have one score"
+        told += f"; {ties} with equal scores dropped"
     return answered or prompts, told
 
 

@@ -138,8 +138,8 @@ def preference_pairs(source: DataSource | Path | str) -> tuple[list[texts.Pair],
     pairs: dict[str, texts.Pair] = {}
     for pair in read_pairs(file, "drop"):
         if pairs.setdefault(repr((pair.prompt, pair.chosen, pair.rejected)), pair) is not pair:
-            file.drop(pair.place, "D15", "the same pair again")
-    hints = {"D15": "each pair counts once", "D07": "such a pair holds no preference"}
+            file.drop(pair.place, "D15", "duplicate of an earlier pair")
+    hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}
     file.finish(len(pairs), hints, "the other rows are used")
     return list(pairs.values()), file.read, file.transcripts
 
@@ -198,7 +198,7 @@ def read_pairs(file: DataFile, on_identical: str) -> list[texts.Pair]:
         try:
             pair = texts.pair(place, form, row)
             if pairs and (pair.margin is None) != (pairs[0].margin is None):
-                raise BadRow("D12", f'"margin" stands in some rows only; compare {pairs[0].place.short}')
+                raise BadRow("D12", f'"margin" occurs only in some rows; compare {pairs[0].place.short}')
             pairs.append(pair)
         except BadRow as bad:
             if bad.code == "D07" and on_identical == "drop":
@@ -224,8 +224,8 @@ def _warn_repeated(file: DataFile, pairs: list[texts.Pair]) -> None:
             turned.append((seen[mirrored], pair.place))
         seen.setdefault(key, pair.place)
     for found, what in (
-        (twice, "stand in the file twice"),
-        (turned, "contradict another one: chosen and rejected swapped"),
+        (twice, "occur twice in the file"),
+        (turned, "contradict another pair, with chosen and rejected swapped"),
     ):
         if found:
             one, other = found[0]
@@ -338,19 +338,19 @@ def _warn_two_starts(file: DataFile, tokenizer: Any, rows: list[Asked], encoded:
     if doubled:
         adds = "the tokenizer" if isinstance(doubled[0][1], str) else "the chat template"
         what = f"{len(doubled)} of {asked} texts start with {tokenizer.bos_token!r} twice"
-        text = f"{what}: they hold one, and {adds} adds one"
-        terminal.warn("T03", text, where=file.source.shown(), hint=f"take {tokenizer.bos_token} out of the texts")
+        text = f"{what}: they contain one, and {adds} adds another"
+        terminal.warn("T03", text, where=file.source.shown(), hint=f"remove {tokenizer.bos_token} from the texts")
 
 
 def _has_prompt(file: DataFile, place: Place, ids: list[int]) -> bool:
     if not ids:
-        file.note(place, BadRow("D08", "the tokenizer leaves nothing of the prompt"))
+        file.note(place, BadRow("D08", "the tokenizer returns no tokens for the prompt"))
     return bool(ids)
 
 
 def _has_response(file: DataFile, place: Place, column: str, ids: list[int]) -> bool:
     if len(ids) <= 1:
-        file.note(place, BadRow("D09", f'nothing is left of "{column}" but the stop token'))
+        file.note(place, BadRow("D09", f'"{column}" has no tokens besides the stop token'))
     return len(ids) > 1
 
 
@@ -363,7 +363,7 @@ def _fits(file: DataFile, place: Place, length: int, max_length: int | None, on_
         file.drop(place, "D10", f"longer than {max_length} tokens", rows)
     else:
         hint = "set data.on_long: drop, or raise the token limit"
-        file.note(place, BadRow("D10", f"{length} tokens, at most {max_length} are allowed", hint))
+        file.note(place, BadRow("D10", f"{length} tokens; the limit is {max_length}", hint))
     return False
 
 

@@ -42,7 +42,7 @@ def converted(row: Row) -> Row | None:
     """
     found = form(row)
     if found is None:
-        raise BadRow("D12", f"columns {', '.join(row)} are none of ShareGPT's, of Alpaca's, or answers with scores")
+        raise BadRow("D12", f"columns {', '.join(row)} match neither ShareGPT, Alpaca nor answers with scores")
     if turns := _column(row, TURNS, _is_turn):
         messages = [_message(turn) for turn in row[turns]]
     elif _is_text(row.get("instruction")):
@@ -73,7 +73,7 @@ def _is_whole(row: Row) -> bool:
 def _instructed(row: Row) -> Iterator[Row]:
     history = row.get("history") or []
     if not (isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)):
-        raise BadRow("D12", f'"history" is no list of [question, answer]: {history!r:.60}')
+        raise BadRow("D12", f'"history" is not a list of [question, answer]: `{history!r:.60}`')
     for asked, answered in history:
         yield from ({"role": "user", "content": _text(asked, "history")}, _answer(answered, "history"))
     texts = [_text(row[name], name) for name in ("instruction", "input") if row.get(name) is not None]
@@ -85,7 +85,7 @@ def _rated(row: Row) -> Row | None:
     if len(answers) != len(scores):
         raise BadRow("D12", f"{len(answers)} answers, {len(scores)} scores")
     if odd := [score for score in scores if not (_is_number(score) and math.isfinite(score))]:
-        raise BadRow("D06", f'"{name}" holds {described(odd[0])}, finite numbers are needed')
+        raise BadRow("D06", f'"{name}" holds {described(odd[0])}; expected finite numbers')
     best, worst = scores.index(max(scores)), scores.index(min(scores))
     if scores[best] == scores[worst]:
         return None
@@ -112,13 +112,13 @@ def _is_number(value: Any) -> bool:
 
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
-        raise BadRow("D06", f'"{column}" is {described(value)}, text is needed')
+        raise BadRow("D06", f'"{column}" is {described(value)}; expected text')
     return value
 
 
 def _message(turn: Any) -> Row:
     if not _is_turn(turn) or str(turn["from"]) not in ROLES:
-        raise BadRow("D12", f"{turn!r:.60} is no turn of {', '.join(ROLES)}")
+        raise BadRow("D12", f"`{turn!r:.60}` is not a turn of {', '.join(ROLES)}")
     return {"role": ROLES[turn["from"]], "content": _text(turn["value"], "value")}
 
 

@@ -19,10 +19,10 @@ ANSWERS = {"completion", "chosen"}  # one may well be read as the other
 OF_THE_FILE = ("D02", "D14")  # wrong in every row: leaving rows out would not help
 OF_OTHER_KEYS = ("D07", "D10")  # data.on_identical and data.on_long decide
 HINTS = {
-    "D07": "take the rows out of the file",
-    "D10": "raise the token limit, or shorten the rows; data.on_long: error refuses them",
+    "D07": "remove the rows from the file",
+    "D10": "raise the token limit, or shorten the rows; data.on_long: error lists them",
 }
-DROP = "mend the row, or set data.on_bad: drop"
+DROP = "correct the row, or set data.on_bad: drop"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Lost:
     alike: bool = True
 
     def __str__(self) -> str:
-        return f"{self.text}{'' if self.alike else ', and the like'}"
+        return f"{self.text}{'' if self.alike else '; the others are similar'}"
 
 
 class DataFile:
@@ -62,7 +62,7 @@ class DataFile:
         known = sorted({name for form in forms for name in form} | {"margin"})
         for name in self.columns:
             if name not in known:
-                text = f'{self._key} names "{name}", which is none of our columns ({", ".join(known)})'
+                text = f'{self._key} names "{name}"; known columns: {", ".join(known)}'
                 raise RLHFError("D02", text, where=self.where, hint=self._meant(name, known))
 
     def rows(self) -> Iterator[tuple[Place, Form, dict[str, Any]]]:
@@ -117,7 +117,7 @@ class DataFile:
         self,
         usable: int,
         hints: Mapping[str, str] = HINTS,
-        otherwise: str = "data.on_bad: error shows each of them",
+        otherwise: str = "set data.on_bad: error to list them",
     ) -> None:
         """Raises what is wrong with the rows, the first five in full; D05 where none of them is usable.
 
@@ -128,13 +128,13 @@ class DataFile:
             raise RLHFError.of(self._told())
         if usable == 0:
             told = "; ".join(f"{lost.rows} {lost}" for lost in self.dropped.values())
-            text = f"no usable row: {self.read} read" + (f", lost {told}" if told else "")
+            text = f"no usable row: {self.read} read" + (f", dropped {told}" if told else "")
             share = self.source.share
             if share and self.read and not told:
-                text += f", none of them in the part that data.eval_fraction {share.fraction:g} leaves"
+                text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
             raise RLHFError("D05", text, where=self.source.shown(), hint=self.where and f"see {self.where}")
         for code, lost in self.dropped.items():
-            text = f"{lost.rows} of {usable + self.left_out} rows left out: {lost} (first: {lost.first.short})"
+            text = f"{lost.rows} of {usable + self.left_out} rows dropped: {lost} (first: {lost.first.short})"
             text += f"; the longest has {self.longest}" if code == "D10" else ""
             terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, otherwise))
 
@@ -149,7 +149,7 @@ class DataFile:
             text = f"{len(self.problems)} of {self.read} rows are bad; the first {SHOWN_ROWS} are shown"
             text += f"; the longest has {self.longest} tokens" if last.code == "D10" else ""
             can_go = any(problem.code not in OF_THE_FILE + OF_OTHER_KEYS for problem in self.problems)
-            hint = "data.on_bad: drop leaves them out" if can_go else None
+            hint = "set data.on_bad: drop" if can_go else None
             told.append(Problem(last.code, text, self.source.shown(), hint))
         return told
 
@@ -168,7 +168,7 @@ class DataFile:
         text = f"the row needs {wanted}; columns found: {told(raw) or 'none'}"
         if hint := self._converting(raw) or self._header_hint(place, raw):
             raise BadRow("D02", text, hint)
-        raise BadRow("D02", text, f"name the file's columns, for example {self._naming(absent, near)}")
+        raise BadRow("D02", text, f"map the columns, e.g. {self._naming(absent, near)}")
 
     def _converting(self, raw: dict[str, Any]) -> str | None:
         """What to do with rows of another system's form."""
@@ -178,10 +178,11 @@ class DataFile:
         wanted = {name for form in self.forms for name in form}
         command = foreign.command(self.source)
         if made in self.forms or (made == ("messages",) and "messages" in wanted):
-            return f"{command} makes {{{', '.join(made)}}} of them: name that file"
+            return f"run `{command}` to convert them to {{{', '.join(made)}}}, and set that file"
         if "chosen" in made and "completion" in wanted:
-            return f"{command} makes pairs of them: name that file, with {self._naming('completion', 'chosen')}"
-        return "each row has one answer, a pair needs a better and a worse one: these rows suit sft"
+            columns = self._naming("completion", "chosen")
+            return f"run `{command}` to convert them to pairs, and set that file with {columns}"
+        return "each row has one answer, but a pair needs two; use these rows for sft"
 
     @property
     def _key(self) -> str:
@@ -196,7 +197,7 @@ class DataFile:
         """What was meant by a column that is none of ours."""
         theirs = self.columns[name]
         if theirs in known and not nearest(name, known, cutoff=0.8):  # no slip of the pen
-            return f"the other way round: {self._naming(theirs, name)}?"
+            return f"swap the two: {self._naming(theirs, name)}?"
         near = nearest(name, known)
         return f"did you mean {near}?" if near else None
 
@@ -213,7 +214,7 @@ class DataFile:
         for ours, theirs in self.columns.items():
             if theirs not in raw:
                 near = nearest(theirs, raw)
-                text = f'no column "{theirs}", which is to be read as {ours}; columns found: {told(raw) or "none"}'
+                text = f'no column "{theirs}" (mapped to {ours}); columns found: {told(raw) or "none"}'
                 hint = self._header_hint(place, raw) or (f"did you mean {near}?" if near else None)
                 raise BadRow("D02", text, hint)
         form = self._form(place, raw, row)
@@ -222,8 +223,8 @@ class DataFile:
         if self.source.format != "plain" and set(kinds.values()) == {TEXT}:
             self.transcripts = all(transcripts.looks_like_one(row[name]) for name in dialogues)
         if self.source.format == "transcripts" and not self.transcripts:
-            text = f"{' and '.join(dialogues)} must be dialogues, with Human: and Assistant: in turn"
-            raise BadRow("D12", text, "take data.format out")
+            text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
+            raise BadRow("D12", text, "remove data.format")
         return First(place, form, kinds)
 
     def _turns(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
@@ -259,7 +260,7 @@ def _kind(value: Any, column: str) -> str:
         return TEXT
     if isinstance(value, list):
         return CONVERSATION
-    raise BadRow("D06", f'"{column}" is {described(value)}, text or a list of messages is needed')
+    raise BadRow("D06", f'"{column}" is {described(value)}; expected text or a list of messages')
 
 
 def _check_conversation(messages: list[Any], column: str) -> None:
@@ -269,4 +270,4 @@ def _check_conversation(messages: list[Any], column: str) -> None:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 value = described(message.get(key)) if key in message else "missing"
-                raise BadRow("D06", f'{key} of message {number} of "{column}" is {value}, text is needed')
+                raise BadRow("D06", f'{key} of message {number} of "{column}" is {value}; expected text')

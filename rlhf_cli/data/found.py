@@ -58,5 +58,5 @@ def warn_shared(training: Rows, evaluation: Rows, *, where: str | None) -> None:
         return
     if shared := len(training.prompts & evaluation.prompts):
         text = f"{shared} of {len(evaluation.prompts)} evaluation prompts also occur in {training.source.shown()}"
-        hint = "take them out of one of the two; data.eval_fraction holds prompts out"
+        hint = "remove them from one of the files, or hold out prompts with data.eval_fraction"
         terminal.warn("D13", text, where=where, hint=hint)

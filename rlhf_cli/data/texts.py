@@ -74,7 +74,7 @@ def pair(place: Place, form: Form, row: dict[str, Any]) -> Pair:
         if prompt is None:
             prompt, chosen, rejected = _split_texts(chosen, rejected)
             if not prompt:
-                text = 'the prompt is empty: "chosen" and "rejected" have no beginning in common'
+                text = 'the prompt is empty: "chosen" and "rejected" have no common prefix'
                 raise BadRow("D08", text, "add a prompt column, or write the prompt at the start of both")
         elif not isinstance(prompt, str):
             raise BadRow("D12", '"prompt" is a list of messages, but "chosen" is text')
@@ -105,7 +105,7 @@ def opening(prompt: str | Conversation, words: tuple[int, int]) -> str:
     Raises BadRow D12 for a conversation.
     """
     if not isinstance(prompt, str):
-        raise BadRow("D12", "the prompt is a conversation, and data.first_words cuts texts", "take first_words out")
+        raise BadRow("D12", "the prompt is a conversation; data.first_words cuts only text", "remove first_words")
     fewest, most = words
     drawn = int.from_bytes(blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).digest())
     count = fewest + drawn % (most - fewest + 1)
@@ -130,7 +130,7 @@ def _assistant_turns(place: Place, messages: Conversation, start: int, column: s
     """One example for each assistant turn from `start` on: what stands before it is the prompt."""
     turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
     if not turns:
-        raise BadRow("D09", f'"{column}" holds no message of the assistant')
+        raise BadRow("D09", f'"{column}" has no assistant message')
     for i in turns:
         _need_prompt(messages[:i])
         _need_text(messages[i]["content"], column)
@@ -160,7 +160,7 @@ def _split_conversations(
     tails = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in (chosen, rejected)]
     for tail, column in zip(tails, ("chosen", "rejected"), strict=True):
         if len(tail) != 1 or tail[0]["role"] != "assistant":
-            raise BadRow("D12", f'"{column}" must be the prompt and then one message of the assistant')
+            raise BadRow("D12", f'"{column}" must be the prompt followed by one assistant message')
     return prompt, tails[0][0]["content"], tails[1][0]["content"]
 
 
@@ -173,13 +173,13 @@ def _margin(row: dict[str, Any]) -> float | None:
         return None
     margin = row["margin"]
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= sys.float_info.max:
-        raise BadRow("D06", f'"margin" is {margin!r:.40}, a finite number is needed')
+        raise BadRow("D06", f'"margin" is {margin!r:.40}; expected a finite number')
     return float(margin)
 
 
 def _list(value: Any, column: str) -> Conversation:
     if not isinstance(value, list):
-        raise BadRow("D06", f'"{column}" is text, a list of messages is needed')
+        raise BadRow("D06", f'"{column}" is text; expected a list of messages')
     return value
 
 
@@ -190,6 +190,6 @@ def _need_prompt(prompt: str | Conversation) -> None:
 
 def _need_text(text: Any, column: str) -> None:
     if not isinstance(text, str):
-        raise BadRow("D06", f'"{column}" is a list of messages, text is needed')
+        raise BadRow("D06", f'"{column}" is a list of messages; expected text')
     if not text.strip():
         raise BadRow("D09", f'"{column}" is empty')

@@ -94,17 +94,17 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
     if not tokenizer.chat_template:
         raise RLHFError(
             "D14",
-            "the data holds conversations, but the tokenizer has no chat template",
+            "the data contains conversations, but the tokenizer has no chat template",
             hint="set model.chat_template to a Jinja file, or to chatml",
         )
     try:
         with at_most(RENDERING):
             return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt)
     except TooLong as error:
-        text = f"the chat template needs more than {RENDERING:g} s of computing for one conversation"
-        raise RLHFError("M01", text, hint="set model.chat_template to another one, or to chatml") from error
+        text = f"the chat template takes more than {RENDERING:g} s for one conversation"
+        raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
     except (TemplateError, OverflowError) as error:  # the sandbox bounds `range`
-        raise RLHFError("D06", f"the chat template refuses the conversation: {error}") from error
+        raise RLHFError("D06", f"the chat template rejects the conversation: {error}") from error
 
 
 @lru_cache(maxsize=8)
@@ -117,10 +117,10 @@ def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int
             if token in special:
                 return token
         terminal.warn(
-            "T06", f"the chat template writes no stop token after an assistant's text; {tokenizer.eos_token!r} is used"
+            "T06", f"the chat template does not end an answer with a stop token; {tokenizer.eos_token!r} is used"
         )
     if eos is None:
-        raise RLHFError("T06", "the tokenizer has no EOS token, so no response could ever end")
+        raise RLHFError("T06", "the tokenizer has no EOS token, so no response can end")
     return eos
 
 

@@ -34,7 +34,7 @@ def parse_prompt(text: str, column: str) -> Conversation:
     turns = parse(text, column)
     if turns[-1]["role"] == "assistant":
         if turns[-1]["content"]:
-            raise BadRow("D12", f'"{column}" ends in words of the assistant')
+            raise BadRow("D12", f'"{column}" ends with an assistant turn')
         turns.pop()
     return turns
 

@@ -30,7 +30,7 @@ def locate_files(source: DataSource) -> list[Path]:
         hint = f"did you mean {near}?" if near else None
         raise RLHFError("D01", f"no such file {shown(path)}", where=source.where, hint=hint)
     if split:
-        raise RLHFError("D01", f"{shown(path)} is one file, it has no split [{split}]", where=source.where)
+        raise RLHFError("D01", f"{shown(path)} is a single file without a split [{split}]", where=source.where)
     open_data(path, source.where).close()  # not found unreadable after minutes, nor a pipe that never ends
     return [path]
 

@@ -53,7 +53,7 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], w
     if (folder / README).exists():  # a dataset as the hub has it: other kinds are its other forms
         rest = [path for path in rest if suffix(path) in set(map(suffix, taken))]
     elif rest and "train" in by_name:
-        terminal.say_once(f"data     {name}: {_listed(rest)} left aside: train is {_listed(by_name['train'])}")
+        terminal.say_once(f"data     {name}: {_listed(rest)} ignored: train is {_listed(by_name['train'])}")
     if not rest or "train" in by_name:
         return by_name
     _refuse_unlike(folder, name, rest, where)
@@ -64,17 +64,17 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], w
 
 def _refuse_unlike(folder: Path, name: str, files: Sequence[Path], where: str | None) -> None:
     """D01 where files that would be read as one are of several kinds, or have other columns in their first rows."""
-    hint = f"name one of them: {shown(folder / files[0])}"
+    hint = f"set one of them: {shown(folder / files[0])}"
     if len(set(map(suffix, files))) > 1:
-        text = f"{name} holds data files of several kinds, {_listed(files)}: which of them are meant?"
+        text = f"{name} contains data files of several formats: {_listed(files)}"
         raise RLHFError("D01", text, where=where, hint=hint)
     filled = [(path, columns) for path in files if (columns := _columns(folder / path))]
     for path, columns in filled[1:]:
         first, its = filled[0]
         if _are_unlike(its, columns, suffix(path)):
-            text = f"{name} holds files of different columns, {first} ({told(its)}) and {path} ({told(columns)})"
+            text = f"{name} contains files with different columns: {first} ({told(its)}) and {path} ({told(columns)})"
             hint = lacks_header(first, its) or lacks_header(path, columns) or hint
-            raise RLHFError("D01", f"{text}: which of them are meant?", where=where, hint=hint)
+            raise RLHFError("D01", text, where=where, hint=hint)
 
 
 def _are_unlike(one: Sequence[str], other: Sequence[str], kind: str) -> bool:
@@ -123,10 +123,10 @@ def _below(folder: Path) -> Iterator[Path]:
 
 def _none_there(folder: Path, name: str, where: str | None) -> RLHFError:
     found = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    text = f"{name} holds no data files" + (f", but {_listed(found)}" if found else "")
-    hint = f"a data file ends in {', '.join(READERS)}, or in one of them and .gz"
+    text = f"{name} contains no data files" + (f", but {_listed(found)}" if found else "")
+    hint = f"data files end in {', '.join(READERS)}, optionally followed by .gz"
     if any(path.suffix == ".arrow" for path in found):
-        hint = 'Arrow is read as Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
+        hint = 'convert Arrow to Parquet: datasets.load_from_disk(FOLDER).to_parquet("train.parquet")'
     return RLHFError("D01", text, where=where, hint=hint)
 
 
@@ -170,7 +170,7 @@ def refused(name: str, told: str, subset: str | None, where: str | None, error: 
     if subset is None and len(names) > 1:
         text = f"{told} has the subsets {', '.join(names)}"
         return RLHFError("D01", text, where=where, hint=f"set data.subset: {names[0]}")
-    return RLHFError("D01", f"{told} holds no data files: {reason}", where=where)
+    return RLHFError("D01", f"{told} contains no data files: {reason}", where=where)
 
 
 def pick(
@@ -186,11 +186,11 @@ def pick(
             return found[one]
     if not split and len(found) == 1:
         ((only, files),) = found.items()
-        terminal.say_once(f"data     {name}: it has no {' or '.join(usual)}, and {only} is read for it")
+        terminal.say_once(f"data     {name}: no split {' or '.join(usual)}; {only} is used")
         return files
     near = nearest(wanted[0], found) or next(iter(found))
     text = f"{name} has no split {' or '.join(wanted)}; it has {', '.join(map(str, found))}"
-    raise RLHFError("D01", text, where=where, hint=f"write the split behind the name: [{near}]")
+    raise RLHFError("D01", text, where=where, hint=f"append the split to the name: [{near}]")
 
 
 def _subsets(name: str) -> list[str]:

@@ -61,7 +61,7 @@ def fetch(name: str, revision: str | None, part: str, where: str | None) -> Path
         folder = kept(name, revision, part)
         if folder is None:
             raise _not_on_the_hub(name, error, where) from error
-        terminal.say_once(f"data     {name} as the hub's cache holds it; whether that is all of it could not be asked")
+        terminal.say_once(f"data     {name} from the Hub cache; the Hub could not confirm that it is complete")
         return folder
 
 
@@ -71,14 +71,14 @@ def _fetched(name: str, revision: str | None, part: str) -> Path:
     from huggingface_hub.utils import disable_progress_bars
 
     if is_offline():
-        raise OSError("the hub may not be asked (HF_HUB_OFFLINE)")
+        raise OSError("offline mode is on (HF_HUB_OFFLINE)")
     info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
     size = sum(file.size or 0 for file in info.siblings or [] if file.rfilename.startswith(part))
     if size > LARGE:
-        text = f"{name} has {size / 1e9:.0f} GB on the hub, which is not fetched unasked"
+        text = f"{name} has {size / 1e9:.0f} GB on the Hub, more than the automatic limit of {LARGE / 1e9:.0f} GB"
         download = f"hf download --repo-type dataset {name} --include PATTERN --local-dir DIR"
-        raise RLHFError("D01", text, hint=f"set data.max_rows, or fetch a part and name its folder: {download}")
-    terminal.say(f"data     fetching {name} from the hub, {size / 1e6:.0f} MB")
+        raise RLHFError("D01", text, hint=f"set data.max_rows, or download a part and set its folder: {download}")
+    terminal.say(f"data     downloading {name} from the Hub, {size / 1e6:.0f} MB")
     if not sys.stderr.isatty():
         disable_progress_bars()
     # By the name of the revision, not by its hash: offline, the name will be asked for again.
@@ -106,7 +106,7 @@ class FirstRows:
         """The file, made where it is not there. Raises RLHFError D01-D04, D12."""
         if not self.path.is_file():
             urls = self._urls(where)
-            terminal.say(f"data     streaming the first {self.count} rows of {self.name} from the hub")
+            terminal.say(f"data     streaming the first {self.count} rows of {self.name} from the Hub")
             try:
                 self._write(islice(_streamed(self.name, urls, where), self.count))
             except RLHFError:
@@ -173,7 +173,7 @@ def _not_on_the_hub(name: str, error: Exception, where: str | None) -> RLHFError
     reason = " ".join(str(error).split()) or type(error).__name__
     return RLHFError(
         "D01",
-        f'"{name}" is no file or folder here, and not to be had from the hub: {reason}',
+        f"`{name}` is not a local file or folder, and the Hub did not provide it: {reason}",
         where=where,
-        hint=f"fetch it where there is a network: hf download --repo-type dataset {name}; a path starts with ./ or /",
+        hint=f"download it with network access: hf download --repo-type dataset {name}; for a path, start with ./ or /",
     )

@@ -46,7 +46,7 @@ def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -
     reader = READERS.get(suffix(path))
     if reader is None:
         near = nearest(suffix(path), READERS)
-        text = f"{shown(path)}: a data file ends in {', '.join(READERS)}, or in one of them and .gz"
+        text = f"{shown(path)}: data files end in {', '.join(READERS)}, optionally followed by .gz"
         raise RLHFError("D01", text, where=where, hint=f"did you mean {near}?" if near else None)
     try:
         with opened or open_data(path, where) as file:
@@ -69,7 +69,7 @@ def _json(file: BinaryIO, path: Path) -> Rows:
     for number, row in enumerate(parse(raw, path), start=1):
         place = Place(path, number, "row")
         if not isinstance(row, dict):
-            raise RLHFError("D12", f"the list holds {row!r:.40}, not an object {{...}}", where=str(place))
+            raise RLHFError("D12", f"the list contains `{row!r:.40}`, not an object {{...}}", where=str(place))
         yield place, row
 
 
@@ -88,12 +88,12 @@ def _table(file: BinaryIO, path: Path) -> Rows:
                 header = _header(cells, place)
             elif len(cells) != len(header):
                 odd = f"{len(cells)} cells, but the header names {len(header)} columns"
-                raise RLHFError("D12", odd, where=str(place), hint="put a text that holds the delimiter in quotes")
+                raise RLHFError("D12", odd, where=str(place), hint="quote text that contains the delimiter")
             else:
                 yield place, dict(zip(header, cells, strict=True))
     except csv.Error as error:
         alone = "new-line character" in str(error)
-        hint = "its lines end in \\r alone: tr '\\r' '\\n'" if alone else 'inside quotes, a quote is written twice: ""'
+        hint = "convert its line ends: tr '\\r' '\\n'" if alone else 'inside quotes, write a quote twice: ""'
         text = f"not valid CSV: {'a line break outside quotes' if alone else error}"
         raise RLHFError("D03", text, where=str(Place(path, start)), hint=hint) from error
 
@@ -108,7 +108,7 @@ def _unlike(names: list[str], where: str, who: str, hint: str | None = None) -> 
     twice = next((name for name in names if name and names.count(name) > 1), None)
     if twice is not None:
         text = f'{who} the column "{told([twice])}" twice'
-        raise RLHFError("D03", text, where=where, hint=hint or "give each column a name of its own")
+        raise RLHFError("D03", text, where=where, hint=hint or "give each column a different name")
 
 
 def lacks_header(path: Path, names: Collection[str], wanted: Collection[str] = ()) -> str | None:
@@ -118,7 +118,7 @@ def lacks_header(path: Path, names: Collection[str], wanted: Collection[str] = (
         return None
     between = "," if suffix(path) == ".csv" else "\\t"
     header = f" '{between.join(wanted)}'" if wanted else ""
-    return f"the first line of {path.name} looks like data: does it lack a header line{header}?"
+    return f"the first line of {path.name} looks like data; add a header line{header}"
 
 
 def told(names: Iterable[str]) -> str:
@@ -140,7 +140,7 @@ def _parquet(file: BinaryIO, path: Path) -> Rows:
                     yield Place(path, number, "row"), row
     except arrow.ArrowException as error:
         reason = " ".join(str(error).split())
-        raise RLHFError("D03", f"no valid Parquet file: {reason}", where=shown(path)) from error
+        raise RLHFError("D03", f"not a valid Parquet file: {reason}", where=shown(path)) from error
 
 
 def _plain(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ def _plain(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
                     if isinstance(fault, UnicodeDecodeError):
                         raise RLHFError("D04", "a text is not UTF-8", where=place) from fault
                     text = f'the value of the column "{told([name])}" cannot be read: {fault}'
-                    hint = "write the file without that column, or the column as text"
+                    hint = "remove that column, or store it as text"
                     raise RLHFError("D03", text, where=place, hint=hint) from fault
         raise error
 

@@ -1,7 +1,7 @@
-"""Every key of `ppo:`, defined once: type, bounds, default, meaning. Torch-free, so that a config loads in a blink.
+"""All keys of `ppo:` with type, bounds, default and meaning. Names follow TRL; imports no torch.
 
-Names are those of TRL's PPO. A validator that refuses a combination raises
-`PydanticCustomError(CODE, text, {"hint": fix})`; the config floor turns it into `error[CODE]`.
+A validator that rejects a combination raises `PydanticCustomError(CODE, text, {"hint": fix})`, which rlhf_cli.config
+prints as `error[CODE]`.
 """
 
 import math
@@ -19,7 +19,7 @@ from rlhf_cli.ppo.settings.watchdog import WatchdogSettings
 
 __all__ = ["RECIPES", "LengthRange", "OverlongPenalty", "PPOSettings", "RewardRequirements", "WatchdogSettings"]
 
-# Keys that do nothing by themselves -> the switch that they belong to.
+# Keys that have no effect by themselves -> the switch that enables them.
 BELONGS_TO = {
     "target": "adap_kl_ctrl",
     "horizon": "adap_kl_ctrl",
@@ -29,7 +29,7 @@ BELONGS_TO = {
 
 
 class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
-    """The numbers of PPO (Schulman et al. 2017, arXiv 1707.06347; for language models Ziegler et al. 2019, 1909.08593).
+    """Options of PPO (Schulman et al. 2017, arXiv 1707.06347; for language models Ziegler et al. 2019, 1909.08593).
 
     Raises pydantic's ValidationError.
     """
@@ -37,25 +37,26 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     recipe: Literal["classic", "reasoning"] = Field(
         "classic",
         description=(
-            "Defaults of the keys that are left out: classic, RLHF on human preferences as in TRL; reasoning, RL on "
-            "rewards that can be checked as in OpenRLHF (one epoch, lambda 1, small KL penalty, quicker value "
-            "model). [TRL 1.12, trl/experimental/ppo/ppo_config.py]"
+            "Set of defaults for the keys that the config omits. classic: RLHF on human preferences, as in TRL. "
+            "reasoning: RL with verifiable rewards, as in OpenRLHF (one epoch, lambda 1, small KL penalty, higher "
+            "learning rate of the value model). [TRL 1.12, trl/experimental/ppo/ppo_config.py]"
         ),
     )
 
     require_reward: RewardRequirements | None = Field(
         None,
         description=(
-            "{accuracy: 0.6, ...}: `rlhf ppo` and `rlhf check` refuse reward models whose report card shows less, or "
-            "that have none; a trainer made in Python does not look. [`pytest tests/test_require_reward.py`]"
+            "Minimum quality of the reward models, for example {accuracy: 0.6}. `rlhf ppo` and `rlhf check` reject a "
+            "reward model whose report card is worse or missing (M11); PPOTrainer in Python does not check it. "
+            "Default: no requirement. [docs/rewards.md]"
         ),
     )
 
     watchdog: WatchdogSettings | None = Field(
         default_factory=WatchdogSettings,
         description=(
-            "Signs that the policy games its reward, and what is done about them (docs/rewards.md); null: "
-            "nothing is watched. [`pytest tests/test_watchdog.py`]"
+            "Detection of reward hacking: limits for six signals, and the action if one is exceeded "
+            "(docs/rewards.md). null turns it off. [docs/rewards.md]"
         ),
     )
 
@@ -74,7 +75,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     def _one_length(self) -> Self:
         if (self.total_episodes is None) == (self.num_train_epochs is None):
             raise PydanticCustomError(
-                "C17", "give one of total_episodes and num_train_epochs", {"hint": "e.g. total_episodes: 10000"}
+                "C17", "set exactly one of total_episodes and num_train_epochs", {"hint": "e.g. total_episodes: 10000"}
             )
         return self
 
@@ -90,7 +91,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
     def _the_watchdog_has_something_to_multiply(self) -> Self:
         acting = {self.watchdog.action, *self.watchdog.actions.values()} if self.watchdog else set()
         if self.kl_coef == 0 and "raise_kl_coef" in acting:
-            text = "watchdog: raise_kl_coef multiplies kl_coef, and 0 stays 0"
+            text = "watchdog: raise_kl_coef multiplies kl_coef, which is 0"
             raise PydanticCustomError("C17", text, {"hint": "set kl_coef above 0, e.g. 0.01", "key": "watchdog"})
         return self
 
@@ -111,15 +112,15 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         return self
 
     def across(self, processes: int) -> Self:
-        """The settings of so many processes together, each with its own per_device_train_batch_size rows at a time.
+        """Return the settings of the global batch over `processes` processes.
 
-        Raises pydantic's ValidationError where their larger batches do not go with the other keys.
+        Raises pydantic's ValidationError if that batch does not fit the other keys.
         """
         parts = self.gradient_accumulation_steps * processes
         return type(self).model_validate({**self.model_dump(exclude_unset=True), "gradient_accumulation_steps": parts})
 
     def num_updates(self, prompt_count: int | None = None) -> int:
-        """Updates of the whole run; the last one is whole too. `prompt_count` is needed with num_train_epochs."""
+        """Return the number of updates; the last one is full too. num_train_epochs needs `prompt_count`."""
         if self.total_episodes is not None:
             return math.ceil(self.total_episodes / self.episodes_per_update)
         if prompt_count is None or self.num_train_epochs is None:
@@ -127,15 +128,15 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         return math.ceil(self.num_train_epochs * prompt_count / self.prompts_per_update)
 
     def no_turn(self, updates: int) -> tuple[str, str] | None:
-        """What is wrong where value_only_updates leaves the policy none of `updates`, and how to mend it; else None."""
+        """Return (error, hint) if value_only_updates leaves none of the `updates` to the policy, else None."""
         if self.value_only_updates < updates:
             return None
-        text = f"value_only_updates {self.value_only_updates} leaves the policy none of {updates} updates"
+        text = f"value_only_updates {self.value_only_updates} leaves no updates for the policy out of {updates} updates"
         longer = "total_episodes" if self.total_episodes is not None else "num_train_epochs"
         return text, f"at most {updates - 1}" if updates > 1 else f"raise {longer}"
 
     def num_warmup(self, updates: int, *, value: bool = False) -> int:
-        """Updates of warm-up out of `updates`, of the policy or of the value model."""
+        """Return the warm-up updates of the policy or of the value model, out of `updates`."""
         if value and self.value_warmup_steps is not None:
             return self.value_warmup_steps
         return self.warmup_steps if self.warmup_steps is not None else math.ceil((self.warmup_ratio or 0.0) * updates)

@@ -1,8 +1,4 @@
-"""What the sections of the settings share: strictness, and where defaults come from.
-
-A description ends with the source of its default in brackets: a paper and its part, a system and its file, or a
-command of this repository in backticks, then `; a remark` where one is needed. `rlhf explain` reads it.
-"""
+"""Base class of the PPO options, and sources of their defaults (see rlhf_cli/config/origins.py)."""
 
 from typing import Self
 
@@ -16,13 +12,13 @@ HF = "[transformers 5.23, src/transformers/training_args.py]"
 
 
 class Settings(BaseModel):
-    """Strict and frozen: an unknown key, a string for a number, `true` for a number, nan and inf are refused."""
+    """Strict, frozen section: rejects unknown keys, strings or booleans for numbers, nan and inf."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True)
 
 
 class Range(Settings):
-    """A whole number drawn anew each time, uniform over min..max, both included."""
+    """Integer that is sampled uniformly from min..max (inclusive) on each use."""
 
     min: int = Field(ge=1)
     max: int = Field(ge=1)
@@ -30,5 +26,5 @@ class Range(Settings):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.min > self.max:
-            raise PydanticCustomError("C06", "min is above max", {"hint": "swap the two"})
+            raise PydanticCustomError("C06", "min is greater than max", {"hint": "swap them"})
         return self

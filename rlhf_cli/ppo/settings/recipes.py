@@ -1,13 +1,13 @@
-"""The two schools of PPO for language models: `ppo.recipe` picks the defaults of keys that a config leaves out."""
+"""Recipes of PPO: `ppo.recipe` selects the defaults of keys that a config omits."""
 
 from typing import Any
 
 _OPENRLHF = "OpenRLHF 021d1b09, openrlhf/cli/train_ppo_ray.py"
 
-# Recipe -> key -> (default, source). classic, RLHF on human preferences, is what the keys' own defaults are.
+# Recipe -> key -> (default, source). classic, RLHF on human preferences, uses the keys' own defaults.
 RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
     "classic": {},
-    # RL on rewards that can be checked: one pass over fresh rollouts, Monte-Carlo returns, a quicker value model.
+    # RL with verifiable rewards: one epoch per rollout, Monte Carlo returns, higher value learning rate.
     "reasoning": {
         "temperature": (1.0, _OPENRLHF),
         "response_length": (1024, _OPENRLHF),
@@ -22,7 +22,7 @@ RECIPES: dict[str, dict[str, tuple[Any, str]]] = {
         "value_learning_rate": (9e-6, _OPENRLHF),
         "lr_scheduler_type": ("cosine_with_min_lr", _OPENRLHF),
         "warmup_ratio": (0.03, _OPENRLHF),
-        "vf_coef": (1.0, f"{_OPENRLHF}; its value model has an optimizer of its own"),
+        "vf_coef": (1.0, f"{_OPENRLHF}; its value model has a separate optimizer"),
         "adam_beta2": (0.95, _OPENRLHF),
     },
 }

@@ -1,4 +1,4 @@
-"""What a reward model must be worth before PPO optimises it."""
+"""Minimum quality of a reward model before PPO optimises it."""
 
 from typing import Self
 
@@ -7,37 +7,43 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_cli.ppo.settings.base import Settings
 
-TEST = "[`pytest tests/test_require_reward.py`]"
+PAGE = "[docs/rewards.md]"
 
 
 class RewardRequirements(Settings):
-    """Bounds on the report card of every reward model among the rewards; a key that is left out asks nothing."""
+    """Bounds on the report card of every reward model in rewards; omitted keys are not checked."""
 
     accuracy: float | None = Field(
-        None, ge=0, le=1, description=f"Least share of the evaluation pairs that the reward model gets right. {TEST}"
+        None, ge=0, le=1, description=f"Minimum accuracy on the evaluation pairs. Default: not checked. {PAGE}"
     )
     accuracy_low: float | None = Field(
         None,
         ge=0,
         le=1,
-        description=f"Least lower end of that share's 95 % interval; above 0.5 it is no guessing. {TEST}",
+        description=(
+            "Minimum lower bound of the 95 % confidence interval of the accuracy; above 0.5 it excludes guessing. "
+            f"Default: not checked. {PAGE}"
+        ),
     )
     ece: float | None = Field(
         None,
         ge=0,
         le=1,
-        description=f"Largest calibration error (Guo et al. 2017, arXiv 1706.04599, equation 3). {TEST}",
+        description=(
+            "Maximum expected calibration error (Guo et al. 2017, arXiv 1706.04599, equation 3). Default: not "
+            f"checked. {PAGE}"
+        ),
     )
     length_correlation: float | None = Field(
         None,
         ge=0,
         le=1,
-        description=f"Largest rank correlation, without its sign, of the score with the answer's length. {TEST}",
+        description=f"Maximum absolute rank correlation of score and answer length. Default: not checked. {PAGE}",
     )
 
     @model_validator(mode="after")
     def _asks_something(self) -> Self:
         if not self.model_dump(exclude_none=True):
-            hint = f"give one of {', '.join(type(self).model_fields)}, or take it out"
-            raise PydanticCustomError("C17", "require_reward asks for nothing", {"hint": hint})
+            hint = f"set one of {', '.join(type(self).model_fields)}, or remove it"
+            raise PydanticCustomError("C17", "require_reward has no requirement", {"hint": hint})
         return self
