@@ -101,7 +101,7 @@ class PPORunner:
         if state:
             tree = save.load_tree(state)
             self.trainer.load_state_dict(tree["trainer"])
-            self.monitor = TrainingMonitor(**tree["alarms"])
+            self.monitor.load_state_dict(tree["alarms"])
             self.watchdog.load_state_dict(tree["watchdog"])
             self.snapshots.load_state_dict(tree["best"])
             log_positions = tree["logs"]
@@ -179,23 +179,23 @@ class PPORunner:
         assert self.trainer.experience is not None
         for problem in self.monitor.check(step, self.trainer.experience, stats, self.config.ppo):
             terminal.warn(problem.code, problem.text, hint=problem.hint)
-        self._handle_firings(self.watchdog.check(step, self.trainer.experience))
+        self._handle_alerts(self.watchdog.check(step, self.trainer.experience))
 
-    def _handle_firings(self, firings: Sequence[Alert]) -> None:
-        """Log the watchdog's firings and take the configured actions. Raises StopTraining R13."""
+    def _handle_alerts(self, alerts: Sequence[Alert]) -> None:
+        """Log the watchdog's alerts and take the configured actions. Raises StopTraining R13."""
         hint = "read samples.jsonl; raise ppo.kl_coef, or mend the reward (docs/reward-hacking.md)"
-        for firing in firings:
-            self.watchdog_log.append(asdict(firing) | {"kl_coef": self.trainer.kl_coef})
-        for firing in firings:
-            if firing.action == "stop":
-                raise StopTraining("R13", firing.text, key=f"ppo.watchdog.{firing.signal}", hint=hint)
+        for alert in alerts:
+            self.watchdog_log.append(asdict(alert) | {"kl_coef": self.trainer.kl_coef})
+        for alert in alerts:
+            if alert.action == "stop":
+                raise StopTraining("R13", alert.text, key=f"ppo.watchdog.{alert.signal}", hint=hint)
             effect = ""
-            if firing.action == "raise_kl_coef":
-                assert self.watchdog.settings is not None  # required for a firing
+            if alert.action == "raise_kl_coef":
+                assert self.watchdog.settings is not None  # required for an alert
                 self.trainer.kl_coef *= self.watchdog.settings.kl_factor
                 effect = f"; kl_coef is {self.trainer.kl_coef:.4g} from here on"
-            if effect or firing.times == 1:
-                terminal.warn("R13", firing.text + effect, hint=hint)
+            if effect or alert.times == 1:
+                terminal.warn("R13", alert.text + effect, hint=hint)
 
     def _save_checkpoint(self) -> None:
         """Write a checkpoint to resume from."""
