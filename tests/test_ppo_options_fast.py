@@ -16,6 +16,8 @@ from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models import forward, packing
 from rlhf_cli.models.batch import micro_batches
 from rlhf_cli.ppo import HFEngine, Prompts, Rollout
+from rlhf_cli.ppo import rollout as rollout_module
+from rlhf_cli.ppo.rollout import gumbel_sample, log_exponential, row_keys, token_counters
 from rlhf_cli.replay.naive.responses import exponential
 
 PLAIN = {"packing": False, "logits_at_a_time": "all", "optim": "adamw_torch"}
@@ -303,9 +305,9 @@ def test_a_compact_batch_engine_reads_a_prompt_once_and_drops_what_has_ended(mon
 
 def test_noise_is_what_plain_arithmetic_makes_of_seed_step_and_token():
     seeds = [derive_seed(0, "sample", 3, row) for row in range(4)] + [0, 2**63 - 1, 2**31, 2**32]
-    keys, counters = noise.row_keys(seeds, torch.device("cpu")), noise.token_counters(50, torch.device("cpu"))
+    keys, counters = row_keys(seeds, torch.device("cpu")), token_counters(50, torch.device("cpu"))
     for step in (0, 1, 52):
-        found = noise.log_exponential(keys, step, counters)
+        found = log_exponential(keys, step, counters)
         for row, seed in enumerate(seeds):
             wanted = exponential(seed, step, 50).log()
             torch.testing.assert_close(found[row].double(), wanted.double(), atol=2e-6, rtol=2e-6)
@@ -313,9 +315,9 @@ def test_noise_is_what_plain_arithmetic_makes_of_seed_step_and_token():
 
 def test_noise_is_that_of_an_exponential():
     """10^6 numbers: 64 bins of equal chance, and no likeness of neighbours in row, step or token."""
-    keys = noise.row_keys([derive_seed(0, "sample", 0, row) for row in range(50)], torch.device("cpu"))
-    counters = noise.token_counters(2000, torch.device("cpu"))
-    drawn = torch.stack([noise.log_exponential(keys, step, counters) for step in range(10)]).double()
+    keys = row_keys([derive_seed(0, "sample", 0, row) for row in range(50)], torch.device("cpu"))
+    counters = token_counters(2000, torch.device("cpu"))
+    drawn = torch.stack([log_exponential(keys, step, counters) for step in range(10)]).double()
     assert torch.isfinite(drawn).all()
     uniform = 1 - (-drawn.exp()).exp()
     counts = torch.histc(uniform, 64, 0.0, 1.0)
@@ -328,9 +330,9 @@ def test_noise_is_that_of_an_exponential():
 
 def test_rare_tokens_are_drawn_as_often_as_they_should_be():
     """Beyond what 24 bits could tell apart: a token of chance 1e-6 beside a likely one, in 2 x 10^7 draws."""
-    keys = noise.row_keys([derive_seed(1, "sample", 0, row) for row in range(20000)], torch.device("cpu"))
-    counters, logits = noise.token_counters(2, torch.device("cpu")), torch.tensor([[0.0, -13.815511]]).expand(20000, 2)
-    hits = sum(int(noise.gumbel_sample(logits, keys, step, counters).sum()) for step in range(1000))
+    keys = row_keys([derive_seed(1, "sample", 0, row) for row in range(20000)], torch.device("cpu"))
+    counters, logits = token_counters(2, torch.device("cpu")), torch.tensor([[0.0, -13.815511]]).expand(20000, 2)
+    hits = sum(int(gumbel_sample(logits, keys, step, counters).sum()) for step in range(1000))
     assert 4 <= hits <= 40  # 20 expected
 
 
@@ -341,9 +343,9 @@ def test_rows_and_steps_draw_independently(kind):
     """
     rows, steps, chance = 1500, 20, 0.2
     seeds = [row if kind == "consecutive" else derive_seed(7, "sample", 0, row) for row in range(rows)]
-    keys, counters = noise.row_keys(seeds, torch.device("cpu")), noise.token_counters(512, torch.device("cpu"))
+    keys, counters = row_keys(seeds, torch.device("cpu")), token_counters(512, torch.device("cpu"))
     logits = torch.zeros(rows, 512).index_fill(1, torch.tensor([1]), math.log(511 * chance / (1 - chance)))
-    hits = torch.stack([noise.gumbel_sample(logits, keys, step, counters) == 1 for step in range(steps)]).double()
+    hits = torch.stack([gumbel_sample(logits, keys, step, counters) == 1 for step in range(steps)]).double()
     of_one = chance * (1 - chance)
     assert abs(hits.mean() - chance) < 4 * math.sqrt(of_one / hits.numel())
     assert 0.3 < hits.mean(1).var() / (of_one / rows) < 2.2
@@ -351,8 +353,8 @@ def test_rows_and_steps_draw_independently(kind):
 
 
 def test_blocks_change_no_draw(monkeypatch):
-    keys, counters = noise.row_keys(list(range(9)), torch.device("cpu")), noise.token_counters(100, torch.device("cpu"))
+    keys, counters = row_keys(list(range(9)), torch.device("cpu")), token_counters(100, torch.device("cpu"))
     logits = torch.randn(9, 100, generator=torch.Generator().manual_seed(0))
-    whole = noise.gumbel_sample(logits, keys, 5, counters)
-    monkeypatch.setattr(noise, "NOISE_CHUNK_ELEMENTS_CPU", 250)
-    assert torch.equal(noise.gumbel_sample(logits, keys, 5, counters), whole)
+    whole = gumbel_sample(logits, keys, 5, counters)
+    monkeypatch.setattr(rollout_module, "NOISE_CHUNK_ELEMENTS_CPU", 250)
+    assert torch.equal(gumbel_sample(logits, keys, 5, counters), whole)
