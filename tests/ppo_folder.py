@@ -45,7 +45,7 @@ EVAL = {
 def no_page() -> Iterator[None]:
     """An evaluation draws no page, which takes longer than a small one itself: for tests that look at none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf_cli.stages.eval.write_beside", lambda folder: None)
+        patch.setattr("rlhf_cli.report.write_beside", lambda folder: None)
         yield
 
 

@@ -34,7 +34,7 @@ def stage_command(stage: str) -> Callable[..., None]:
         trust_remote_code: TrustRemoteCode = False,
         debug: Debug = False,
     ) -> None:
-        from rlhf_cli.config import Options, load
+        from rlhf_cli.config import EvalConfig, Options, load
 
         if os.path.isdir(config):
             raise _folder_for_a_file(stage, config)
@@ -59,6 +59,10 @@ def stage_command(stage: str) -> Callable[..., None]:
 
         with room.explained(loaded.folder), checkpoints.in_place(loaded.folder):
             _runner(stage)(loaded, options)
+            if isinstance(loaded, EvalConfig):
+                from rlhf_cli.report import show_evaluation
+
+                show_evaluation(loaded)
 
     return command
 

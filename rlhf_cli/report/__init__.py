@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rlhf_cli import room, terminal
+from rlhf_cli import processes, room, terminal
 from rlhf_cli.checkpoints.files import write_text
 from rlhf_cli.checkpoints.outputs import REPORT
 from rlhf_cli.checkpoints.runs import LAST
+from rlhf_cli.config import EvalConfig
 from rlhf_cli.errors import RLHFError, all_of, quoted, shown
+from rlhf_cli.evaluation import render
+from rlhf_cli.report.frontier import draw as draw_frontier
 from rlhf_cli.report.runs import Run, read_run
 from rlhf_cli.report.steps import at_step
 from rlhf_cli.report.texts import GENERATOR
@@ -38,10 +41,25 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     return target
 
 
-def write_beside(eval_folder: Path) -> Path | None:
-    """The page of the run of an evaluation, into its folder; None where it could not be made, which is a warning (R15).
+def show_evaluation(config: EvalConfig) -> None:
+    """Draw and print the report of a finished evaluation, and check `eval.require` (R06).
 
-    The evaluation is done and stands on disk by then: nothing of it is lost, whatever goes wrong here.
+    Of several processes only the main one does so: it sets the exit code.
+    """
+    if not processes.is_first():
+        return
+    report = render.read_report(config.folder)
+    if "frontier" in report:
+        draw_frontier(report, config.folder / "frontier.svg")
+    write_beside(config.folder)
+    render.print_report(config.folder)
+    render.check_requirements(report, config.eval.require, where=config.where)
+
+
+def write_beside(eval_folder: Path) -> Path | None:
+    """Draw report.html in an evaluation's folder and return its path.
+
+    The evaluation is complete by then, so a failure is a warning (R15) and returns None.
     """
     target = eval_folder / REPORT
     try:

@@ -12,7 +12,6 @@ from rlhf_cli import checkpoints, data, rows, terminal
 from rlhf_cli.checkpoints import Parent
 from rlhf_cli.config import EvalConfig, Options
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.responses import (
     EvalResponses,
     SamplingParams,
@@ -29,8 +28,6 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, counted
-from rlhf_cli.report import write_beside
-from rlhf_cli.report.frontier import draw as draw_frontier
 from rlhf_cli.rewards import ModelReward, score_texts
 from rlhf_cli.stages import eval_setup
 from rlhf_cli.trackers import Trackers
@@ -41,10 +38,7 @@ JudgeFn = Callable[[list[str], list[str]], list[float]]  # (prompts, responses) 
 
 
 def run(config: EvalConfig, options: Options) -> None:
-    """Write RUN/eval with report, samples and HTML page, print the result, and check `eval.require` (R06).
-
-    Raises RLHFError E04 and R14 as `ProcessGroup` does.
-    """
+    """Write RUN/eval with report.json and samples.jsonl. Raises RLHFError E04 and R14 as `ProcessGroup` does."""
     with open_process_group() as process_group:
         _run(config, options, process_group)
 
@@ -57,15 +51,11 @@ def _run(config: EvalConfig, options: Options, process_group: ProcessGroup) -> N
     )
     if status == "finished":
         terminal.say(f"eval     finished already: {checkpoints.shown(config.folder)}")
-        report = render.read_report(config.folder)
-    else:
-        report = _evaluate(config, options, parents, process_group)
-        metrics = {"win_rate": report["win_rate"], "models": report["models"]}
-        fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
-        process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
-    process_group.run_on_main(lambda: write_beside(config.folder))
-    render.print_report(config.folder)
-    render.check_requirements(report, config.eval.require, where=config.where)
+        return
+    report = _evaluate(config, options, parents, process_group)
+    metrics = {"win_rate": report["win_rate"], "models": report["models"]}
+    fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
+    process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
 
 
 def _evaluate(
@@ -92,8 +82,6 @@ def _evaluate(
 
     def write() -> dict[str, Any]:
         report = build_report(config, evaluated, len(prompts), sampling, parents, series)
-        if "frontier" in report:
-            draw_frontier(report, config.folder / "frontier.svg")
         rows.write_jsonl(config.folder / "samples.jsonl", sample_rows(evaluated))
         checkpoints.write_json(config.folder / "report.json", report)
         track(config, report, evaluated)  # after report.json: a tracker's failure must not change the report
