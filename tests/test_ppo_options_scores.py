@@ -170,12 +170,12 @@ def test_the_adapted_coefficient_is_used_in_the_loss():
 
 def test_coefficient_and_moments_come_back_from_disk(tmp_path):
     made = moved(use_score_scaling=True)
-    made.update(made.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES)))
+    made.update(made.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES)))
     save.save_tree(tmp_path, made.state_dict())
     again = tiny.trainer(adap_kl_ctrl=True, kl_coef=0.1, target=0.5, horizon=2, use_score_scaling=True)
     again.load_state_dict(save.load_tree(tmp_path))
-    assert again.kl_coef == made.kl_coef and again.moments == made.moments and again.moments.count == 8
-    rest = [m.judge(tiny.rollout(), scores=torch.tensor(tiny.SCORES)) for m in (made, again)]
+    assert again.kl_coef == made.kl_coef and again.score_stats == made.score_stats and again.score_stats.count == 8
+    rest = [m.make_experience(tiny.rollout(), scores=torch.tensor(tiny.SCORES)) for m in (made, again)]
     assert torch.equal(rest[0].rewards, rest[1].rewards) and torch.equal(rest[0].scores, rest[1].scores)
 
 

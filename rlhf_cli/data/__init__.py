@@ -1,21 +1,41 @@
 """Data files to tokens. `encode` makes the tokens of all stages; TRL never tokenises."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlhf_cli.data.examples import (
-    Prompt,
-    is_plain_text,
-    preference_pairs,
-    preference_rows,
-    prompt_form,
-    prompt_rows,
-    sft_rows,
-)
-from rlhf_cli.data.found import Rows, warn_shared
-from rlhf_cli.data.sampling import LengthGroupedSampler, prompt_batch
-from rlhf_cli.data.texts import Pair, split_key
-from rlhf_cli.data.tokens import encode, encode_many, pieces, stop_token_id
+if TYPE_CHECKING:
+    from rlhf_cli.data.examples import (
+        Prompt,
+        is_plain_text,
+        preference_pairs,
+        preference_rows,
+        prompt_form,
+        prompt_rows,
+        sft_rows,
+    )
+    from rlhf_cli.data.found import Rows, warn_shared
+    from rlhf_cli.data.sampling import LengthGroupedSampler, prompt_batch
+    from rlhf_cli.data.texts import Pair, split_key
+    from rlhf_cli.data.tokens import encode, encode_many, pieces, stop_token_id
 
+_MODULES = {
+    "Prompt": "examples",
+    "is_plain_text": "examples",
+    "preference_pairs": "examples",
+    "preference_rows": "examples",
+    "prompt_form": "examples",
+    "prompt_rows": "examples",
+    "sft_rows": "examples",
+    "Rows": "found",
+    "warn_shared": "found",
+    "LengthGroupedSampler": "sampling",
+    "prompt_batch": "sampling",
+    "Pair": "texts",
+    "split_key": "texts",
+    "encode": "tokens",
+    "encode_many": "tokens",
+    "pieces": "tokens",
+    "stop_token_id": "tokens",
+}
 __all__ = [
     "LengthGroupedSampler",
     "Pair",
@@ -36,6 +56,15 @@ __all__ = [
     "stop_token_id",
     "warn_shared",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that `rlhf_cli.ppo` gets data.sampling without the config."""
+    from importlib import import_module
+
+    if name in _MODULES:
+        return getattr(import_module(f"rlhf_cli.data.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def as_dataset(rows: list[dict[str, Any]]) -> Any:

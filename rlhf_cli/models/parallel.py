@@ -246,10 +246,7 @@ class ShardedModels(ReplicatedModels):
     """Each process has a shard of the models' layers, embeddings, heads, gradients and optimizer state (FSDP2)."""
 
     def __init__(self, process_group: ProcessGroup, trained: Sequence[Any], frozen: Sequence[Any]) -> None:
-        from rlhf_cli.models import sharding  # over half a second to import
-
         super().__init__(process_group)
-        self.sharding = sharding
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         for models, trainable in ((trained, True), (frozen, False)):
             for model in models:
@@ -265,13 +262,13 @@ class ShardedModels(ReplicatedModels):
     def training_context(self) -> Iterator[None]:
         with ExitStack() as stack:
             for model in self.trained:
-                stack.enter_context(self.sharding.gathered_embeddings(model, self.process_group.all_reduce))
+                stack.enter_context(sharding.gathered_embeddings(model, self.process_group.all_reduce))
             yield
 
     def generation_context(self, model: Any) -> AbstractContextManager:
-        if not self.sharding.is_sharded(model):
+        if not sharding.is_sharded(model):
             return nullcontext()
-        return self.sharding.gathered(model, self.process_group.all_reduce)
+        return sharding.gathered(model, self.process_group.all_reduce)
 
     def all_reduce_gradients(self, model: nn.Module) -> None:
         self.process_group.all_reduce_gradients(
@@ -279,11 +276,11 @@ class ShardedModels(ReplicatedModels):
         )
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        return self.sharding.clip_grad_norm(model.parameters(), max_norm, self.process_group.all_reduce)
+        return sharding.clip_grad_norm(model.parameters(), max_norm, self.process_group.all_reduce)
 
     def load_full_state_dict(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        self.sharding.load_full_state_dict(model, state)
+        sharding.load_full_state_dict(model, state)
 
     def trainable_norm(self, model: nn.Module) -> Tensor:
         trainable = (weight for weight in model.parameters() if weight.requires_grad)
-        return self.sharding.total_norm(trainable, self.process_group.all_reduce)
+        return sharding.total_norm(trainable, self.process_group.all_reduce)
