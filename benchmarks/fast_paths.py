@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from rlhf_cli import terminal
 from rlhf_cli.models import forward, packing
-from rlhf_cli.ppo import formulas
+from rlhf_cli.ppo import losses
 
 RAGGED = [60, 52, 40, 36, 33, 30, 28, 25, 22, 20, 18, 15, 12, 10, 8, 8]  # lengths of a micro-batch's rows
 DENSE = [80, 78, 78, 75, 72, 70, 70, 69]
@@ -68,10 +68,10 @@ def head(policy: LlamaForCausalLM, *, at_once: int, in_place: bool) -> Callable[
         with forward.in_place_embedding_gradients(policy) if in_place else nullcontext():
             for first in range(0, len(ids), at_once):
                 part = hidden[first : first + at_once].requires_grad_()
-                log_probs = formulas.log_probs(policy.lm_head(part), 1.0)
+                log_probs = losses.log_probs(policy.lm_head(part), 1.0)
                 with torch.no_grad():
-                    formulas.entropy(log_probs)
-                formulas.gather_logprobs(log_probs, ids[first : first + at_once]).sum().backward()
+                    losses.entropy(log_probs)
+                losses.gather_logprobs(log_probs, ids[first : first + at_once]).sum().backward()
 
     return run
 

@@ -42,8 +42,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.generation import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward
-from rlhf_cli.ppo import HFEngine, PPOSettings, PPOTrainer, Prompts, Rollout
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
 
 STOP, PAD = 1, 0
 Row = dict[str, Any]

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.codes import CODES
+from rlhf_cli.error_codes import CODES
 
 # A file that is not there, or a name that no file can have; any other error of the system says nothing about the file.
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
@@ -189,3 +189,27 @@ def nearest_file(path: str | Path, *, is_meant: Callable[[Path], bool] = os.path
     stem = nearest(missing.stem, stems)
     name = stems[stem] if stem else nearest(missing.name, names, cutoff=0.8)
     return shown(missing.parent / name) if name else None
+
+
+TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
+LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://LOGIN@host
+SECRET_VARIABLE = re.compile(r".*(TOKEN|(API|ACCESS|PRIVATE)_?KEY|SECRET|PASSWORD)", re.IGNORECASE)
+SHORTEST = 8  # a shorter value may well be an ordinary word
+_declared: set[str] = set()
+
+
+def keep_secret(*values: str) -> None:
+    """Have `redacted` take out these values, and each of their words: the key of "Bearer KEY" as well."""
+    _declared.update(part for value in values for part in (value, *value.split()) if len(part) >= SHORTEST)
+
+
+def redacted(text: str) -> str:
+    """The text with `[secret]` in place of tokens, of logins in addresses, and of the values of secret variables and
+    of `keep_secret`.
+    """
+    for value in sorted(_declared, key=len, reverse=True):
+        text = text.replace(value, "[secret]")
+    for name, value in os.environ.items():
+        if len(value) >= SHORTEST and value in text and SECRET_VARIABLE.fullmatch(name):
+            text = text.replace(value, "[secret]")
+    return LOGIN.sub("[secret]", TOKEN.sub("[secret]", text))

@@ -10,8 +10,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rlhf_cli import processes, terminal
-from rlhf_cli.times import duration
+from rlhf_cli import distributed, terminal
+from rlhf_cli.terminal import duration
 
 SECONDS_BETWEEN_LINES = 10.0
 BRIEF = 2.0  # seconds that brief work may take unseen on a terminal; elsewhere, until the first line
@@ -65,7 +65,7 @@ class Progress:
 
     def _show(self) -> None:
         now = time.monotonic()
-        if terminal.is_terminal(sys.stderr) and processes.is_first():
+        if terminal.is_terminal(sys.stderr) and distributed.is_main_process():
             self._shown |= now - self._began >= BRIEF
             if self._shown and not self._bar:
                 with suppress(OSError):  # a terminal that is gone

@@ -1,21 +1,69 @@
 """The only place that prints, and reads: results and tables on stdout, log lines on stderr (and progress.py's bars)."""
 
 import errno
+import hashlib
 import io
 import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 from unicodedata import combining, east_asian_width
 
-from rlhf_cli import processes, told
-from rlhf_cli.errors import Problem
-from rlhf_cli.redaction import redacted
+from rlhf_cli import distributed
+from rlhf_cli.errors import Problem, redacted
+
+FILE = "RLHF_TOLD"  # names to the children the file with a hash a line of what was told before
+_here: set[str] = set()
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Within, what one process tells is not told again by those that are started after it."""
+    before = os.environ.get(FILE)
+    with tempfile.TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True) as folder:
+        os.environ[FILE] = str(Path(folder, "told"))
+        try:
+            yield
+        finally:
+            os.environ.pop(FILE)
+            if before is not None:
+                os.environ[FILE] = before
+
+
+def is_new(text: str) -> bool:
+    """Whether the command has not told this text yet; from now on it has. Of several processes the first one tells."""
+    if not distributed.is_main_process():
+        return False
+    line = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+    if line in _here or line in _before():
+        return False
+    _here.add(line)
+    with suppress(OSError):  # the disk is full: it is told twice
+        if file := os.environ.get(FILE):
+            with open(file, "a", encoding="ascii") as lines:
+                lines.write(f"{line}\n")
+    return True
+
+
+def _before() -> list[str]:
+    """What processes before this one told."""
+    try:
+        return Path(os.environ[FILE]).read_text(encoding="ascii").split()
+    except (KeyError, OSError):  # this command has one process, or none of them told anything yet
+        return []
+
+
+def forget() -> None:
+    """Starts a new command in the same process."""
+    _here.clear()
+
 
 # Everything that could move the cursor, recolour or retitle a terminal: C0 but tab and newline, DEL, C1.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -38,25 +86,25 @@ def clean(text: str) -> str:
 
 def say(text: str) -> None:
     """One log line on stderr. Of several processes the first one speaks."""
-    if processes.is_first():
+    if distributed.is_main_process():
         _write(sys.stderr, text)
 
 
 def out(text: str = "") -> None:
     """A result line on stdout. Of several processes the first one speaks."""
-    if processes.is_first():
+    if distributed.is_main_process():
         _write(sys.stdout, text)
 
 
 def aside(text: str) -> None:
     """`say`, dim on a terminal: numbers beside a text."""
-    if processes.is_first():
+    if distributed.is_main_process():
         _write(sys.stderr, text, dim=True)
 
 
 def piece(text: str) -> None:
     """A part of a text on stdout, as it comes: what follows goes on behind it."""
-    if processes.is_first():
+    if distributed.is_main_process():
         _write(sys.stdout, text, end="")
 
 
@@ -97,12 +145,12 @@ def ask(prompt: str) -> str | None:
 
 def say_here(text: str) -> None:
     """One log line on stderr, whichever process this is: what went wrong in this one alone."""
-    _write(sys.stderr, text if processes.count() == 1 else f"process {processes.rank()}: {text}")
+    _write(sys.stderr, text if distributed.world_size() == 1 else f"process {distributed.rank()}: {text}")
 
 
 def say_once(text: str) -> None:
     """A log line that a command says once, however many of its stages come to it."""
-    if told.is_new(text):
+    if is_new(text):
         say(text)
 
 
@@ -113,7 +161,7 @@ def warn(code: str, text: str, *, where: str | None = None, hint: str | None = N
     line = Problem(code, problem.text, where).line("warning")
     if line not in _said:
         _said[line] = problem
-        if not _muted and told.is_new(line):
+        if not _muted and is_new(line):
             say(problem.line("warning"))
 
 
@@ -143,7 +191,7 @@ def forget_warnings() -> None:
     global _cut_off
     _cut_off = None
     _said.clear()
-    told.forget()
+    forget()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
@@ -152,7 +200,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
     Of several processes the first one shows it.
     """
     assert all(len(row) == len(columns) for row in rows), "every row needs a cell for each column"
-    if not processes.is_first():
+    if not distributed.is_main_process():
         return
     if is_terminal(sys.stdout):
         _drawn_table(columns, rows, title)
@@ -250,3 +298,28 @@ def _write(stream: TextIO, text: str, *, end: str = "\n", dim: bool = False) -> 
         # The terminal is closed, the other end of a pipe is gone, or the disk of the log is full. A run goes on and can
         # save; what it says is lost.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+MINUTE, HOUR, DAY = 60, 3600, 86400
+
+
+def duration(seconds: float) -> str:
+    """`under 1 ms`, `0.012 s`, `4.7 s`, `42 s`, `12 min 3 s`, `2 d 5 h`: two units at most, none that is 0."""
+    if 0 < seconds < 0.001:
+        return "under 1 ms"
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    for large, unit, small, rest in ((DAY, "d", HOUR, "h"), (HOUR, "h", MINUTE, "min"), (MINUTE, "min", 1, "s")):
+        if whole >= large:
+            left = whole % large // small
+            return f"{whole // large} {unit}" + (f" {left} {rest}" if left else "")
+    return f"{whole} s"
+
+
+def ago(seconds: float) -> str:
+    """`just now`, `12 min ago`, `3 h ago`, `2 d ago`; a time to come, of a clock that is ahead, is now."""
+    for size, unit in ((DAY, "d"), (HOUR, "h"), (MINUTE, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} ago"
+    return "just now"

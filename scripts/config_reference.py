@@ -1,14 +1,13 @@
 """Write docs/config.md: every key of every file, as `rlhf explain --all` prints it.
 
-Run `python scripts/config_reference.py`. Keys, bounds, defaults and sources come from rlhf_cli/config and
-rlhf_cli/ppo/settings.
+Run `python scripts/config_reference.py`. Keys, bounds, defaults and sources come from rlhf_cli/config/.
 """
 
 import re
 from itertools import groupby
 from pathlib import Path
 
-from rlhf_cli.explain import Entry, every_key
+from rlhf_cli.commands.explain import Entry, every_key
 
 PAGE = Path(__file__).parents[1] / "docs/config.md"
 HEAD = """# Config reference

@@ -1,7 +1,7 @@
 """Generate docs/results/trl-options.md: the keys that `rlhf convert` maps TRL's options to, and an example.
 
-`python scripts/from_trl_page.py` writes each table below its `<!-- ... -->` comment, from rlhf_cli/config/foreign.py
-and rlhf_cli/from_trl/versions.py, and the output of the example.
+`python scripts/from_trl_page.py` writes each table below its `<!-- ... -->` comment, from rlhf_cli/config/aliases.py
+and rlhf_cli/commands/convert/versions.py, and the output of the example.
 """
 
 import os
@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_cli.config.foreign import FOREIGN
-from rlhf_cli.config.written import written
-from rlhf_cli.from_trl.placing import home
-from rlhf_cli.from_trl.topics import OURS, SIZES
-from rlhf_cli.from_trl.versions import HABITS, OPTIONS, Option
+from rlhf_cli.commands.convert.options import home
+from rlhf_cli.commands.convert.rules import OURS, SIZES
+from rlhf_cli.commands.convert.versions import HABITS, OPTIONS, Option
+from rlhf_cli.config.aliases import FOREIGN
+from rlhf_cli.config.yaml_io import written
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/trl-options.md"

@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_cli.rows import write_jsonl
+from rlhf_cli.jsonl import write_jsonl
 
 SHARES = {"train": 0.2, "reward": 0.45, "judge": 0.25, "held-out": 0.1}
 PAIRINGS = 3  # how often each sentence of the reward part stands in a pair

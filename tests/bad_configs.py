@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.config import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError
 
 HEAD = {

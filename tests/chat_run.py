@@ -16,7 +16,7 @@ import pytest
 import tiny
 from ppo_folder import PROMPTS, as_stage, rlhf, write
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 from rlhf_cli.models import save, tokenizers
 
 PROMPT = "\x1b[?2004h> "  # behind what lets a paste of several lines come as one
@@ -44,10 +44,10 @@ def make(folder: Path, *, template: str | None = None) -> Path:
     asked = [[{"role": "user", "content": prompt}] if template else prompt for prompt in PROMPTS]
     answers = [[{"role": "assistant", "content": "ok"}] if template else " ok" for _ in PROMPTS]
     told = zip(asked, answers, strict=True)
-    rows.write_jsonl(folder / "sft.jsonl", [{"prompt": p, "completion": c} for p, c in told])
-    rows.write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in asked])
-    rows.write_jsonl(folder / "heldout.jsonl", [{"prompt": f"what is a {thing}?"} for thing in "abcdef"])
-    rows.write_jsonl(folder / "texts.jsonl", [{"text": prompt} for prompt in PROMPTS])
+    jsonl.write_jsonl(folder / "sft.jsonl", [{"prompt": p, "completion": c} for p, c in told])
+    jsonl.write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in asked])
+    jsonl.write_jsonl(folder / "heldout.jsonl", [{"prompt": f"what is a {thing}?"} for thing in "abcdef"])
+    jsonl.write_jsonl(folder / "texts.jsonl", [{"text": prompt} for prompt in PROMPTS])
     tokenizer = tokenizers.train_tokenizer(folder / "texts.jsonl", 280)
     if template:
         tokenizers.set_chat_template(tokenizer, template)

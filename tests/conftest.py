@@ -31,7 +31,7 @@ from ppo_folder import (  # noqa: F401  (fixtures of the stage tests)
     trained_once,
 )
 
-from rlhf_cli import checkpoints, rows, terminal
+from rlhf_cli import jsonl, runs, terminal
 
 typer.testing._get_command = cache(typer.testing._get_command)  # the options of all commands are read once, not a call
 
@@ -109,7 +109,7 @@ def _a_new_command() -> Any:
     """Each test starts as a new process would: no warning was said, no output is held."""
     terminal.forget_warnings()
     yield
-    checkpoints.release()
+    runs.release()
 
 
 @pytest.fixture(scope="session")
@@ -125,11 +125,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     good, bad = [answer(thing, "good") for thing in picked], [answer(thing, "bad") for thing in picked]
     made = World(folder, folder / "base", *(folder / f"{name}.jsonl" for name in ("text", "sft", "messages", "pairs")))
     texts = [prompt + reply for prompt, reply in zip(prompts + prompts, good + bad, strict=True)]
-    rows.write_jsonl(made.text, [{"text": text} for text in texts])
+    jsonl.write_jsonl(made.text, [{"text": text} for text in texts])
     both = list(zip(prompts, good, bad, strict=True))
-    rows.write_jsonl(made.sft, [{"prompt": p, "completion": draw.choice([g, b])} for p, g, b in both])
-    rows.write_jsonl(made.messages, [{"messages": _turns(p, g, "And?", "That is all.")} for p, g, _ in both])
-    rows.write_jsonl(made.pairs, [{"prompt": p, "chosen": g, "rejected": b} for p, g, b in both])
+    jsonl.write_jsonl(made.sft, [{"prompt": p, "completion": draw.choice([g, b])} for p, g, b in both])
+    jsonl.write_jsonl(made.messages, [{"messages": _turns(p, g, "And?", "That is all.")} for p, g, _ in both])
+    jsonl.write_jsonl(made.pairs, [{"prompt": p, "chosen": g, "rejected": b} for p, g, b in both])
     _make_base(made)
     return made
 

@@ -15,7 +15,7 @@ from damages import SILENT
 from ppo_folder import untimed
 from typer.testing import CliRunner
 
-from rlhf_cli import checkpoints, terminal
+from rlhf_cli import runs, terminal
 from rlhf_cli.cli import app
 
 OUTPUT = {"save_steps": 2, "keep": 3}
@@ -86,7 +86,7 @@ def rlhf(stage: str, run: Path, *more: str) -> Any:
     try:
         return CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *more])
     finally:
-        checkpoints.release()
+        runs.release()
 
 
 def refusal(result: Any) -> str:

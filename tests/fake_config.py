@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from rlhf_cli import checkpoints
+from rlhf_cli import runs
 
 
 @dataclass
@@ -54,8 +54,8 @@ def make_stage(run: Path, stage: str, weights: bytes = b"weights", **fields: Any
     """A finished stage folder, made through begin and finish."""
     run.mkdir(exist_ok=True)
     config = FakeConfig(run, stage)
-    wanted = checkpoints.identity(config, {}, {})
-    assert checkpoints.begin(config, wanted, {}, fresh=False) == "new"
+    wanted = runs.identity(config, {}, {})
+    assert runs.begin(config, wanted, {}, fresh=False) == "new"
     write_model(config.folder / "model", weights)
-    checkpoints.finish(config, wanted, parents={}, fields=fields)
+    runs.finish(config, wanted, parents={}, fields=fields)
     return config.folder

@@ -15,8 +15,9 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward
 from rlhf_cli.models.batch import EnsembleScores
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
-from rlhf_cli.ppo import HFEngine, ModelReward, PPOTrainer
-from rlhf_cli.rewards import EnsembleReward
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 
 PTX = [([5, 6], [7, 8, 2]), ([4], [9, 9, 9, 2]), ([3, 3, 3], [2])]
 # Name -> settings beside the usual ones. Of a batch of 8 rows micro-batches hold 4 in one process, 2 in each of two.
@@ -164,8 +165,10 @@ def spoil_model(made: PPOTrainer) -> PPOTrainer:
         shardable = True
 
         def __call__(self, rollout: Any) -> Any:
-            if rollout.first <= 5 < rollout.first + len(rollout):
-                raise RLHFError("R05", f"row {rollout.first + (5 - rollout.first)} has 90 tokens", hint="shorten it")
+            if rollout.row_offset <= 5 < rollout.row_offset + len(rollout):
+                raise RLHFError(
+                    "R05", f"row {rollout.row_offset + (5 - rollout.row_offset)} has 90 tokens", hint="shorten it"
+                )
             return model(rollout)
 
     made.rewards["model"] = Fails()

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import transformers
 
-from rlhf_cli import checkpoints
-from rlhf_cli.config import Options, load
+from rlhf_cli import runs
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
-from rlhf_cli.stages import eval as evaluation
-from rlhf_cli.stages import reward, sft
+from rlhf_cli.stages import eval, reward, sft
 
-STAGES: dict[str, ModuleType] = {"sft": sft, "reward": reward, "eval": evaluation}
+STAGES: dict[str, ModuleType] = {"sft": sft, "reward": reward, "eval": eval}
 
 
 def run(path: Path, process_group: ProcessGroup) -> None:
@@ -44,7 +44,7 @@ def dawdle(rank: int) -> None:
         return lambda *args: (time.sleep(0.1), do(*args))[1]
 
     if rank == 0:
-        checkpoints.make_room = slowly(checkpoints.make_room)
+        runs.make_room = slowly(runs.make_room)
     else:
         transformers.Trainer._save_rng_state = slowly(transformers.Trainer._save_rng_state)
 

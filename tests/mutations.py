@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.checkpoints.files import file_sha256, write_sealed
+from rlhf_cli.files import file_sha256, write_sealed
 
 ODD: list[Any] = [
     None, True, -1, 0, 1.5, 1e308, 10**30, "", "x", "1", "é\u2028<b>", [], ["x"], [1, "x"], [[]], {}, {"x": 1},

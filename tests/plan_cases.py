@@ -12,7 +12,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 from rlhf_cli.models import load, save
 
 # The most memory that a process ever held, less what it held once the same stage had run on next to nothing: the
@@ -63,9 +63,9 @@ def write(case: Case, folder: Path) -> Path:
     save.save_model(scorer, tokenizer, folder / "scorer", "A scorer.")
     texts = [" ".join(words[(n * 31 + k) % len(words)] for k in range(case.prompt)) for n in range(64)]
     answers = [" ".join(words[(n * 17 + k) % len(words)] for k in range(case.answer)) for n in range(64)]
-    rows.write_jsonl(folder / "prompts.jsonl", [{"prompt": text} for text in texts])
+    jsonl.write_jsonl(folder / "prompts.jsonl", [{"prompt": text} for text in texts])
     both = zip(texts, answers, strict=True)
-    rows.write_jsonl(folder / "sft.jsonl", [{"prompt": prompt, "completion": f" {answer}"} for prompt, answer in both])
+    jsonl.write_jsonl(folder / "sft.jsonl", [{"prompt": prompt, "completion": f" {answer}"} for prompt, answer in both])
     config: dict[str, Any] = {
         "sft": {"model": {"path": "base"}, "data": {"train": "sft.jsonl"}},
         "ppo": {"models": {"sft": "base", "reward": "scorer"}, "data": {"prompts": "prompts.jsonl"}},

@@ -9,9 +9,9 @@ import tiny
 import yaml
 from typer.testing import CliRunner, Result
 
-from rlhf_cli import checkpoints, rows
+from rlhf_cli import jsonl, runs
 from rlhf_cli.cli import app
-from rlhf_cli.config import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.models import save, tokenizers
 
 PROMPTS = [
@@ -45,7 +45,7 @@ EVAL = {
 def no_page() -> Iterator[None]:
     """An evaluation draws no page, which takes longer than a small one itself: for tests that look at none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rlhf_cli.report.write_beside", lambda folder: None)
+        patch.setattr("rlhf_cli.commands.report.write_beside", lambda folder: None)
         yield
 
 
@@ -53,8 +53,8 @@ def no_page() -> Iterator[None]:
 def origin(tmp_path_factory) -> Path:
     """sft_model, reward_model, prompts and a judge, made once."""
     folder = tmp_path_factory.mktemp("origin")
-    rows.write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    rows.write_jsonl(folder / "heldout.jsonl", [{"prompt": f"what is a {thing}?"} for thing in "abcdefghijkl"])
+    jsonl.write_jsonl(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    jsonl.write_jsonl(folder / "heldout.jsonl", [{"prompt": f"what is a {thing}?"} for thing in "abcdefghijkl"])
     (folder / "judges.py").write_text(
         "def short(prompts, responses):\n    return [-len(response) for response in responses]\n"
     )
@@ -105,11 +105,11 @@ def as_stage(folder: Path, stage: str, model: Path, config: dict, **fields: obje
     """A model's folder as the finished folder of a stage with this config and these fields in its manifest."""
     write(folder, stage, config)
     loaded = load(stage, folder / f"{stage}.yaml")
-    identity = checkpoints.identity(loaded, {}, loaded.sources())
-    checkpoints.begin(loaded, identity, {}, fresh=False)
+    identity = runs.identity(loaded, {}, loaded.sources())
+    runs.begin(loaded, identity, {}, fresh=False)
     shutil.copytree(model, folder / stage / "model")
-    checkpoints.finish(loaded, identity, parents={}, fields=fields)
-    checkpoints.release()
+    runs.finish(loaded, identity, parents={}, fields=fields)
+    runs.release()
 
 
 def as_reward_stage(folder: Path, **fields: object) -> None:
@@ -127,7 +127,7 @@ def ppo(folder: Path, *arguments: object):
 
 
 def lines(path: Path) -> list[dict]:
-    return [row for _, row in rows.read_jsonl(path)]
+    return [row for _, row in jsonl.read_jsonl(path)]
 
 
 def untimed(path: Path) -> list[dict]:

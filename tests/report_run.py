@@ -11,11 +11,11 @@ import pytest
 import yaml
 from markupsafe import Markup
 
-from rlhf_cli.checkpoints.files import describe, names_in, write_sealed
-from rlhf_cli.report import charts, frontier, page
-from rlhf_cli.report.runs import read_run
-from rlhf_cli.report.svg import Drawing
-from rlhf_cli.rows import write_jsonl
+from rlhf_cli.commands.report import charts, page, svg
+from rlhf_cli.commands.report.runs import read_run
+from rlhf_cli.commands.report.svg import Drawing
+from rlhf_cli.files import describe, names_in, write_sealed
+from rlhf_cli.jsonl import write_jsonl
 
 SFT_LOSSES = [3.0, 2.5, 2.25, 2.125]
 UPDATES = 20
@@ -186,7 +186,7 @@ def change(path: Path, **fields: Any) -> None:
 
 def draws_nothing(patch: pytest.MonkeyPatch) -> None:
     """Figures are empty where words are what is looked at: tests/test_report_page.py looks at figures."""
-    for module in (charts, frontier):
+    for module in (charts, svg):
         patch.setattr(module, "drawing", lambda name, about, *_: Drawing(name, about, Markup("<svg></svg>")))
 
 

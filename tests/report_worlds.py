@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from rlhf_cli import statistics
+from rlhf_cli.commands.report import charts, compare, summary
+from rlhf_cli.commands.report.health import readings
+from rlhf_cli.commands.report.rules import RULES, Rule
+from rlhf_cli.commands.report.runs import STAGES, Run, Stage
 from rlhf_cli.evaluation import frontier, reward_model
 from rlhf_cli.evaluation.render import summary_sentence
 from rlhf_cli.evaluation.reward_model import ScoredPair
-from rlhf_cli.report import compare, drawn, glance
-from rlhf_cli.report.health import readings
-from rlhf_cli.report.ranges import RULES, Rule
-from rlhf_cli.report.runs import STAGES, Run, Stage
 
 Draw = np.random.Generator
 SIZES = (32, 64, 256)  # prompts of an evaluation, pairs of a card
@@ -31,12 +31,12 @@ def run(*stages: Stage, report: Mapping[str, Any] | None = None) -> Run:
 
 def page(one: Run) -> Iterator[str]:
     """What the page concludes of a run."""
-    badges = glance.badges(one)
+    badges = summary.badges(one)
     for badge in badges:
         yield from (*badge.reasons, badge.todo)
-    yield glance.suspect(one, badges)
+    yield summary.suspect(one, badges)
     if one.report:
-        yield from glance.sentences(one)
+        yield from summary.sentences(one)
         yield summary_sentence(one.report) or ""
 
 
@@ -95,7 +95,7 @@ def along(draw: Draw, *, gain: float = 0.0) -> Iterator[str]:
         point["judges"]["gold"]["within_noise"] = point["step"] in near
     report = {"n": n, "models": {"sft": points[0]}, "frontier": points, **picked}
     yield from page(run(report=report))
-    yield from (figure.sentence for figure in drawn.frontiers(report))
+    yield from (figure.sentence for figure in charts.frontiers(report))
 
 
 def rewarded(

@@ -17,11 +17,12 @@ from conftest import World
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rlhf_cli import checkpoints, rows
-from rlhf_cli.config import Options, load
+from rlhf_cli import jsonl, runs
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
-from rlhf_cli.stages import reward, sft, trl_training
+from rlhf_cli.stages import reward, sft, trl_common
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
 
@@ -101,7 +102,7 @@ def test_the_reward_model_is_read_with_its_own_head_and_scale(adapters_run: Path
 
 def test_the_card_and_the_headline_are_of_what_readers_get(adapters_run: Path) -> None:
     manifest = json.loads((adapters_run / "sft/manifest.json").read_text())
-    last = [row for _, row in rows.read_jsonl(adapters_run / "sft/metrics.jsonl") if "eval_loss" in row][-1]
+    last = [row for _, row in jsonl.read_jsonl(adapters_run / "sft/metrics.jsonl") if "eval_loss" in row][-1]
     assert last["step"] == 12 and last["eval_loss"] == pytest.approx(manifest["metrics"]["eval_loss"], rel=1e-3)
     assert "LoRA" in (adapters_run / "sft/model/README.md").read_text()
 
@@ -112,7 +113,7 @@ def test_the_card_and_the_headline_are_of_what_readers_get(adapters_run: Path) -
 def trainer_of(folder: Path, stage: str, *changes: str) -> Any:
     """The stage's trainer, before it trains."""
     config = load(stage, folder / f"{stage}.yaml", changes)
-    parents = checkpoints.open_parents(config)
+    parents = runs.open_parents(config)
     if stage == "sft":
         tokenizer, model = sft.start(config, Options(), parents)
         return sft.make_trainer(config, model, tokenizer, *sft.read(config, tokenizer, model.config, None), None)
@@ -185,7 +186,7 @@ def test_e02_4_bits_learn_and_a_cpu_is_called_slow(
     result = rlhf("sft", "-s", "sft.max_steps=24")
     where = ("weights in 4 bits work on", "slowly", "hint: lora is faster")
     assert torch.cuda.is_available() or warned(result, "E02", "sft.yaml:1: ", *where)
-    losses = [row["loss"] for _, row in rows.read_jsonl(Path("sft/metrics.jsonl")) if "loss" in row]
+    losses = [row["loss"] for _, row in jsonl.read_jsonl(Path("sft/metrics.jsonl")) if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
     manifest = json.loads(Path("sft/manifest.json").read_text())
     assert manifest["versions"]["bitsandbytes"] and sizes(Path("sft")) < 60_000
@@ -213,7 +214,7 @@ def test_other_families_go_through_sft_and_reward(
     import families
 
     folder = write(tmp_path / "run", world, base="gpt2")
-    families.write_causal(folder / "gpt2", "gpt2", [row["text"] for _, row in rows.read_jsonl(world.text)])
+    families.write_causal(folder / "gpt2", "gpt2", [row["text"] for _, row in jsonl.read_jsonl(world.text)])
     monkeypatch.chdir(folder)
     manifest = run(folder, "sft", "-s", "model.adapters={kind: qlora, r: 4}")
     assert manifest["special_tokens"]["pad"] == len(tokenizers.load_tokenizer(folder / "gpt2"))
@@ -257,7 +258,7 @@ def test_a_stopped_stage_ends_in_the_bytes_of_a_straight_one(
     """Stopped behind an evaluation, between two regular checkpoints; then once more from a checkpoint after a kill."""
     folders = [write(tmp_path / name, world, parent="model") for name in ("straight", "stopped")]
     whole = run(folders[0], stage, *CASES[stage])
-    real = trl_training.Follower.on_step_end
+    real = trl_common.Follower.on_step_end
 
     def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 5:
@@ -265,7 +266,7 @@ def test_a_stopped_stage_ends_in_the_bytes_of_a_straight_one(
         real(self, args, state, control, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(trl_training.Follower, "on_step_end", on_step_end)
+        patched.setattr(trl_common.Follower, "on_step_end", on_step_end)
         assert rlhf(stage, "-c", str(folders[1] / f"{stage}.yaml"), *CASES[stage]).exit_code == 143
     assert (folders[1] / stage / "state/checkpoint-5").is_dir()
     assert run(folders[1], stage, *CASES[stage])["model_sha256"] == whole["model_sha256"]
@@ -278,7 +279,7 @@ def test_a_stopped_stage_ends_in_the_bytes_of_a_straight_one(
 
 
 def untimed(folder: Path) -> list[dict[str, Any]]:
-    lines = [row for _, row in rows.read_jsonl(folder / "metrics.jsonl")]
+    lines = [row for _, row in jsonl.read_jsonl(folder / "metrics.jsonl")]
     return [{name: value for name, value in line.items() if name != "time_s"} for line in lines]
 
 
@@ -315,7 +316,7 @@ def test_a_whole_reward_model_may_stand_on_sft_adapters(adapters_copy: Path) -> 
 
 
 def test_the_hash_of_an_adapter_covers_its_base(adapters_run: Path) -> None:
-    from rlhf_cli.checkpoints.adapters import whole_sha256
+    from rlhf_cli.runs.adapters import whole_sha256
 
     manifest = json.loads((adapters_run / "sft/manifest.json").read_text())
     assert manifest["model_sha256"] == whole_sha256(manifest["files"], manifest["parents"])
@@ -376,8 +377,8 @@ def test_adapters_have_a_learning_rate_of_their_own(world: World, tmp_path: Path
 def test_neither_library_is_imported_by_what_reads_whole_models(adapters_run: Path) -> None:
     """Of ours. transformers' schedules and TRL's trainers import peft themselves where it is installed."""
     code = (
-        "import sys\nfrom rlhf_cli import cli\nfrom rlhf_cli.check import trial\nfrom rlhf_cli.stages import eval\n"
-        "from rlhf_cli.models import load\n"
+        "import sys\nfrom rlhf_cli import cli\nfrom rlhf_cli.commands import check_models\n"
+        "from rlhf_cli.stages import eval\nfrom rlhf_cli.models import load\n"
         f"load.load_causal_lm({str(adapters_run / 'model')!r})\nprint({{'peft', 'bitsandbytes'}} & sys.modules.keys())"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
@@ -387,11 +388,11 @@ def test_neither_library_is_imported_by_what_reads_whole_models(adapters_run: Pa
 
 def test_memory_is_counted_through_adapters(adapters_copy: Path) -> None:
     """E03 counts what is trained once, what stands still too, and of an adapter the base below it."""
-    from rlhf_cli.inputs import machine
-    from rlhf_cli.preferences.facts import count_parameters
+    from rlhf_cli.commands.init.sizes import count_parameters
+    from rlhf_cli.stages import hardware
 
     numbers = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
     for stage, counts in (("sft", (0, numbers)), ("reward", (0, numbers)), ("ppo", (2 * numbers, 2 * numbers))):
         config = load(stage, adapters_copy / f"{stage}.yaml")
-        assert machine._counts(config, checkpoints.open_parents(config)) == counts
+        assert hardware._counts(config, runs.open_parents(config)) == counts
     assert count_parameters(adapters_copy / "reward/model") == numbers

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.config import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import build, save
 from rlhf_cli.models.load import load_causal_lm

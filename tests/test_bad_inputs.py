@@ -6,7 +6,7 @@ import pytest
 import yaml
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 
 
 def test_c01_unknown_key(folder: Path) -> None:
@@ -134,7 +134,7 @@ def test_c13_a_new_model_of_fewer_positions_than_max_length(folder: Path) -> Non
 
 
 def test_c13_rows_longer_than_the_context(folder: Path) -> None:
-    rows.write_jsonl(folder / "rows.jsonl", [{"prompt": "Tell me", "completion": " about the sun" * 100}] * 8)
+    jsonl.write_jsonl(folder / "rows.jsonl", [{"prompt": "Tell me", "completion": " about the sun" * 100}] * 8)
     result = rlhf("sft")
     says = ("sft.max_length 1024 lets rows of ", "more than the model's 128 positions", "by 896, to 128")
     assert refused(result, "C13", "sft.yaml:3: ", *says)

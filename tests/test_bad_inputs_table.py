@@ -1,6 +1,6 @@
 """Every code that a user may meet, and the tests that put it through the real CLI: code, place, fix and exit code.
 
-The first tests hold the table against `rlhf_cli/codes/` and, where ../shared is there, against BAD-INPUTS.md.
+The first tests hold the table against `rlhf_cli/error_codes/` and, where ../shared is there, against BAD-INPUTS.md.
 """
 
 import ast
@@ -12,7 +12,7 @@ from conftest import SHARED
 from typer.testing import CliRunner
 
 from rlhf_cli.cli import app
-from rlhf_cli.codes import CODES
+from rlhf_cli.error_codes import CODES
 
 HERE = Path(__file__).parent
 INPUTS, DATA, MODELS, ALARMS = "test_bad_inputs", "test_bad_data", "test_bad_models", "test_stage_ppo_alarms"

@@ -8,7 +8,7 @@ import pytest
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 from tokenizers.processors import TemplateProcessing
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 from rlhf_cli.models import tokenizers
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
@@ -55,7 +55,7 @@ def test_t03_two_start_tokens(folder: Path) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<pad> $A", special_tokens=special)
     tokenizer.save_pretrained(folder / "model")
     row = {"prompt": "Tell me", "completion": " Yes."}
-    rows.write_jsonl(folder / "rows.jsonl", [row, {**row, "prompt": "<pad>Tell me"}] * 4)
+    jsonl.write_jsonl(folder / "rows.jsonl", [row, {**row, "prompt": "<pad>Tell me"}] * 4)
     says = (
         "4 of 8 texts start with '<pad>' twice: they contain one, and the tokenizer adds another",
         "hint: remove <pad>",
@@ -81,7 +81,7 @@ def test_t05_template_differs_between_stages(folder: Path) -> None:
 def test_t06_a_template_that_never_trains_the_stop_token(folder: Path) -> None:
     (folder / "open.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     replace("sft.yaml", "path: model", "path: model, chat_template: open.jinja")
-    rows.write_jsonl(folder / "rows.jsonl", [{"messages": TURNS}] * 8)
+    jsonl.write_jsonl(folder / "rows.jsonl", [{"messages": TURNS}] * 8)
     assert warned(
         check("sft.yaml"), "T06", "", "the chat template does not end an answer with a stop token", "'<eos>' is used"
     )

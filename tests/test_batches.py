@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_cli.config import load
-from rlhf_cli.data import Prompt
-from rlhf_cli.inputs import batches
-from rlhf_cli.sources import Place
-from rlhf_cli.stages import ppo_setup
+from rlhf_cli.config.loading import load
+from rlhf_cli.data.datasets import Prompt
+from rlhf_cli.data.readers import Place
+from rlhf_cli.stages import ppo_setup, trl_common
 
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2}
 
@@ -33,24 +32,24 @@ def config_of(folder: Path, stage: str, **settings: Any) -> Any:
 )
 def test_sft(tmp_path: Path, processes: int, packed: int | None, said: str) -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 14
-    assert batches.arithmetic(config_of(tmp_path, "sft", **SIZES), rows, processes, packed=packed) == said
+    assert trl_common.arithmetic(config_of(tmp_path, "sft", **SIZES), rows, processes, packed=packed) == said
 
 
 def test_packed_rows_of_a_given_number_of_steps(tmp_path: Path) -> None:
     config = config_of(tmp_path, "sft", max_steps=9)
-    assert batches.arithmetic(config, [{}] * 4, packed=0) == "4 rows; a step: 8 x 1 = 8 sequences; in all 9 steps"
+    assert trl_common.arithmetic(config, [{}] * 4, packed=0) == "4 rows; a step: 8 x 1 = 8 sequences; in all 9 steps"
 
 
 def test_pairs_have_the_tokens_of_both_answers(tmp_path: Path) -> None:
     rows = [{"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [1, 2, 3]}] * 6
     said = "6 pairs, 30 tokens; a step: 2 x 3 = 6 pairs; in all 2 steps"
-    assert batches.arithmetic(config_of(tmp_path, "reward", **SIZES), rows) == said
+    assert trl_common.arithmetic(config_of(tmp_path, "reward", **SIZES), rows) == said
 
 
 def test_ppo_in_two_processes(tmp_path: Path) -> None:
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "total_episodes": 64}
     config = ppo_setup.scale_to_world_size(config_of(tmp_path, "ppo", **sizes), 2)
-    said = "20 prompts; an update: 4 x 2 x 2 processes = 16 episodes, 1 to a prompt; 4 epochs x 1 minibatches = 4 "
+    said = "20 prompts; an update: 4 x 2 x 2 processes = 16 episodes, 1 per prompt; 4 epochs x 1 minibatches = 4 "
     assert (
         ppo_setup.describe_batches(config, [Prompt([1], "a", Place(Path("p"), 1))] * 20, 2)
         == f"{said}optimizer steps; in all 4 updates, 64 episodes"

@@ -298,7 +298,7 @@ def test_help_is_quick_and_loads_no_torch():
 WATCHED = """
 import hashlib, importlib, time
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.sources import read_rows
+from rlhf_cli.data.sources import read_rows
 def spin(seconds):
     until = time.process_time() + seconds
     while time.process_time() < until: pass

@@ -12,7 +12,7 @@ from canaries import PICKLES, is_pickle, leaks, run
 from typer.testing import CliRunner, Result
 
 from rlhf_cli.cli import app
-from rlhf_cli.report import brief
+from rlhf_cli.commands.report import brief
 
 STAGES = ["sft", "reward", "ppo", "eval"]
 

@@ -12,18 +12,20 @@ from chat_run import CONTEXT, PROMPT, Terminal, make
 from ppo_folder import lines, write
 from typer.testing import CliRunner, Result
 
-from rlhf_cli import chat, data, rows, terminal
-from rlhf_cli.chat.cast import cast
-from rlhf_cli.chat.commands import COMMANDS
-from rlhf_cli.chat.talk import Talk
-from rlhf_cli.chat.turns import Form, Numbers, Reply, Sampling, Turn
-from rlhf_cli.checkpoints import locks
+from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.cli import app
-from rlhf_cli.config import Options
+from rlhf_cli.commands import chat
+from rlhf_cli.commands.chat import COMMANDS
+from rlhf_cli.commands.chat.generate import Form, Numbers, Reply, Sampling, Turn
+from rlhf_cli.commands.chat.models import cast
+from rlhf_cli.commands.chat.session import Talk
+from rlhf_cli.config.base import Options
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import load, tokenizers
-from rlhf_cli.ppo import HFEngine, Prompts
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.runs import locks
 
 pytestmark = pytest.mark.training
 
@@ -171,7 +173,7 @@ def test_a_prompt_has_the_ids_that_ppo_would_read(
     kind: str,
 ) -> None:
     """Against `data.prompt_rows` of a file whose row says the same."""
-    rows.write_jsonl(tmp_path / "prompts.jsonl", [row])
+    jsonl.write_jsonl(tmp_path / "prompts.jsonl", [row])
     made = form(chat_origin, data.prompt_form(tmp_path / "prompts.jsonl"), template)
     (wanted,) = data.prompt_rows(tmp_path / "prompts.jsonl", made.tokenizer, max_length=None)
     before = turns() if made.has_turns else []
@@ -206,7 +208,7 @@ def test_a_conversation_goes_on_and_is_saved_as_messages(chats: Path, tmp_path: 
     assert "no PPO policy: none was begun, so the SFT model answers" in result.stderr
     assert "prompts: the chat template, with what was said before" in result.stderr
     assert "temperature 0.7, at most 53 tokens, as PPO has it" in result.stderr  # there is no ppo.yaml
-    ((_, row),) = rows.read_jsonl(tmp_path / "said.jsonl")
+    ((_, row),) = jsonl.read_jsonl(tmp_path / "said.jsonl")
     contents = [message["content"] for message in row["messages"]]
     assert contents[::2] == ["Be kind.", contents[2], contents[4]] and contents[1:4:2] == ["Hello.", "And now?"]
     first, second = row["chat"]["replies"]

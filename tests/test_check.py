@@ -14,8 +14,9 @@ from cost import cost
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rlhf_cli import pipeline, presets, rows
+from rlhf_cli import distributed, jsonl
 from rlhf_cli.cli import app
+from rlhf_cli.commands import init, run
 from rlhf_cli.models import tokenizers
 
 
@@ -25,9 +26,9 @@ def run_folder(folder: Path) -> Path:
     replace("reward.yaml", "model: {path: model}\n", "")
     replace("ppo.yaml", "models: {sft: model, reward: scorer}\n", "")
     replace("ppo.yaml", "total_episodes: 64", "total_episodes: 64\n  response_length: 32")
-    pairs = {json.dumps(row): row for _, row in rows.read_jsonl(folder / "pairs.jsonl")}  # none twice
-    rows.write_jsonl(folder / "pairs.jsonl", pairs.values())
-    rows.write_jsonl(folder / "held-out.jsonl", [{"prompt": f"And the {n}?"} for n in range(9)])
+    pairs = {json.dumps(row): row for _, row in jsonl.read_jsonl(folder / "pairs.jsonl")}  # none twice
+    jsonl.write_jsonl(folder / "pairs.jsonl", pairs.values())
+    jsonl.write_jsonl(folder / "held-out.jsonl", [{"prompt": f"And the {n}?"} for n in range(9)])
     (folder / "eval.yaml").write_text("data: {prompts: held-out.jsonl}\neval: {n: 9, best_of: []}\n")
     return folder
 
@@ -68,7 +69,7 @@ def test_selecting_by_what_ppo_was_trained_on_is_warned_of(run_folder: Path) -> 
 @pytest.mark.training
 def test_a_run_looks_at_everything_first(run_folder: Path) -> None:
     """A fault of the third stage ends it before the first one."""
-    rows.write_jsonl(run_folder / "prompts.jsonl", [{"prompt": f"Tell me about {n}."} for n in range(70)])
+    jsonl.write_jsonl(run_folder / "prompts.jsonl", [{"prompt": f"Tell me about {n}."} for n in range(70)])
     with (run_folder / "prompts.jsonl").open("a") as file:
         file.write('{"prompt": null}\n')
     command = [sys.executable, "-m", "rlhf_cli", "run", "."]
@@ -84,7 +85,7 @@ def test_a_run_looks_at_everything_first(run_folder: Path) -> None:
 
 
 def test_quiet_says_errors_alone(run_folder: Path) -> None:
-    rows.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": "And?"}] * 9 + [{"prompt": "And? " * 99}])
+    jsonl.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": "And?"}] * 9 + [{"prompt": "And? " * 99}])
     assert "D10" in check(".").stderr
     quiet = check(".", "--quiet")
     assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, "", "")
@@ -93,7 +94,7 @@ def test_quiet_says_errors_alone(run_folder: Path) -> None:
 def test_lengths_are_those_of_the_stage(folder: Path) -> None:
     tokenizer = tokenizers.load_tokenizer(folder / "model")
     texts = [{"prompt": "Tell me", "completion": " about the sun" * (n % 7 + 1)} for n in range(96)]
-    rows.write_jsonl(folder / "rows.jsonl", texts)
+    jsonl.write_jsonl(folder / "rows.jsonl", texts)
     lengths = [
         len(tokenizer(row["prompt"]).input_ids) + len(tokenizer(row["completion"]).input_ids) + 1 for row in texts
     ]
@@ -105,7 +106,7 @@ def test_lengths_are_those_of_the_stage(folder: Path) -> None:
 
 def test_everything_that_is_wrong_is_told_at_once(run_folder: Path) -> None:
     replace("sft.yaml", "max_steps: 1", "max_steps: 1, lr: 1")
-    rows.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "b"}])
+    jsonl.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "b"}])
     replace("ppo.yaml", "prompts.jsonl", "promts.jsonl")
     replace("eval.yaml", "eval:", 'judges: {mine: "no_such_module:score"}\neval:')
     result = check(".")
@@ -129,10 +130,10 @@ def test_a_stage_with_wrong_values_has_its_files_looked_at(run_folder: Path, mon
     alone = check("reward.yaml").stderr
     assert {line[6:9] for line in alone.splitlines() if line.startswith("error[")} == {"C06", "C01", "D01", "M01"}
     children: list[list[str]] = []
-    monkeypatch.setattr(pipeline, "_run_child", lambda command: children.append(command) or 2)
+    monkeypatch.setattr(run, "_run_child", lambda command: children.append(command) or 2)
     done = CliRunner().invoke(app, ["run", "."])  # which hands on what its child says
     assert (done.exit_code, done.output) == (2, "")
-    assert children == [[*pipeline.OURSELVES, "check", ".", "--quiet"]]
+    assert children == [[*distributed.RLHF_COMMAND, "check", ".", "--quiet"]]
     assert check(".", "--quiet").stderr.count("error[") == 4
 
 
@@ -154,9 +155,9 @@ def test_what_check_says_is_what_the_stage_says(folder: Path, stage: str, break_
 
 def test_json(folder: Path) -> None:
     replace("sft.yaml", "path: model", "path: owner/model")
-    rows.write_jsonl(folder / "rows.jsonl", [{"prompt": "a", "completion": ""}])
+    jsonl.write_jsonl(folder / "rows.jsonl", [{"prompt": "a", "completion": ""}])
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    rows.write_jsonl(folder / "pairs.jsonl", [{**pair, "prompt": f"{n}"} for n in range(8)])
+    jsonl.write_jsonl(folder / "pairs.jsonl", [{**pair, "prompt": f"{n}"} for n in range(8)])
     replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: pairs.jsonl")
     report = found("sft.yaml")
     place, hint = "rows.jsonl:1", "correct the row, or set data.on_bad: drop"
@@ -177,7 +178,7 @@ def test_a_hub_that_is_not_there_is_no_fault(run_folder: Path) -> None:
     told = [line for line in result.stdout.splitlines() if line.startswith("not checked: ")]
     assert len(told) == 5 and "hf download owner/model" in told[0] and "ppo data.prompts: owner/prompts" in told[1]
     assert "tokenizer is not known" in told[2] and lines(result.stdout)["sft", "data.train"] == "96 rows"
-    rows.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "", "chosen": "a", "rejected": "b"}])
+    jsonl.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "", "chosen": "a", "rejected": "b"}])
     assert check(".").exit_code == 2
 
 
@@ -214,8 +215,8 @@ def test_fresh_weights(run_folder: Path) -> None:
 
 def test_evaluation_prompts_that_a_stage_trains_on(run_folder: Path) -> None:
     """D13 across stages, told for each data that holds them."""
-    _, pair = next(rows.read_jsonl(run_folder / "pairs.jsonl"))
-    rows.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": pair["prompt"]}, {"prompt": "Something else?"}])
+    _, pair = next(jsonl.read_jsonl(run_folder / "pairs.jsonl"))
+    jsonl.write_jsonl(run_folder / "held-out.jsonl", [{"prompt": pair["prompt"]}, {"prompt": "Something else?"}])
     result = check(".")
     told = [line for line in result.stderr.splitlines() if line.startswith("warning[D13]: eval.yaml:1: ")]
     assert [line.rpartition(" ")[2] for line in told] == ["rows.jsonl", "pairs.jsonl", "prompts.jsonl"]
@@ -320,9 +321,9 @@ def test_static_faults_are_found_quickly_without_torch(run_folder: Path) -> None
 def test_nine_faults_of_one_folder_at_once(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of configs, files, rows, batches, models, functions and the output, each with its place; two of one stage."""
     replace("sft.yaml", "max_steps: 1", "max_steps: 1, max_length: 999, per_device_train_batch_size: 99")
-    rows.write_jsonl(run_folder / "rows.jsonl", [{"prompt": "Tell me", "completion": " about the sun" * 60}] * 8)
+    jsonl.write_jsonl(run_folder / "rows.jsonl", [{"prompt": "Tell me", "completion": " about the sun" * 60}] * 8)
     replace("reward.yaml", "data:", "model: {path: ./modle}\ndata:")
-    rows.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "b"}])
+    jsonl.write_jsonl(run_folder / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "b"}])
     replace("ppo.yaml", "prompts.jsonl", "promts.jsonl")
     replace("ppo.yaml", "ppo:", "rewards: {mine: {function: 'no_such:module'}}\nppo:\n  num_shared_layers: 2")
     replace("eval.yaml", "n: 9", "m: 9")
@@ -336,13 +337,13 @@ def test_nine_faults_of_one_folder_at_once(run_folder: Path, monkeypatch: pytest
 
 
 def test_a_preset_is_all_right(tmp_path: Path) -> None:
-    presets.init("ci", tmp_path / "ci")
+    init.init("ci", tmp_path / "ci")
     assert check(str(tmp_path / "ci")).exit_code == 0
 
 
 def test_one_prompt_for_all_rows_is_no_leak(folder: Path) -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    rows.write_jsonl(folder / "pairs.jsonl", [{**pair, "chosen": f"{n}"} for n in range(8)])
+    jsonl.write_jsonl(folder / "pairs.jsonl", [{**pair, "chosen": f"{n}"} for n in range(8)])
     replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: pairs.jsonl")
     assert "D13" not in check("reward.yaml").stderr
 

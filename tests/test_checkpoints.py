@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from fake_config import FakeConfig, make_stage, write_model
 
-from rlhf_cli import checkpoints
-from rlhf_cli.checkpoints import Parent
+from rlhf_cli import runs
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.runs.parents import Parent
 
 
 def refusal(path: Path | str, *expect: str) -> RLHFError:
     with pytest.raises(RLHFError) as caught:
-        checkpoints.open_parent(str(path), expect=expect, key="models.reward", where="ppo.yaml:4")
+        runs.open_parent(str(path), expect=expect, key="models.reward", where="ppo.yaml:4")
     return caught.value
 
 
@@ -24,7 +24,7 @@ def refusal(path: Path | str, *expect: str) -> RLHFError:
 
 def test_a_finished_stage_is_a_parent(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft", tokenizer_sha256="aa")
-    parent = checkpoints.open_parent(str(folder), expect=("sft",), key="models.sft", where="ppo.yaml:3")
+    parent = runs.open_parent(str(folder), expect=("sft",), key="models.sft", where="ppo.yaml:3")
     assert (parent.stage, parent.model, parent.key) == ("sft", folder / "model", "models.sft")
     assert parent.sha256 == parent.manifest["model_sha256"]
     assert parent.manifest["tokenizer_sha256"] == "aa"
@@ -67,28 +67,28 @@ def test_a_stage_trusts_no_weights_that_their_stage_did_not_write(tmp_path: Path
     """Of the right size, so that the look at the chain takes them; what loads them does not."""
     folders = [make_stage(tmp_path / name, "reward") for name in ("a", "b")]
     parents = {
-        key: checkpoints.open_parent(str(folder), expect=("reward",), key=key, where="w")
+        key: runs.open_parent(str(folder), expect=("reward",), key=key, where="w")
         for key, folder in zip(
             ("models.reward", "models.value", "rewards.x.model"), [*folders, folders[1]], strict=True
         )
     }
     config = FakeConfig(tmp_path / "run", "ppo")
-    wanted = checkpoints.identity(config, parents, {})
+    wanted = runs.identity(config, parents, {})
     for folder in folders:
         (folder / "model/model.safetensors").write_bytes(b"weigHts")
     with pytest.raises(RLHFError) as caught:
-        checkpoints.begin(config, wanted, parents, fresh=False)
+        runs.begin(config, wanted, parents, fresh=False)
     assert [problem.code for problem in caught.value.problems] == ["M10", "M10"]
     assert "model/model.safetensors: its content is not what was written (sha256 differs)" in str(caught.value)
     for folder in folders:
         (folder / "model/model.safetensors").write_bytes(b"weights")
-    assert checkpoints.begin(config, wanted, parents, fresh=False) == "new"
+    assert runs.begin(config, wanted, parents, fresh=False) == "new"
 
 
 def test_files_beside_the_model_do_not_spoil_a_parent(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "reward")
     (folder / "config.yaml").unlink()
-    assert checkpoints.open_parent(str(folder), expect=("reward",), key="k", where="w").stage == "reward"
+    assert runs.open_parent(str(folder), expect=("reward",), key="k", where="w").stage == "reward"
 
 
 def test_the_inside_of_a_stage_is_refused_and_the_stage_named(tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_a_plain_folder_is_foreign_and_has_the_hash_of_the_same_model_in_a_stage
     folder = make_stage(tmp_path, "sft")
     write_model(tmp_path / "plain")
     (tmp_path / "plain/README.md").write_text("another card")
-    parent = checkpoints.open_parent(str(tmp_path / "plain"), expect=("sft",), key="k", where="w")
+    parent = runs.open_parent(str(tmp_path / "plain"), expect=("sft",), key="k", where="w")
     assert (parent.stage, parent.model, parent.manifest) == ("foreign", tmp_path / "plain", {})
     assert parent.sha256 == json.loads((folder / "manifest.json").read_text())["model_sha256"]
     write_model(tmp_path / "plain", b"weightz")
-    assert checkpoints.open_parent(str(tmp_path / "plain"), expect=("sft",), key="k", where="w").sha256 != parent.sha256
+    assert runs.open_parent(str(tmp_path / "plain"), expect=("sft",), key="k", where="w").sha256 != parent.sha256
 
 
 def test_nothing_there_names_what_is_near_or_the_stage_to_run(tmp_path: Path) -> None:
@@ -152,14 +152,14 @@ def test_a_cached_hub_id_is_a_foreign_parent_at_its_revision(tmp_path: Path, mon
     (tmp_path / "models--some--model/refs").mkdir()
     (tmp_path / "models--some--model/refs/main").write_text("a" * 40)
     found = [
-        checkpoints.open_parent("some/model", expect=("sft",), key="models.sft", where="w", revision=revision)
+        runs.open_parent("some/model", expect=("sft",), key="models.sft", where="w", revision=revision)
         for revision in (None, "b" * 40)
     ]
     assert [parent.model.name for parent in found] == ["a" * 40, "b" * 40]
     assert {(parent.stage, parent.hub) for parent in found} == {("foreign", "some/model")}
     assert found[0].sha256 != found[1].sha256
     with pytest.raises(RLHFError, match="at revision cccc"):
-        checkpoints.open_parent("some/model", expect=(), key="models.sft", where="w", revision="cccc")
+        runs.open_parent("some/model", expect=(), key="models.sft", where="w", revision="cccc")
 
 
 # Which models a config names
@@ -179,7 +179,7 @@ def test_ppo_needs_the_reward_model_only_where_something_reads_it(tmp_path: Path
     classifier = SimpleNamespace(model=None, models={}, pipeline="/models/z")
 
     def keys(config: Any) -> list[str]:
-        return [reference.key for reference in checkpoints.references(config)]
+        return [reference.key for reference in runs.references(config)]
 
     assert keys(ppo_config(tmp_path)) == ["models.sft", "models.reward"]
     assert keys(ppo_config(tmp_path, short=function)) == ["models.sft", "models.reward"]
@@ -193,15 +193,15 @@ def test_ppo_needs_the_reward_model_only_where_something_reads_it(tmp_path: Path
 def test_judges_that_are_functions_are_no_parents(tmp_path: Path) -> None:
     models = SimpleNamespace(sft="/s", ppo="/p", reward="/r", base=None)
     config = SimpleNamespace(stage="eval", models=models, judges={"gold": "rlhf_cli.demo.gold:judge", "other": "/o"})
-    keys = [reference.key for reference in checkpoints.references(config)]
+    keys = [reference.key for reference in runs.references(config)]
     assert keys == ["models.sft", "models.ppo", "models.reward", "judges.other"]
     models.base = "/b"
-    assert "models.base" in [reference.key for reference in checkpoints.references(config)]
+    assert "models.base" in [reference.key for reference in runs.references(config)]
 
 
 def test_all_parents_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
-        checkpoints.open_parents(ppo_config(tmp_path))
+        runs.open_parents(ppo_config(tmp_path))
     assert [problem.where for problem in caught.value.problems] == ["ppo.yaml:models.sft", "ppo.yaml:models.reward"]
 
 
@@ -209,7 +209,7 @@ def test_a_stage_is_not_its_own_parent(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
     config = FakeConfig(tmp_path, "sft", model=SimpleNamespace(path=str(folder), revision=None))
     with pytest.raises(RLHFError, match="names the folder that this stage writes"):
-        checkpoints.open_parents(config)
+        runs.open_parents(config)
 
 
 # Tokenizers
@@ -226,25 +226,25 @@ def test_parents_with_other_tokenizers_or_templates_are_refused_with_both_hashes
     c = parent("models.reward", tokenizer_sha256="a" * 64, template_sha256="2" * 64)
     for other, code, hashes in ((b, "T04", ("a" * 12, "b" * 12)), (c, "T05", ("1" * 12, "2" * 12))):
         with pytest.raises(RLHFError) as caught:
-            checkpoints.check_same_tokenizer(a, other, where="ppo.yaml:5")
+            runs.check_same_tokenizer(a, other, where="ppo.yaml:5")
         assert caught.value.problems[0].code == code
         assert caught.value.problems[0].where == "ppo.yaml:5"
         assert all(sha in str(caught.value) for sha in hashes)
-    checkpoints.check_same_tokenizer(a, a, where="ppo.yaml:5")
+    runs.check_same_tokenizer(a, a, where="ppo.yaml:5")
 
 
 def test_a_template_on_one_side_only_differs_between_stages_of_ours() -> None:
     a = parent("models.sft", tokenizer_sha256="a", template_sha256="1")
     b = parent("models.reward", tokenizer_sha256="a", template_sha256=None)
     with pytest.raises(RLHFError, match="T05"):
-        checkpoints.check_same_tokenizer(a, b, where="w")
+        runs.check_same_tokenizer(a, b, where="w")
 
 
 def test_foreign_parents_are_compared_by_what_the_caller_found() -> None:
     a, foreign = parent("models.sft", tokenizer_sha256="a", template_sha256="1"), parent("models.reward")
-    checkpoints.check_same_tokenizer(a, foreign, where="w")  # nobody knows
+    runs.check_same_tokenizer(a, foreign, where="w")  # nobody knows
     known = {"models.reward": {"tokenizer_sha256": "a", "template_sha256": None}}
-    checkpoints.check_same_tokenizer(a, foreign, where="w", foreign=known)
+    runs.check_same_tokenizer(a, foreign, where="w", foreign=known)
     known = {"models.reward": {"tokenizer_sha256": "b", "template_sha256": None}}
     with pytest.raises(RLHFError, match="T04"):
-        checkpoints.check_same_tokenizer(a, foreign, where="w", foreign=known)
+        runs.check_same_tokenizer(a, foreign, where="w", foreign=known)

@@ -16,10 +16,10 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import rlhf_cli
-from rlhf_cli import checkpoints, cli, config
-from rlhf_cli.cli import app, training
-from rlhf_cli.cli.elsewhere import ELSEWHERE
-from rlhf_cli.config import Options
+from rlhf_cli import cli, config, runs
+from rlhf_cli.cli import app, train
+from rlhf_cli.cli.errors import ELSEWHERE
+from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def stage(monkeypatch: pytest.MonkeyPatch) -> list[tuple[config.Config, Options]]:
     """Stages that only note what they were given."""
     given: list[tuple[config.Config, Options]] = []
-    monkeypatch.setattr(training, "_runner", lambda name: lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(train, "_runner", lambda name: lambda *arguments: given.append(arguments))
     return given
 
 
@@ -109,7 +109,7 @@ def test_light_commands_import_no_torch(command: list[str]) -> None:
 
 COLLECTOR = """
 import gc, sys
-from rlhf_cli.cli.imports import heavy_imports
+from rlhf_cli.cli.options import heavy_imports
 runs = []
 gc.callbacks.append(lambda phase, about: runs.append(phase))
 runs.clear()
@@ -247,7 +247,7 @@ def test_overrides_and_options_reach_the_stage(folder: Path, stage: list) -> Non
 
 
 def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlhf_cli import pipeline
+    from rlhf_cli.commands import run as pipeline
 
     given: list[Any] = []
     monkeypatch.setattr(pipeline, "run", lambda *arguments: given.append(arguments) or 5)
@@ -270,7 +270,7 @@ def test_a_dry_run_prints_a_config_that_loads_and_writes_nothing(folder: Path, t
     loaded = config.load("sft", folder / "sft.yaml", ["sft.max_length=9"])
     assert config.load("sft", elsewhere).dump() == yaml.safe_load(result.stdout) == loaded.dump()
     assert result.stdout.splitlines()[-3:] == [
-        f"# reads   model.path: base (foreign, {checkpoints.open_parents(loaded)['model.path'].sha256[:6]})",
+        f"# reads   model.path: base (foreign, {runs.open_parents(loaded)['model.path'].sha256[:6]})",
         "# reads   data.train: rows.jsonl",
         "# writes  sft: new",
     ]
@@ -296,10 +296,10 @@ def test_a_dry_run_tells_what_is_not_ready_and_refuses_what_nobody_will_make(fol
 
 def test_a_dry_run_tells_what_would_become_of_the_output(folder: Path) -> None:
     loaded = config.load("sft", folder / "sft.yaml")
-    parents = checkpoints.open_parents(loaded)
-    identity = checkpoints.identity(loaded, parents, loaded.sources())
-    checkpoints.begin(loaded, identity, {}, fresh=False)
-    checkpoints.commit_state(loaded.folder / "state", "checkpoint-7", lambda path: None, keep=2)
+    parents = runs.open_parents(loaded)
+    identity = runs.identity(loaded, parents, loaded.sources())
+    runs.begin(loaded, identity, {}, fresh=False)
+    runs.commit_state(loaded.folder / "state", "checkpoint-7", lambda path: None, keep=2)
 
     def outcome(*more: str) -> str:
         return rlhf("sft", "-c", "sft.yaml", "--dry-run", *more).stdout.splitlines()[-1]
@@ -307,7 +307,7 @@ def test_a_dry_run_tells_what_would_become_of_the_output(folder: Path) -> None:
     assert outcome() == "# writes  sft: resumes at step 7"
     assert outcome("sft.max_length=9") == "# writes  sft: stale: sft.max_length 1024 -> 9; needs --fresh"
     assert outcome("sft.max_length=9", "--fresh") == "# writes  sft: new; the old folder moves to .old/"
-    checkpoints.finish(loaded, identity, parents=parents, fields={})
+    runs.finish(loaded, identity, parents=parents, fields={})
     assert outcome() == "# writes  sft: it is finished, nothing to do"
 
 
@@ -318,7 +318,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(training, "_runner", lambda name: run)
+    monkeypatch.setattr(train, "_runner", lambda name: run)
 
 
 def test_an_unexpected_failure_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: 
     script = """
 import signal, time; from rlhf_cli import cli
 from rlhf_cli.cli import app, training
-from rlhf_cli.cli.elsewhere import ELSEWHERE
+from rlhf_cli.cli.errors import ELSEWHERE
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 def stage(*_):
     try:
@@ -382,12 +382,12 @@ cli.app(["sft", "-c", "sft.yaml"])
 
 def test_a_lock_is_let_go_when_a_command_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(given: Any, _: Any) -> None:
-        checkpoints.begin(given, checkpoints.identity(given, {}, {}), {}, fresh=False)
+        runs.begin(given, runs.identity(given, {}, {}), {}, fresh=False)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(training, "_runner", lambda name: run)
+    monkeypatch.setattr(train, "_runner", lambda name: run)
     assert rlhf("sft", "-c", "sft.yaml").exit_code == 1
-    script = "import pathlib, sys; from rlhf_cli.checkpoints.locks import hold; hold(pathlib.Path(sys.argv[1]))"
+    script = "import pathlib, sys; from rlhf_cli.runs.locks import hold; hold(pathlib.Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", script, str(folder / "sft")], env=environment, check=True)
 

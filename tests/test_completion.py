@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_cli import config, presets, run_folders
-from rlhf_cli.chat.cast import _compared
+from rlhf_cli import config
 from rlhf_cli.cli import app, completion
-from rlhf_cli.config.stages import CONFIGS
+from rlhf_cli.commands import init
+from rlhf_cli.commands.chat.models import _compared
+from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.runs import discover
 
 RLHF = Path(sys.executable).with_name("rlhf")
 YAML = {"sft": "model: {path: base}", "reward": "data: {train: p}", "ppo": "data: {prompts: p}", "eval": "eval: {n: 4}"}
@@ -77,7 +79,7 @@ def tab(line: str, shell: str = "bash") -> list[str]:
         ("rlhf run runs/demo --only ", [*CONFIGS]),
         ("rlhf schema r", ["reward"]),
         ("rlhf init re", ["reviews"]),
-        ("rlhf init ", [*presets.PRESETS]),
+        ("rlhf init ", [*init.PRESETS]),
         ("rlhf explain D01", ["D01"]),
         ("rlhf explain kl_est", ["kl_estimator"]),
         ("rlhf explain ppo.kl_est", ["ppo.kl_estimator"]),
@@ -110,8 +112,8 @@ def test_what_is_offered_in_bash(here: Path, line: str, offered: list[str]) -> N
 
 @pytest.mark.parametrize("command", ["run", "chat", "report", "status", "export", "verify"])
 def test_presets_are_no_runs_and_can_be_checked(here: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    shutil.copytree(run_folders.configs_folder() / "ci", here / "configs/ci")
-    monkeypatch.setattr(run_folders, "configs_folder", lambda: here / "configs")
+    shutil.copytree(discover.configs_folder() / "ci", here / "configs/ci")
+    monkeypatch.setattr(discover, "configs_folder", lambda: here / "configs")
     assert tab(f"rlhf {command} ") == ["runs/demo", "runs/deep/er"] and tab(f"rlhf {command} configs/") == []
     assert "configs/ci" in tab("rlhf check ") and "configs/ci" in tab("rlhf plan configs/")
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli import config
-from rlhf_cli.config import CONFIGS, Config, load
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.loading import load
+from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.errors import RLHFError
 
 SFT = "model: {path: base}\ndata: {train: train.jsonl}\n"

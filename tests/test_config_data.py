@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rlhf_cli import checkpoints, rows
-from rlhf_cli.config import load
+from rlhf_cli import jsonl, runs
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.errors import RLHFError
 
@@ -135,13 +135,13 @@ def test_the_tokenizer_of_new_weights_reads_the_training_data_as_it_is_read(tmp_
 
 def identity(folder: Path, **data: Any) -> dict[str, Any]:
     made = config(folder, **MODEL, data=data)
-    return checkpoints.identity(made, {}, made.sources())
+    return runs.identity(made, {}, made.sources())
 
 
 def data_folder(root: Path) -> Path:
     (root / "data").mkdir(parents=True)
     for name in ("train-0", "train-1", "test"):
-        rows.write_jsonl(root / "data" / f"{name}.jsonl", [{"text": name}])
+        jsonl.write_jsonl(root / "data" / f"{name}.jsonl", [{"text": name}])
     return root
 
 
@@ -167,18 +167,14 @@ def test_only_what_is_in_the_files_counts_and_not_where_they_lie(tmp_path: Path)
 def test_what_changes_the_rows_is_another_result(tmp_path: Path, change: dict[str, Any], lines: list[str]) -> None:
     data_folder(tmp_path / "a")
     before, after = ({"train": "a", "max_rows": 5} | extra for extra in ({}, change))
-    assert checkpoints.difference(identity(tmp_path, **before), identity(tmp_path, **after)) == lines
+    assert runs.difference(identity(tmp_path, **before), identity(tmp_path, **after)) == lines
 
 
 def test_each_file_of_a_split_counts(tmp_path: Path) -> None:
     root = data_folder(tmp_path / "a")
     before = identity(tmp_path, train="a", eval="a[test]")
-    rows.write_jsonl(root / "data" / "train-1.jsonl", [{"text": "changed"}])
-    assert checkpoints.difference(before, identity(tmp_path, train="a", eval="a[test]")) == [
-        "data.train: other content"
-    ]
-    rows.write_jsonl(root / "data" / "train-1.jsonl", [{"text": "train-1"}])
-    rows.write_jsonl(root / "data" / "train-2.jsonl", [{"text": "new"}])
-    assert checkpoints.difference(before, identity(tmp_path, train="a", eval="a[test]")) == [
-        "data.train: other content"
-    ]
+    jsonl.write_jsonl(root / "data" / "train-1.jsonl", [{"text": "changed"}])
+    assert runs.difference(before, identity(tmp_path, train="a", eval="a[test]")) == ["data.train: other content"]
+    jsonl.write_jsonl(root / "data" / "train-1.jsonl", [{"text": "train-1"}])
+    jsonl.write_jsonl(root / "data" / "train-2.jsonl", [{"text": "new"}])
+    assert runs.difference(before, identity(tmp_path, train="a", eval="a[test]")) == ["data.train: other content"]

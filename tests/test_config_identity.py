@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_cli.config import CONFIGS, load
+from rlhf_cli.config.loading import load
+from rlhf_cli.config.training import CONFIGS
 
 MINIMAL = {
     "sft": "model: {path: base}\ndata: {train: train.jsonl}\n",

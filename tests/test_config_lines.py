@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from bad_configs import HEAD, only
 
-from rlhf_cli.config import CONFIGS, keys, load
-from rlhf_cli.config.foreign import FOREIGN
+from rlhf_cli.config.aliases import FOREIGN
+from rlhf_cli.config.loading import keys, load
+from rlhf_cli.config.training import CONFIGS
 
 
 @pytest.fixture(autouse=True)

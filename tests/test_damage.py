@@ -12,7 +12,7 @@ from damage_chain import FOUND, STATE_FILES, Chain, damage_told, refusal, rlhf
 from damages import ALONE, DAMAGES, OTHER, OTHER_RUN, PROPERTY, SAME, SILENT, Matrix, harm
 from ppo_folder import untimed
 
-from rlhf_cli.checkpoints import states
+from rlhf_cli.runs import checkpoints
 
 pytestmark = pytest.mark.training
 
@@ -49,7 +49,7 @@ def test_a_damage_is_found_and_the_checkpoint_before_is_used(
 
 def test_the_matrix_can_fail(chain: Chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the verification of checkpoints switched off, damages are trained on, and the cells say so."""
-    monkeypatch.setattr(states, "_problem", lambda state, content=True: None)
+    monkeypatch.setattr(checkpoints, "_problem", lambda state, content=True: None)
     matrix = Matrix("unverified")
     harms = [("model.safetensors", "4 bytes flipped"), ("scheduler.pt", "missing"), ("rng_state.pth", OTHER)]
     for name, how in harms:

@@ -8,7 +8,7 @@ import pytest
 from damage_chain import Chain, refusal, rlhf
 from damages import ALONE, OTHER_RUN, PROPERTY, SAME, SILENT, Matrix, harm
 
-from rlhf_cli.checkpoints.files import NOT_THE_MODEL
+from rlhf_cli.files import NOT_THE_MODEL
 
 pytestmark = pytest.mark.training
 

@@ -16,7 +16,7 @@ from conftest import World
 from damages import DAMAGES, OTHER, PROPERTY, SAME, SILENT, Matrix, harm
 from datasets import Dataset
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 
 pytestmark = [pytest.mark.training, pytest.mark.damage]
 
@@ -71,7 +71,7 @@ def _trainer(base: Path, data: Path, run: Path) -> Any:
         report_to="none",
         disable_tqdm=True,
     )
-    dataset = Dataset.from_list([row for _, row in rows.read_jsonl(data)])
+    dataset = Dataset.from_list([row for _, row in jsonl.read_jsonl(data)])
     return trl.SFTTrainer(model=str(base), args=args, train_dataset=dataset)
 
 

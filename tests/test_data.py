@@ -8,11 +8,11 @@ import pytest
 from conftest import SHARED, World
 from tokenizers.processors import TemplateProcessing
 
-from rlhf_cli import data, rows, terminal
+from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
+from rlhf_cli.data.readers import Place
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.sources import Place
 
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 USER = {"role": "user", "content": "Hi"}
@@ -36,7 +36,7 @@ def chat(world: World) -> Any:
 
 def file_of(folder: Path, *contents: Any) -> Path:
     path = folder / "rows.jsonl"
-    rows.write_jsonl(path, contents)
+    jsonl.write_jsonl(path, contents)
     return path
 
 
@@ -227,7 +227,7 @@ def test_how_many_words_are_kept_is_the_texts_own_draw_and_uniform(tokenizer: An
     source = DataSource(str(path), first_words=(2, 4))
     counts = [len(prompt.text.split()) for prompt in data.prompt_rows(source, tokenizer, max_length=99)]
     assert set(counts) == {2, 3, 4} and all(160 < counts.count(n) < 240 for n in (2, 3, 4))  # 200 is the mean
-    rows.write_jsonl(path, [{"prompt": f"{n} b c d e f g h"} for n in reversed(range(600))])
+    jsonl.write_jsonl(path, [{"prompt": f"{n} b c d e f g h"} for n in reversed(range(600))])
     again = [len(prompt.text.split()) for prompt in data.prompt_rows(source, tokenizer, max_length=99)]
     assert again[::-1] == counts
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from conftest import World
 
-from rlhf_cli import data, rows
-from rlhf_cli.data import cache, examples
+from rlhf_cli import data, jsonl
+from rlhf_cli.data import datasets, hub, tokens
 from rlhf_cli.models import tokenizers
-from rlhf_cli.sources import hub
 
 CONTENTS = [
     {"prompt": "Tell me about the sun.", "chosen": " Bright", "rejected": " Dull\n"},
@@ -38,7 +37,7 @@ def tokenizer(world: World) -> Any:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "LEAST", 1)
+    monkeypatch.setattr(tokens, "LEAST", 1)
     return tmp_path / "cache" / "tokens"
 
 
@@ -51,12 +50,12 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(prompts))
         return data.encode_many(tokenizer, prompts, responses)
 
-    monkeypatch.setattr(examples, "encode_many", counting)
+    monkeypatch.setattr(datasets, "encode_many", counting)
     return calls
 
 
 def pairs(tokenizer: Any, path: Path, contents: list[dict[str, str]] = CONTENTS) -> list[dict[str, Any]]:
-    rows.write_jsonl(path / "pairs.jsonl", contents)
+    jsonl.write_jsonl(path / "pairs.jsonl", contents)
     return data.preference_rows(path / "pairs.jsonl", tokenizer, max_length=99)
 
 
@@ -65,7 +64,7 @@ def test_the_second_time_nothing_is_tokenised_and_all_is_the_same(
 ) -> None:
     made = pairs(tokenizer, tmp_path)
     assert encoded == [4] and pairs(tokenizer, tmp_path) == made and encoded == [4]
-    monkeypatch.setattr(cache, "LEAST", 99)
+    monkeypatch.setattr(tokens, "LEAST", 99)
     assert pairs(tokenizer, tmp_path) == made and encoded == [4, 4]  # without the cache
     for row, one in zip(made, CONTENTS, strict=True):
         prompt, chosen = data.encode(tokenizer, one["prompt"], one["chosen"])
@@ -150,7 +149,7 @@ def test_what_was_used_longest_ago_goes(
         (folder / name).write_bytes(b"0" * kept.stat().st_size)
         os.utime(folder / name, (kept.stat().st_mtime - age,) * 2)
     os.utime(kept, (kept.stat().st_mtime - 1000,) * 2)
-    monkeypatch.setattr(cache, "MOST", 3.5 * kept.stat().st_size)
+    monkeypatch.setattr(tokens, "MOST", 3.5 * kept.stat().st_size)
     pairs(tokenizer, tmp_path)  # used, which makes it young again
     pairs(tokenizer, tmp_path, CONTENTS[:1])
     assert kept.exists() and (folder / "young.npz").exists()
@@ -159,7 +158,7 @@ def test_what_was_used_longest_ago_goes(
 
 def test_a_pairs_prompt_is_tokenised_once(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(examples, "encode_many", lambda t, p, r: asked.extend(p) or data.encode_many(t, p, r))
+    monkeypatch.setattr(datasets, "encode_many", lambda t, p, r: asked.extend(p) or data.encode_many(t, p, r))
     pairs(tokenizer, tmp_path)
     assert [prompt for prompt in asked if prompt is not None] == [one["prompt"] for one in CONTENTS]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import SHARED
 
-from rlhf_cli import data, rows
+from rlhf_cli import data, jsonl
 from rlhf_cli.models import tokenizers
 
 REVIEWS = SHARED / "data" / "rt-polarity"
@@ -29,7 +29,7 @@ def pairs(path: Path, count: int) -> Path:
     def text() -> str:
         return " ".join(draw.choices(said, k=4))
 
-    rows.write_jsonl(path, ({"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(count)))
+    jsonl.write_jsonl(path, ({"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(count)))
     return path
 
 
@@ -47,7 +47,7 @@ def test_rows_are_read_no_slower_than_the_standard_library_parses_them(tmp_path:
     count = 5000
     path = pairs(tmp_path / "pairs.jsonl", count)
     lines = path.read_bytes().splitlines()
-    ours = seconds(lambda: sum(1 for _ in rows.read_jsonl(path)))
+    ours = seconds(lambda: sum(1 for _ in jsonl.read_jsonl(path)))
     parsing = seconds(lambda: [json.loads(line) for line in lines])
     print(f"\nread_jsonl {count / ours:,.0f} rows/s, json.loads alone {count / parsing:,.0f} rows/s")
     assert ours < parsing / 0.9

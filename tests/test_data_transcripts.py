@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from conftest import World
 
-from rlhf_cli import data, rows, terminal
+from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
-from rlhf_cli.data import transcripts
-from rlhf_cli.data.faults import BadRow
+from rlhf_cli.data import other_formats
+from rlhf_cli.data.bad_row import BadRow
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 
@@ -38,7 +38,7 @@ def chat(world: World) -> Any:
 
 def source(folder: Path, *contents: dict[str, Any], **options: Any) -> DataSource:
     path = folder / "rows.jsonl"
-    rows.write_jsonl(path, contents)
+    jsonl.write_jsonl(path, contents)
     return DataSource(str(path), **options)
 
 
@@ -46,18 +46,18 @@ def source(folder: Path, *contents: dict[str, Any], **options: Any) -> DataSourc
 
 
 def test_a_transcript_becomes_its_turns_and_back() -> None:
-    assert transcripts.parse_prompt(TWO, "prompt") == TURNS and transcripts.render(TURNS) == TWO
-    assert transcripts.parse_prompt(ONE, "prompt") == [{"role": "user", "content": "Why?"}]
-    assert transcripts.render(transcripts.parse_prompt(ONE, "prompt")) == ONE
-    answered = transcripts.parse(f"{TWO} Human: is no turn here\n", "chosen")
+    assert other_formats.parse_prompt(TWO, "prompt") == TURNS and other_formats.render(TURNS) == TWO
+    assert other_formats.parse_prompt(ONE, "prompt") == [{"role": "user", "content": "Why?"}]
+    assert other_formats.render(other_formats.parse_prompt(ONE, "prompt")) == ONE
+    answered = other_formats.parse(f"{TWO} Human: is no turn here\n", "chosen")
     assert answered == [*TURNS, {"role": "assistant", "content": "Human: is no turn here"}]
 
 
 @pytest.mark.parametrize("text", ["Why?", "Assistant", "Well.\n\nHuman: Why?\n\nAssistant:", ""])
 def test_what_begins_with_no_turn_is_no_transcript(text: str) -> None:
-    assert not transcripts.looks_like_one(text)
+    assert not other_formats.looks_like_one(text)
     with pytest.raises(BadRow) as bad:
-        transcripts.parse(text, "prompt")
+        other_formats.parse(text, "prompt")
     assert bad.value.code == "D12"
 
 
@@ -242,7 +242,7 @@ def test_the_same_prompts_are_held_out_of_every_form_of_data_order_and_file(chat
 
 
 def test_another_seed_holds_out_others_and_a_larger_fraction_more_of_the_same(plain: Any, tmp_path: Path) -> None:
-    rows.write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    jsonl.write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     kept = {
         (fraction, seed): set(split(plain, tmp_path / "a.jsonl", fraction=fraction, seed=seed)[1])
         for fraction, seed in ((0.25, 0), (0.25, 1), (0.5, 0))

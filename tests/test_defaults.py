@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from conftest import SIZES, World
 
-from rlhf_cli import checkpoints, rows
-from rlhf_cli.config import Options, SFTConfig, load
+from rlhf_cli import jsonl, runs
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
+from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.evaluation import render
 from rlhf_cli.statistics import best_of_n_kl, wilson
 
@@ -23,7 +25,7 @@ def trained(world: World, tmp_path_factory: pytest.TempPathFactory) -> SFTConfig
     from rlhf_cli.stages import sft
 
     folder = tmp_path_factory.mktemp("trained")
-    rows.write_jsonl(folder / "rows.jsonl", [row for _, row in rows.read_jsonl(world.sft)][:80])
+    jsonl.write_jsonl(folder / "rows.jsonl", [row for _, row in jsonl.read_jsonl(world.sft)][:80])
     sections = {
         "model": {"path": str(world.base)},
         "data": {"train": "rows.jsonl", "eval": str(world.sft)},
@@ -45,7 +47,7 @@ def test_a_run_can_resume_from_each_tenth_of_it(trained: SFTConfig) -> None:
 @pytest.mark.training
 def test_each_epoch_ends_with_an_evaluation(trained: SFTConfig) -> None:
     assert trained.sft.eval_steps is None
-    lines = [row for _, row in rows.read_jsonl(trained.folder / "metrics.jsonl")]
+    lines = [row for _, row in jsonl.read_jsonl(trained.folder / "metrics.jsonl")]
     assert [line["step"] for line in lines if "eval_loss" in line] == [10, 20]
 
 
@@ -100,7 +102,7 @@ def test_fresh_weights_are_a_llama(world: World, tmp_path: Path) -> None:
 
 def test_the_reward_model_is_the_one_judge_unasked(tmp_path: Path) -> None:
     config = eval_config(tmp_path)
-    assert [parent.key for parent in checkpoints.references(config)] == ["models.sft", "models.ppo", "models.reward"]
+    assert [parent.key for parent in runs.references(config)] == ["models.sft", "models.ppo", "models.reward"]
 
 
 def test_nothing_is_required_of_a_result_unasked(tmp_path: Path) -> None:

@@ -25,10 +25,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli import config
 from rlhf_cli.cli import app
-from rlhf_cli.config.keys import field_shape, shape
+from rlhf_cli.config.paths import field_shape, shape
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import save
-from rlhf_cli.ppo import HFEngine, PPOSettings, PPOTrainer, Prompts, Rollout
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
 
 ROOT = Path(__file__).parents[1]
 training = pytest.mark.training

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.config.foreign import FOREIGN
-from rlhf_cli.from_trl.versions import NEW, OLD, OPTIONS
+from rlhf_cli.commands.convert.versions import NEW, OLD, OPTIONS
+from rlhf_cli.config.aliases import FOREIGN
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/results/trl-options.md").read_text(encoding="utf-8")

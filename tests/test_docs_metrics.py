@@ -13,10 +13,10 @@ import torch
 from conftest import World
 from ppo_folder import PPO, lines, ppo, rlhf, write
 
-from rlhf_cli.ppo import PPOTrainer
-from rlhf_cli.ppo.settings import RECIPES, PPOSettings
-from rlhf_cli.rewards import EnsembleReward
-from rlhf_cli.tracking import MetricsLog
+from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import EnsembleReward
+from rlhf_cli.tracking.metrics_log import MetricsLog
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("tuning.md", "evaluation.md", "ppo.md")

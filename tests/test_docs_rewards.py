@@ -9,8 +9,8 @@ import yaml
 
 from rlhf_cli import config
 from rlhf_cli.config.rewards import KINDS
-from rlhf_cli.rewards import RewardContext, make_reward_fn
 from rlhf_cli.rewards.builtin import BUILTIN_REWARDS
+from rlhf_cli.rewards.source import RewardContext, make_reward_fn
 
 PAGE = (Path(__file__).parents[1] / "docs/rewards.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

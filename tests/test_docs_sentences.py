@@ -15,7 +15,7 @@ NAMES = re.compile(r"`([\w./]*/[\w./]*|\w+\.(?:py|txt|toml))`")
 def test_every_path_that_contributing_names_is_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     names = {name for name in NAMES.findall(text) if not name.startswith("..")}
-    assert {"ppo/losses.py", "config/foreign.py", "tests/test_floors.py", "constraints.txt"} <= names
+    assert {"ppo/losses.py", "config/aliases.py", "tests/test_layers.py", "constraints.txt"} <= names
     above = (ROOT, ROOT / "rlhf_cli", ROOT / "tests/chaos")
     assert [name for name in sorted(names) if not any((folder / name).exists() for folder in above)] == []
 

@@ -12,12 +12,12 @@ from report_run import report, write_run
 from test_status import chain  # noqa: F401  (a fixture)
 from typer.testing import CliRunner
 
-from rlhf_cli import ending
 from rlhf_cli.cli import app
+from rlhf_cli.commands import run_summary
+from rlhf_cli.commands.report import brief, write_beside
 from rlhf_cli.errors import word
-from rlhf_cli.report import brief, write_beside
 
-SOURCE = Path(ending.__file__).parent
+SOURCE = Path(run_summary.__file__).parent
 
 
 @pytest.mark.parametrize("met", [True, False])
@@ -31,7 +31,7 @@ def test_the_page_comes_first_where_there_is_something_to_see(
 
     def said() -> list[str]:
         capsys.readouterr()
-        ending.show(run, configs, {"ppo": [], "eval": []}, met=met)
+        run_summary.show(run, configs, {"ppo": [], "eval": []}, met=met)
         return capsys.readouterr().out.splitlines()
 
     onward = ["rlhf chat run --compare sft,ppo", "rlhf export run --out DIR --step selected"] if met else []
@@ -98,7 +98,7 @@ def test_the_next_line_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("rlhf_cli.terminal.out", said.append)
-        ending.show(run, configs, {"ppo": [], "eval": []})
+        run_summary.show(run, configs, {"ppo": [], "eval": []})
     assert f"rlhf chat {pasted} --compare sft,ppo; rlhf export {pasted} --out DIR" in said[-1]
 
 

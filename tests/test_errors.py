@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli.codes import CODES
+from rlhf_cli.error_codes import CODES
 from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, nearest_folder, shown
 
 

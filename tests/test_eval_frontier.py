@@ -9,7 +9,7 @@ import pytest
 from ppo_folder import EVAL, PPO, lines, ppo, rlhf, write
 from safetensors.torch import load_file, save_file
 
-from rlhf_cli import checkpoints, rows
+from rlhf_cli import jsonl, runs
 from rlhf_cli.evaluation.aggregate import win_rates
 from rlhf_cli.evaluation.responses import EvalResponses
 from rlhf_cli.models import tokenizers
@@ -44,7 +44,7 @@ def trained(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "planted_judges.py").write_text(JUDGES)  # a name of its own: Python imports one only once
     for name, ends in (("heldout", "qrstuvwx"), ("others", "ijklmnop")):
         prompts = [f"what is a {a}{b}?" for a in "abcdefghijklmnop" for b in ends]
-        rows.write_jsonl(folder / f"{name}.jsonl", [{"prompt": prompt} for prompt in prompts])
+        jsonl.write_jsonl(folder / f"{name}.jsonl", [{"prompt": prompt} for prompt in prompts])
     weights = load_file(folder / "sft_model/model.safetensors")
     weights["model.embed_tokens.weight"][:, 0] = 6.0  # what every position has in common: `push` moves by it
     save_file(weights, folder / "sft_model/model.safetensors", metadata={"format": "pt"})
@@ -65,7 +65,7 @@ def planted(run: Path) -> Path:
     """The run with snapshots that write e more and more often."""
     shutil.rmtree(run / "ppo/snapshots")
     for step, far in PUSH.items():
-        checkpoints.commit_state(
+        runs.commit_state(
             run / "ppo/snapshots", f"step_{step:06d}", lambda path, far=far: push(run, path, far), keep=None
         )
     write(run, "eval", PLANTED)
@@ -102,7 +102,7 @@ def test_a_point_is_its_snapshot_alone_and_nothing_is_picked_unasked(run: Path) 
     """To the last bit: the draws are the same for every policy."""
     report, result = evaluate(run)
     steps = [point["step"] for point in report["frontier"]]
-    assert steps == sorted(steps) == checkpoints.state_steps(run / "ppo/snapshots") and len(steps) >= 2
+    assert steps == sorted(steps) == runs.state_steps(run / "ppo/snapshots") and len(steps) >= 2
     final = json.loads((run / "ppo/manifest.json").read_text())["step"]
     for point in report["frontier"]:
         told = report if point["step"] == final else alone(run, point["step"])
@@ -209,22 +209,22 @@ def test_without_snapshots_it_is_said_why(run: Path, gone: str) -> None:
 
 
 def test_the_figure_is_the_same_file_for_the_same_report(run: Path, tmp_path: Path) -> None:
-    from rlhf_cli.report import frontier
+    from rlhf_cli.commands.report import svg
 
     report, _ = evaluate(run, "-s", "eval.select=short")
     drawn = (run / "eval/frontier.svg").read_bytes()
-    frontier.draw(report, tmp_path / "again.svg")
+    svg.draw(report, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_bytes() == drawn and drawn.rstrip().endswith(b"</svg>")
     assert drawn.count(b"<!-- short -->") == 1 and drawn.count(b"<!-- reward -->") == 1, "a panel a judge"
     assert f"<!-- selected: update {report['selected_step']} -->".encode() in drawn
     report["selected_step"] = -1
-    frontier.draw(report, tmp_path / "other.svg")
+    svg.draw(report, tmp_path / "other.svg")
     assert b"selected" not in (tmp_path / "other.svg").read_bytes()
 
 
 @pytest.mark.parametrize(("end", "marks"), [(0.3, [0, 0.1, 0.2]), (40.0, [0, 0.2, 1, 5, 10, 20, 30, 40]), (0.05, [0])])
 def test_marks_of_the_scale_are_round_and_stand_apart(end: float, marks: list[float]) -> None:
-    from rlhf_cli.report.frontier import _ticks
+    from rlhf_cli.commands.report.svg import _ticks
 
     assert _ticks(end) == marks
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ppo_folder import lines, rlhf
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 
 pytestmark = pytest.mark.slow
 FAR = ("ppo.kl_coef=0", "ppo.total_episodes=12800", "output.snapshots=16")
@@ -23,7 +23,7 @@ def far(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert result.exit_code == 0, result.output
     prompts = lines(folder / "data/heldout.jsonl")
     for half in (0, 1):
-        rows.write_jsonl(folder / f"data/half-{half}.jsonl", prompts[half::2])
+        jsonl.write_jsonl(folder / f"data/half-{half}.jsonl", prompts[half::2])
     return folder
 
 

@@ -12,12 +12,12 @@ from cost import cost
 from test_cli import ROOT, child, is_one_error, rlhf
 
 from rlhf_cli import cli, config
-from rlhf_cli.codes import CODES
-from rlhf_cli.config import CONFIGS, trl
-from rlhf_cli.config.keys import field_shape
-from rlhf_cli.config.origins import Source, parse, split
-from rlhf_cli.ppo.settings import PPOSettings
-from rlhf_cli.ppo.settings.recipes import RECIPES
+from rlhf_cli.config import trl_fields
+from rlhf_cli.config.json_schema import Source, parse, split
+from rlhf_cli.config.paths import field_shape
+from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
+from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.error_codes import CODES
 
 HERE = Path(__file__).parent
 KEYS = [
@@ -163,7 +163,7 @@ def test_the_projects_own_defaults_give_a_reason_for_each() -> None:
 @pytest.fixture
 def _pinned() -> None:
     """Sources are held against the versions of constraints.txt; other ones may well differ."""
-    pins, here = trl.made_from(), {name: version(name) for name in trl.made_from()}
+    pins, here = trl_fields.made_from(), {name: version(name) for name in trl_fields.made_from()}
     if here != pins:
         pytest.skip(f"the sources are of {pins}, installed are {here}")
 
@@ -220,11 +220,11 @@ def test_what_a_remark_tells_of_trls_own_default_is_so() -> None:
     told = {
         (stage, key): match[1]
         for (stage, key), source in SOURCES.items()
-        if stage in trl.TRAINERS and (match := re.search(r"TRL's own default is (\S+)$", source.remark or ""))
+        if stage in trl_fields.TRAINERS and (match := re.search(r"TRL's own default is (\S+)$", source.remark or ""))
     }
     assert {key for _, key in told} >= {"sft.num_train_epochs", "reward.gradient_checkpointing"}
     for (stage, key), theirs in told.items():
-        default = trl.fields_of(stage)[key.rpartition(".")[2]]["default"]
+        default = trl_fields.fields_of(stage)[key.rpartition(".")[2]]["default"]
         words = {"null": None, "true": True, "false": False}
         assert default == (words[theirs] if theirs in words else type(default)(theirs)), key
 
@@ -359,7 +359,7 @@ def test_an_old_name_tells_the_new_one(old: str, text: str, new: str) -> None:
 def test_a_field_of_trls_is_told_as_that() -> None:
     both = said("trainer.optim")
     assert both.startswith("trainer.optim   (sft.yaml, reward.yaml)\n") and both.count("default") == 1
-    assert "The field optim of TRL's SFTConfig and RewardConfig, handed on as it is." in both
+    assert "The field optim of TRL's SFTConfig and RewardConfig, unchanged." in both
     assert "source    TRL 1.16, trl/trainer/sft_config.py\n" in both
     assert said("packing_strategy").startswith("trainer.packing_strategy   (sft.yaml)\n")
     assert said("output_dir") == "trainer.output_dir is set by the pipeline: use run\n"

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import Result
 
-from rlhf_cli import checkpoints, export, room, rows
+from rlhf_cli import jsonl, runs, system
+from rlhf_cli.commands import export
 from rlhf_cli.models import lora, save, tokenizers
 from rlhf_cli.models.load import init_reward_model, load_causal_lm, load_unmerged
 
@@ -165,7 +166,7 @@ def test_gpt2_with_a_new_pad_token(world: World, tmp_path: Path, monkeypatch: py
     """Its matrices lie the other way, its embeddings are tied to its head, and they have grown."""
     monkeypatch.chdir(tmp_path)
     folder = write(tmp_path / "run", world, base="gpt2")
-    families.write_causal(folder / "gpt2", "gpt2", [row["text"] for _, row in rows.read_jsonl(world.text)])
+    families.write_causal(folder / "gpt2", "gpt2", [row["text"] for _, row in jsonl.read_jsonl(world.text)])
     for stage in ("sft", "reward"):
         adapter_folder.run(folder, stage, "-s", f"{stage}.max_steps=4")
     known = len(tokenizers.load_tokenizer(folder / "gpt2"))
@@ -248,7 +249,7 @@ def test_the_card_tells_where_it_comes_from_and_what_is_known(copied: Path) -> N
         "policy after update 5 of 5, the last one." in last and f"policy after update {step} of 5. The eval" in picked
     )
     assert "adapters of rank 3, which are added" in last and "These are adapters alone" not in last
-    assert f"transformers {checkpoints.versions()['transformers']}" in last and "| `models.adapters.r` | `3` |" in last
+    assert f"transformers {runs.versions()['transformers']}" in last and "| `models.adapters.r` | `3` |" in last
     assert "| `objective/kl_k1` |" in last and "| `objective/kl_k1` |" not in picked  # that was the last one's
     told, point = report["models"]["ppo"], next(p for p in report["frontier"] if p["step"] == step)
     assert f" {told['reward_mean']:.3f} [" in last and f" {point['reward']:.3f} [" in picked
@@ -410,13 +411,13 @@ def test_e03_room_is_asked_for_first(full: Path, monkeypatch: pytest.MonkeyPatch
     numbers = sum(tensor.numel() for tensor in load_file("ppo/model/model.safetensors").values())
     for small, name in (("free", "the model needs"), ("memory", "of memory at least")):
         with monkeypatch.context() as patched:
-            patched.setattr(room, small, lambda *_: numbers)
+            patched.setattr(system, small, lambda *_: numbers)
             assert refused(rlhf("export", ".", "--out", "out"), "E03", name)
 
 
 def test_c15_another_process_is_at_it(full: Path) -> None:
     code = (
-        "import sys, pathlib; from rlhf_cli.checkpoints.locks import hold;"
+        "import sys, pathlib; from rlhf_cli.runs.locks import hold;"
         "hold(pathlib.Path('out').resolve()); print('held', flush=True); sys.stdin.read()"
     )
     root = str(Path(__file__).parent.parent)
@@ -436,7 +437,7 @@ def test_c15_another_process_is_at_it(full: Path) -> None:
 def test_a_kill_leaves_nothing_that_looks_whole(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed when all but the last step is done; the next one clears up, of this folder alone."""
     if (child := os.fork()) == 0:
-        monkeypatch.setattr(export.sameness, "require", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(export, "require", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         rlhf("export", ".", "--out", "out")
         os._exit(1)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -16,13 +16,13 @@ from markdown_it import MarkdownIt
 from report_run import CARD, begin, change, configs, finish, metrics, report, sha_of, win, write_run
 
 from rlhf_cli import data
-from rlhf_cli.checkpoints import Chosen, Parent
-from rlhf_cli.data import transcripts
+from rlhf_cli.commands.export import card, card_context
+from rlhf_cli.data import other_formats
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.export import card
-from rlhf_cli.export.card import usage
+from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import save, tokenizers
-from rlhf_cli.rows import write_jsonl
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.runs.references import Chosen
 
 TEXTS = ["What should I cook tonight?", "A lentil soup: it is quick, and it keeps.", "\n\nHuman: \n\nAssistant:"]
 
@@ -61,7 +61,7 @@ def chosen(run: Path, stage: str = "ppo", step: int | None = None) -> Chosen:
 
 def written(run: Path, tokenizer: Any, stage: str = "ppo", step: int | None = None, name: str = "policy") -> str:
     model = tiny.scorer() if stage == "reward" else tiny.causal()
-    return card.write(card.subject(chosen(run, stage, step), model, tokenizer, "float32", name, "me/policy"))
+    return card.write(card_context.subject(chosen(run, stage, step), model, tokenizer, "float32", name, "me/policy"))
 
 
 def plain(text: str) -> str:
@@ -323,17 +323,17 @@ def test_the_code_runs_and_reads_the_tokens_of_the_training(
     save.save_model(model, spells, folder, "")
     turn = {"role": "user", "content": 'Say: "it\'s"\n```\nso 😀'}
     shown: Any = [turn] if kind.template or family == "transcripts" else turn["content"]
-    prompt: Any = transcripts.render(shown) if family == "transcripts" else shown
+    prompt: Any = other_formats.render(shown) if family == "transcripts" else shown
     ids = data.encode(spells, prompt, None)[0]
     asks(run, stage, prompt)
-    about = card.subject(chosen(run, stage), model, spells, "float32", "policy", ".", shown)
+    about = card_context.subject(chosen(run, stage), model, spells, "float32", "policy", ".", shown)
     torch.manual_seed(0)
-    space = asked(usage.snippet(about), folder, monkeypatch)
+    space = asked(card.snippet(about), folder, monkeypatch)
     said = capsys.readouterr().out
     if stage == "ppo":
         assert space["inputs"]["input_ids"].tolist() == [ids] and space["output"].shape[1] <= len(ids) + 53
         return
-    answer = usage.ANSWER if kind.template else f" {usage.ANSWER}"
+    answer = card.ANSWER if kind.template else f" {card.ANSWER}"
     response = data.encode(spells, prompt, answer)[1]
     with torch.no_grad():
         raw = float(model.eval()(input_ids=torch.tensor([ids + response])).logits[0, 0])
@@ -374,14 +374,14 @@ def test_a_prompt_of_the_data_stands_in_it_where_that_was_asked_for(run: Path, t
 
 def test_the_prompt_is_written_as_the_training_wrote_them(run: Path, tokenizer: Any) -> None:
     def lines(prompts: str, shown: Any) -> str:
-        about = card.subject(chosen(run), tiny.causal(), tokenizer, "float32", "policy", ".", shown)
-        return usage.snippet(replace(about, prompts=prompts))
+        about = card_context.subject(chosen(run), tiny.causal(), tokenizer, "float32", "policy", ".", shown)
+        return card.snippet(replace(about, prompts=prompts))
 
     talk = [{"role": "user", "content": "Soup?"}]
     assert "prompt = 'Soup?'" in lines("text", "Soup?") and f"messages = {talk}" in lines("template", "Soup?")
     dialogue = "prompt = '\\n\\nHuman: Soup?\\n\\nAssistant:'"
     assert dialogue in lines("transcript", "Soup?") and dialogue in lines("transcript", talk)
-    assert dialogue in lines("transcript", transcripts.render(talk))
+    assert dialogue in lines("transcript", other_formats.render(talk))
     assert "prompt = 'a[U+202E]b\\n```\\n'" in lines("text", "a\u202eb\n```\n")
 
 
@@ -389,7 +389,7 @@ def test_a_template_that_the_data_had_no_use_for_is_not_used(run: Path) -> None:
     spells = families.tokenizer(families.FAMILIES["qwen2"], TEXTS)
 
     def snippet() -> str:
-        return usage.snippet(card.subject(chosen(run), tiny.causal(), spells, "float32", "policy", "."))
+        return card.snippet(card_context.subject(chosen(run), tiny.causal(), spells, "float32", "policy", "."))
 
     asks(run, "ppo", "Tell me.")
     assert "apply_chat" not in snippet() and "A prompt is plain text" in written(run, spells)

@@ -13,13 +13,14 @@ from test_cli import rlhf
 from trl_files import OF_GENERATION, OF_NEW, OF_OLD, OF_SCRIPTS, SENTIMENT, TLDR
 
 from rlhf_cli import config
-from rlhf_cli.config import PPOConfig, trl
-from rlhf_cli.config.origins import parse
-from rlhf_cli.from_trl import page, place, sizes
-from rlhf_cli.from_trl.placing import Placing
-from rlhf_cli.from_trl.settings import Read, Setting
-from rlhf_cli.from_trl.versions import NEW, OLD, OPTIONS, SOURCES, UNCLIPPED
-from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli.commands.convert import options as sizes
+from rlhf_cli.commands.convert import output, place
+from rlhf_cli.commands.convert.options import Placing
+from rlhf_cli.commands.convert.versions import NEW, OLD, OPTIONS, SOURCES, UNCLIPPED, Read, Setting
+from rlhf_cli.config import trl_fields
+from rlhf_cli.config.json_schema import parse
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo_options import PPOSettings
 
 OLD_FIELDS, NEW_FIELDS, SCRIPT_FIELDS, GENERATION = (
     each.split() for each in (OF_OLD, OF_NEW, OF_SCRIPTS, OF_GENERATION)
@@ -55,7 +56,7 @@ def numbers(version: str, **options: Any) -> dict[str, Any]:
 
 
 def loaded(placing: Placing) -> PPOConfig:
-    Path("ppo.yaml").write_text(page.text(placing, "theirs"), encoding="utf-8")
+    Path("ppo.yaml").write_text(output.yaml_page(placing, "theirs"), encoding="utf-8")
     return config.load("ppo", "ppo.yaml")
 
 
@@ -290,7 +291,7 @@ def test_sizes_that_are_none_are_told_and_trls_own_taken() -> None:
 
 def test_the_options_are_those_of_trls_own_classes() -> None:
     assert list(OPTIONS[OLD]) == OLD_FIELDS
-    assert set(NEW_FIELDS) <= OPTIONS[NEW].keys() <= {*NEW_FIELDS, *trl.fields_of("reward"), "warmup_ratio"}
+    assert set(NEW_FIELDS) <= OPTIONS[NEW].keys() <= {*NEW_FIELDS, *trl_fields.fields_of("reward"), "warmup_ratio"}
     assert all(parse(source) for source in SOURCES.values())
 
 
@@ -344,7 +345,9 @@ def test_every_option_is_placed_or_refused_with_a_reason(version: str, name: str
 
 def test_every_other_field_of_trainingarguments_is_in_one_honest_class() -> None:
     known = {*OPTIONS[NEW], *SCRIPT_FIELDS}
-    for name in trl.fields_of("sft").keys() & trl.fields_of("reward").keys() - known:  # what both have of it
+    for name in (
+        trl_fields.fields_of("sft").keys() & trl_fields.fields_of("reward").keys() - known
+    ):  # what both have of it
         assert "unknown" not in fate(NEW, name), name
     assert fate(NEW, "torch_compile") == "PPO does not use transformers' Trainer, whose setting it is"
     assert fate(NEW, "label_smoothing_factor") == fate(NEW, "torch_compile")

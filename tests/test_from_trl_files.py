@@ -15,9 +15,9 @@ from test_cli import is_one_error, rlhf
 from trl_files import SENTIMENT, TLDR
 
 from rlhf_cli import config
+from rlhf_cli.commands.convert import read as files
+from rlhf_cli.commands.convert.versions import Read
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.from_trl import files
-from rlhf_cli.from_trl.settings import Read
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_cli import rows
-from rlhf_cli.codes import CODES
-from rlhf_cli.config import keys, load, stage_of
+from rlhf_cli import jsonl
+from rlhf_cli.config.loading import keys, load, stage_of
+from rlhf_cli.error_codes import CODES
 
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(r"(error|warning)\[(\w+)\]: (\S.*)")
@@ -62,7 +62,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tests' folder with all that TEXTS name, moved two deeper: `../..` holds nothing of other tests."""
     foreign_scorer(folder)
     shutil.copy(folder / "rows.jsonl", folder / "good-rows.jsonl")
-    rows.write_jsonl(folder / "messages.jsonl", [{"messages": turns(f"Number {n}?", "Yes.")} for n in range(8)])
+    jsonl.write_jsonl(folder / "messages.jsonl", [{"messages": turns(f"Number {n}?", "Yes.")} for n in range(8)])
     deeper = folder / "two" / "deeper"
     files = list(folder.iterdir())
     deeper.mkdir(parents=True)

@@ -7,7 +7,9 @@ import tiny
 import torch
 from safetensors import safe_open
 
-from rlhf_cli.ppo import PPOSettings, Rollout, formulas
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.forward_backward import policy_losses, value_losses
 
 ROOT = Path(__file__).parents[1]
@@ -64,21 +66,21 @@ def test_a_recording_is_whole(update, steps):
 def test_advantages_and_returns(update):
     tensors, settings = update
     mask = ~tensors["padding_mask_p1"].bool()
-    advantages, returns = formulas.gae(
+    advantages, returns = losses.gae(
         tensors["rewards"], tensors["values"], mask, float(settings["gamma"]), float(settings["lam"])
     )
     torch.testing.assert_close(returns[mask], tensors["returns"][mask], **close)
-    white = formulas.masked_whiten(advantages, ~tensors["padding_mask"].bool())
+    white = losses.masked_whiten(advantages, ~tensors["padding_mask"].bool())
     torch.testing.assert_close(white, tensors["advantages"], **close)
 
 
 def test_kl_and_penalty(update):
     tensors, settings = update
     mask = ~tensors["padding_mask"].bool()
-    kl = formulas.token_kl(tensors["logprobs"], tensors["ref_logprobs"], settings["kl_estimator"])
+    kl = losses.token_kl(tensors["logprobs"], tensors["ref_logprobs"], settings["kl_estimator"])
     torch.testing.assert_close(kl[mask], tensors["kl"][mask], **close)
     assert torch.where(mask, kl, 0).sum(1).mean().item() == pytest.approx(float(settings["objective/kl"]), abs=1e-5)
-    shaped = formulas.compute_token_rewards(torch.zeros(len(kl)), float(settings["kl_coef"]) * kl, mask)
+    shaped = losses.compute_token_rewards(torch.zeros(len(kl)), float(settings["kl_coef"]) * kl, mask)
     assert shaped.sum(1).mean().item() == pytest.approx(float(settings["objective/non_score_reward"]), abs=1e-5)
     assert torch.where(mask, -tensors["logprobs"], 0).sum(1).mean().item() == pytest.approx(
         float(settings["objective/entropy"]), abs=1e-4
@@ -89,7 +91,7 @@ def test_rewards_but_for_the_place_of_the_score(update):
     """TRL puts the score one position after the EOS; ours lies on it. Row sums and all other places agree."""
     tensors, settings = update
     mask = ~tensors["padding_mask"].bool()
-    ours = formulas.compute_token_rewards(tensors["scores"], float(settings["kl_coef"]) * tensors["kl"], mask)
+    ours = losses.compute_token_rewards(tensors["scores"], float(settings["kl_coef"]) * tensors["kl"], mask)
     theirs = torch.where(~tensors["padding_mask_p1"].bool(), tensors["rewards"], 0)
     torch.testing.assert_close(ours.sum(1), theirs.sum(1), **close)
     for row in range(len(ours)):
@@ -109,20 +111,20 @@ def test_losses_of_each_micro_batch(steps, epoch, micro):
     }
     rows = step["rows"]
     mask, mask_p1 = (~tensors[name].bool()[rows] for name in ("padding_mask", "padding_mask_p1"))
-    loss, ratio, clipped = formulas.policy_loss(
+    loss, ratio, clipped = losses.policy_loss(
         step["new_logprobs"], tensors["logprobs"][rows], tensors["advantages"][rows], float(settings["cliprange"])
     )
     torch.testing.assert_close(ratio[mask], step["ratio"][mask], rtol=1e-5, atol=1e-5)
-    assert formulas.masked_mean(loss, mask).item() == pytest.approx(step["pg_loss"].item(), abs=1e-5)
-    assert formulas.masked_mean(clipped.float(), mask).item() == pytest.approx(step["pg_clipfrac"].item(), abs=1e-5)
-    error, value_clipped = formulas.value_loss(
+    assert losses.masked_mean(loss, mask).item() == pytest.approx(step["pg_loss"].item(), abs=1e-5)
+    assert losses.masked_mean(clipped.float(), mask).item() == pytest.approx(step["pg_clipfrac"].item(), abs=1e-5)
+    error, value_clipped = losses.value_loss(
         step["vpred"], tensors["values"][rows], tensors["returns"][rows], float(settings["cliprange_value"])
     )
-    assert formulas.masked_mean(error, mask_p1).item() == pytest.approx(step["vf_loss"].item(), abs=1e-5)
-    assert formulas.masked_mean(value_clipped.float(), mask_p1).item() == pytest.approx(
+    assert losses.masked_mean(error, mask_p1).item() == pytest.approx(step["vf_loss"].item(), abs=1e-5)
+    assert losses.masked_mean(value_clipped.float(), mask_p1).item() == pytest.approx(
         step["vf_clipfrac"].item(), abs=1e-5
     )
-    total = formulas.masked_mean(loss, mask) + float(settings["vf_coef"]) * formulas.masked_mean(error, mask_p1)
+    total = losses.masked_mean(loss, mask) + float(settings["vf_coef"]) * losses.masked_mean(error, mask_p1)
     assert total.item() == pytest.approx(step["loss"].item(), abs=1e-5)
     if epoch:
         assert 0.3 < step["pg_clipfrac"].item() < 1.0

@@ -12,9 +12,9 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 from test_cli import is_one_error
 from test_group_ppo import NAMES, TWO, child, left, one_and_two, stage, started, when
 
-from rlhf_cli import checkpoints
-from rlhf_cli.checkpoints import states
+from rlhf_cli import runs
 from rlhf_cli.models import load, save
+from rlhf_cli.runs import checkpoints
 
 pytestmark = pytest.mark.distributed
 
@@ -68,7 +68,7 @@ def test_the_stage_leaves_what_it_leaves_uncut(cut: Path, value: str) -> None:
     result = child(*stage(cut, *told))
     assert result.returncode == 0 and "E01" not in result.stderr, result.stderr
     metrics, models = lines(cut / "ppo/metrics.jsonl"), plain_models(cut)
-    state = checkpoints.state_at(cut / "ppo/state", 5)
+    state = runs.state_at(cut / "ppo/state", 5)
     assert {path.name for path in (state / "shards").iterdir()} == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
     replayed = rlhf("replay", cut, "--step", "6")
     assert replayed.exit_code == 0, replayed.output
@@ -121,9 +121,9 @@ def test_a_list_of_places_that_would_run_code_is_refused(cut: Path, monkeypatch:
     """Its hash is right: somebody who can write the state can write its manifest."""
     monkeypatch.chdir(cut)
     assert child(*stage(cut, "-s", "ppo.total_episodes=40")).returncode == 0
-    state = checkpoints.state_at(cut / "ppo/state", 5)
+    state = runs.state_at(cut / "ppo/state", 5)
     (state / "shards/.metadata").write_bytes(pickle.dumps(Evil()))
-    states._write_manifest(state, state.name)
+    checkpoints._write_manifest(state, state.name)
     with pytest.raises(Exception, match="holds something else than numbers, none of which was run"):
         save.load_tree(state)
     assert not Path("ran").exists()

@@ -18,11 +18,11 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 from test_cli import is_one_error
 
 from rlhf_cli.data.sampling import derive_seed
+from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import parallel
 from rlhf_cli.models.parallel import SINGLE_PROCESS
 from rlhf_cli.ppo import rollout as rollout_module
-from rlhf_cli.processes import OURSELVES
 
 pytestmark = pytest.mark.distributed
 
@@ -156,7 +156,7 @@ def straight(origin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ob
 
 
 def stage(folder: Path, *more: str) -> list[str]:
-    return [*OURSELVES, "ppo", "-c", str(folder / "ppo.yaml"), "--nproc", "2", *more]
+    return [*RLHF_COMMAND, "ppo", "-c", str(folder / "ppo.yaml"), "--nproc", "2", *more]
 
 
 def left(folder: Path) -> tuple[object, ...]:

@@ -19,12 +19,13 @@ from ppo_folder import EVAL, lines, rlhf, write
 from safetensors.torch import load_file
 from test_cli import is_one_error
 
-from rlhf_cli import checkpoints, processes, terminal
-from rlhf_cli.cli import boundary
-from rlhf_cli.config import Options, load
+from rlhf_cli import distributed, runs, terminal
+from rlhf_cli.cli import errors
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
+from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
-from rlhf_cli.processes import OURSELVES
 from rlhf_cli.stages import sft
 
 pytestmark = pytest.mark.distributed
@@ -159,7 +160,7 @@ def test_rows_that_do_not_fill_the_last_step_are_filled_up(world: World, tmp_pat
 
 def test_accelerate_must_have_found_the_same_processes(world: World, tmp_path: Path) -> None:
     loaded = load("sft", config(world, tmp_path / "run", ("sft", {}, {}), 2))
-    tokenizer, model = sft.start(loaded, Options(), checkpoints.open_parents(loaded))
+    tokenizer, model = sft.start(loaded, Options(), runs.open_parents(loaded))
     read = sft.read(loaded, tokenizer, model.config, None)
     with pytest.raises(RLHFError, match="accelerate found 1 process, 2 train together"):
         sft.make_trainer(loaded, model, tokenizer, *read, None, ProcessGroup(0, 2))
@@ -169,7 +170,7 @@ def test_accelerate_must_have_found_the_same_processes(world: World, tmp_path: P
 
 
 def stage(path: Path, *more: str) -> list[str]:
-    return [*OURSELVES, path.stem, "-c", str(path), "--nproc", "2", *more]
+    return [*RLHF_COMMAND, path.stem, "-c", str(path), "--nproc", "2", *more]
 
 
 def started(path: Path) -> subprocess.Popen[str]:
@@ -313,13 +314,13 @@ def test_who_says_what_went_wrong(
     def sleep(seconds: float) -> None:
         waited.append(seconds)
         if ended:
-            raise boundary.Terminated
+            raise errors.Terminated
 
     waited: list[float] = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(time, "sleep", sleep)
-    assert boundary._explain(RLHFError(code, "so it is")) in (1, 2)
+    assert errors._explain(RLHFError(code, "so it is")) in (1, 2)
     said = capsys.readouterr().err
     assert said.startswith(told) if told else not said
     assert bool(waited) == ((rank, code) != ("0", "D05"))
@@ -330,7 +331,7 @@ def test_a_table_is_shown_by_the_first_process_alone(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(terminal, "is_terminal", lambda stream: True)
-    assert not processes.is_first()
+    assert not distributed.is_main_process()
     terminal.table(["a"], [["b"]])
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("RANK", "0")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, pre_tokenizers
 from transformers.utils import logging as theirs
 
-from rlhf_cli import rows, signals
+from rlhf_cli import errors, jsonl, system
 from rlhf_cli.data import tokens
 from rlhf_cli.models import tokenizers
 
@@ -71,7 +71,7 @@ def test_m01_weights_that_are_a_named_pipe(folder: Path) -> None:
 def test_m01_a_chat_template_that_does_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of loops, and of numbers that grow: the first conversation ends it, whatever data.on_bad says."""
     monkeypatch.setattr(tokens, "RENDERING", 0.3)
-    rows.write_jsonl(
+    jsonl.write_jsonl(
         folder / "rows.jsonl",
         [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}] * 8,
     )
@@ -84,10 +84,10 @@ def test_m01_a_chat_template_that_does_not_end(folder: Path, monkeypatch: pytest
 
 
 def test_a_bound_on_work_ends_and_leaves_nothing_behind() -> None:
-    with pytest.raises(signals.TooLong), signals.at_most(0.05):
+    with pytest.raises(system.TooLong), system.at_most(0.05):
         while True:
             pass
-    with signals.at_most(0.05):
+    with system.at_most(0.05):
         pass
     assert sum(range(3_000_000)) > 0  # more than 0.05 s, and no bound is left
 
@@ -100,17 +100,17 @@ def test_m01_a_tokenizer_whose_rule_never_matches(folder: Path) -> None:
         [split, tokenizer.backend_tokenizer.pre_tokenizer]
     )
     tokenizer.save_pretrained(folder / "model")
-    rows.write_jsonl(folder / "rows.jsonl", [{"text": "a" * 60 + "b"}] * 8)
+    jsonl.write_jsonl(folder / "rows.jsonl", [{"text": "a" * 60 + "b"}] * 8)
     refused_everywhere("M01", "the tokenizer fails on a text")
 
 
 def test_d03_a_small_file_that_unpacks_to_a_large_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LONGEST", 2**16)
+    monkeypatch.setattr(jsonl, "LONGEST", 2**16)
     for name, content, says in (("lines", b"\n" * 200_000, "100,000 empty"), ("one", b"\0" * 2**17, "65,536 bytes")):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wb") as file:
             file.write(content)
-        with pytest.raises(rows.RLHFError, match=re.escape(says)) as caught:
-            list(rows.read_jsonl(tmp_path / f"{name}.jsonl.gz"))
+        with pytest.raises(errors.RLHFError, match=re.escape(says)) as caught:
+            list(jsonl.read_jsonl(tmp_path / f"{name}.jsonl.gz"))
         assert caught.value.problems[0].code == "D03"
 
 

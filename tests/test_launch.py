@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api
 
-from rlhf_cli import launch
+from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError
 
 
@@ -30,10 +30,10 @@ def ends(monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:
 def test_the_exit_code_is_that_of_the_cause(monkeypatch: pytest.MonkeyPatch, codes: tuple[int, int], code: int) -> None:
     """Who waits for a process that has refused its inputs ends with 1, and may be seen first."""
     ends(monkeypatch, *codes)
-    assert launch.run(2, ["sft"]) == code
+    assert distributed.launch_group(2, ["sft"]) == code
 
 
 def test_a_process_that_was_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ends(monkeypatch, 1, -9)
     with pytest.raises(RLHFError, match="process 1 of 2 was ended by SIGKILL"):
-        launch.run(2, ["sft"])
+        distributed.launch_group(2, ["sft"])

@@ -9,13 +9,14 @@ import pytest
 from bad_inputs import check, foreign_scorer, replace, rlhf, warned
 from typer.testing import CliRunner
 
-from rlhf_cli import data, rows
+from rlhf_cli import data, jsonl
 from rlhf_cli.cli import app
-from rlhf_cli.config import CONFIGS, load
+from rlhf_cli.commands.plan import models
+from rlhf_cli.config.loading import load
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
+from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.plan import remaining
 
 SHORT, LONG = "Tell me about the sun.", "Tell me about the sun and the moon. " * 40
 KEYS = {
@@ -28,7 +29,7 @@ KEYS = {
 def write(name: str, short: int, long: int, answers: dict[str, str]) -> None:
     """So many rows that fit into the model's 128 positions, and so many that do not; no prompt twice."""
     texts = [f"{number} {SHORT}" for number in range(short)] + [f"{number} {LONG}" for number in range(long)]
-    rows.write_jsonl(Path(f"{name}.jsonl"), [{"prompt": text, **answers} for text in texts])
+    jsonl.write_jsonl(Path(f"{name}.jsonl"), [{"prompt": text, **answers} for text in texts])
 
 
 def counted(command: str, *arguments: str) -> Any:
@@ -97,7 +98,7 @@ def test_held_out_rows_count_by_themselves(fitting: Path) -> None:
     write("held-out", 2, 6, KEYS["reward"][2])
     same = [{"prompt": f"{number}", "chosen": " Yes.", "rejected": " Yes."} for number in range(8)]
     for row in same:
-        rows.append_jsonl(Path("held-out.jsonl"), row)
+        jsonl.append_jsonl(Path("held-out.jsonl"), row)
     replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval: held-out.jsonl, on_identical: drop")
     told = check("reward.yaml")
     assert told.exit_code == 2 and "error[D16]: reward.yaml:2: 14 of 16 rows are left out: 8 by D07 (" in told.stderr
@@ -109,7 +110,7 @@ def test_held_out_rows_count_by_themselves(fitting: Path) -> None:
 def test_a_small_part_is_not_refused_by_the_luck_of_its_draw(fitting: Path, seed: int) -> None:
     """Of 60 rows 40 are bad, 67 %: no part of some six rows proves that more than 80 % of such rows are."""
     good = [{"prompt": f"{number} {SHORT}", **KEYS["reward"][2]} for number in range(20)]
-    rows.write_jsonl(Path("pairs.jsonl"), [*good, *({**good[0], "chosen": None} for _ in range(40))])
+    jsonl.write_jsonl(Path("pairs.jsonl"), [*good, *({**good[0], "chosen": None} for _ in range(40))])
     replace("reward.yaml", "train: pairs.jsonl", "train: pairs.jsonl, eval_fraction: 0.1, on_bad: drop")
     told = check("reward.yaml", "-s", f"seed={seed}")
     assert "error[D16]" not in told.stderr and "warning[D16]" in told.stderr
@@ -149,7 +150,7 @@ def test_a_conversation_counts_by_its_answers(world: Any, tmp_path: Path) -> Non
     """Of ten answers nine remain: a tenth is left out, and not the whole row."""
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}] * 9
     last = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "Well."}]
-    rows.write_jsonl(tmp_path / "rows.jsonl", [{"messages": [*turns, *last]}])
+    jsonl.write_jsonl(tmp_path / "rows.jsonl", [{"messages": [*turns, *last]}])
     tokenizer = world.tokenizer()
     tokenizers.set_chat_template(tokenizer, "chatml")
     found = data.sft_rows(tmp_path / "rows.jsonl", tokenizer, max_length=400)
@@ -159,7 +160,7 @@ def test_a_conversation_counts_by_its_answers(world: Any, tmp_path: Path) -> Non
 def test_a_prompt_counts_for_all_pairs_that_have_it(world: Any, tmp_path: Path) -> None:
     answers = [{"chosen": f" Yes {number}.", "rejected": " No."} for number in range(12)]
     pairs = [{"prompt": LONG if number < 3 else SHORT, **each} for number, each in enumerate(answers)]
-    rows.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {"prompt": "", "chosen": "a", "rejected": "b"}])
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {"prompt": "", "chosen": "a", "rejected": "b"}])
     source = DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop")
     found = data.prompt_rows(source, world.tokenizer(), max_length=120)
     assert (len(found), found.left_out, found.asked) == (1, 4, 13)
@@ -170,7 +171,7 @@ def test_a_bad_row_counts_in_one_part_of_a_split(world: Any, tmp_path: Path) -> 
     """It has no prompt that a split could go by: counted in both parts, it would be most of the smaller one."""
     good = [{"prompt": f"{number} {SHORT}", "completion": " Yes."} for number in range(400)]
     bad = [{"prompt": "", "completion": " Yes."}] * 100
-    rows.write_jsonl(
+    jsonl.write_jsonl(
         tmp_path / "rows.jsonl", [row for five in zip(*[iter(good)] * 4, bad, strict=True) for row in five]
     )
     parts = [
@@ -214,7 +215,7 @@ def test_plan_says_about_where_it_read_a_sample(fitting: Path, monkeypatch: pyte
     write("pairs", 60, 60, KEYS["reward"][2])
     exact = counted("plan", "reward.yaml", "--flops", "1e12")["stages"][0]
     assert (exact["rows"], exact["rows_are"], exact["steps_are"]) == (60, "exact", "exact")
-    monkeypatch.setattr(remaining, "WHOLE", 30)
+    monkeypatch.setattr(models, "WHOLE", 30)
     (about,) = counted("plan", "reward.yaml", "--flops", "1e12")["stages"]
     assert (about["rows"], about["left_out"], about["asked"]) == (60, 60, 120)
     assert (about["rows_are"], about["steps_are"], about["steps"]) == ("about", "about", exact["steps"])
@@ -230,7 +231,7 @@ def test_plan_says_about_where_it_read_a_sample(fitting: Path, monkeypatch: pyte
 @pytest.mark.parametrize("read", [data.preference_rows, data.prompt_rows])
 def test_a_sample_is_every_nth(read: Callable[..., Any], world: Any, tmp_path: Path) -> None:
     pairs = [{"prompt": f"{n} {SHORT}", "chosen": " Yes.", "rejected": " No."} for n in range(25)]
-    rows.write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", pairs)
     whole, part = (read(tmp_path / "pairs.jsonl", world.tokenizer(), max_length=120, sample=n) for n in (25, 10))
     assert (whole.every, len(whole), part.every) == (1, 25, 3) and list(part) == list(whole)[::3]
     with pytest.raises(RLHFError, match="no usable row"):

@@ -14,8 +14,9 @@ from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rlhf_cli import checkpoints, replay, room, terminal
+from rlhf_cli import runs, system, terminal
 from rlhf_cli.cli import app
+from rlhf_cli.commands import verify
 from rlhf_cli.models import devices, load, save
 
 SMALL = "per_device_train_batch_size: 4\n  gradient_accumulation_steps: 1\n  response_length: 8\n  num_ppo_epochs: 1"
@@ -71,7 +72,7 @@ def test_e03_a_disk_too_small_for_the_states(three: Path, stage: str, monkeypatc
     usage = shutil.disk_usage(three)._replace(free=needed - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     says = (
-        f"3 states of {room.size(needed / 3)} need {room.size(needed)} at least",
+        f"3 states of {system.size(needed / 3)} need {system.size(needed)} at least",
         "are free",
         "hint: make room there",
     )
@@ -90,14 +91,14 @@ def _numbers(folder: Path) -> int:
 @on_a_cpu
 def test_e03_a_memory_too_small(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = _numbers(three / "model")
-    monkeypatch.setattr(room, "memory", lambda: 16 * numbers - 1)
+    monkeypatch.setattr(system, "memory", lambda: 16 * numbers - 1)
     says = (f"{numbers:,} numbers that are trained need", "the CPU has", "hint: use a smaller model")
     assert refused(rlhf("sft"), "E03", "sft.yaml:1: ", *says)
     # Where it is looked at is not always where it runs.
     assert warned(check("sft.yaml"), "E03", "sft.yaml:1: ", *says)
     assert warned(check("ppo.yaml"), "E03", "ppo.yaml:1: ")
     assert refused(check("ppo.yaml", "--quiet"), "E03", "ppo.yaml:1: ")  # as `rlhf run` asks, before its first stage
-    monkeypatch.setattr(room, "memory", lambda: 16 * numbers)
+    monkeypatch.setattr(system, "memory", lambda: 16 * numbers)
     assert "E03" not in check("sft.yaml").stderr
 
 
@@ -112,7 +113,7 @@ def test_e03_counts_what_is_loaded_and_trained(three: Path, monkeypatch: pytest.
         "b.safetensors": {name: weight for name, weight in weights.items() if "layers.0" not in name}
         | {f"h.0.{mask}": torch.ones(50) for mask in masks},
     }
-    monkeypatch.setattr(room, "memory", lambda: 16 * numbers - 1)
+    monkeypatch.setattr(system, "memory", lambda: 16 * numbers - 1)
     save_file(weights, "model/consolidated.safetensors")
     says = f": {numbers:,} numbers that are trained need"
     assert says in check("sft.yaml").stderr
@@ -124,7 +125,7 @@ def test_e03_counts_what_is_loaded_and_trained(three: Path, monkeypatch: pytest.
     Path("model/model.safetensors.index.json").write_text(json.dumps(index))
     terminal.forget_warnings()
     assert says in check("sft.yaml").stderr
-    monkeypatch.setattr(room, "memory", lambda: 16 * numbers)
+    monkeypatch.setattr(system, "memory", lambda: 16 * numbers)
     assert "E03" not in check("sft.yaml").stderr
 
 
@@ -135,10 +136,10 @@ def test_e03_counts_a_model_that_several_keys_name_once(three: Path, monkeypatch
     replace("ppo.yaml", "reward: scorer", "reward: scorer, value: scorer")
     replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
     needed = 16 * (model + scorer) + 4 * (model + scorer)
-    monkeypatch.setattr(room, "memory", lambda: needed - 1)
+    monkeypatch.setattr(system, "memory", lambda: needed - 1)
     says = f"{model + scorer:,} numbers that are trained and {model + scorer:,} that are not"
     assert warned(check("ppo.yaml"), "E03", "ppo.yaml:", says)
-    monkeypatch.setattr(room, "memory", lambda: needed)
+    monkeypatch.setattr(system, "memory", lambda: needed)
     assert "E03" not in check("ppo.yaml").stderr
 
 
@@ -148,7 +149,7 @@ def test_e03_a_finished_stage_needs_no_room(three: Path, monkeypatch: pytest.Mon
     shutil.rmtree("sft/state")
     usage = shutil.disk_usage(three)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(room, "memory", lambda: 0)
+    monkeypatch.setattr(system, "memory", lambda: 0)
     assert check("sft.yaml").exit_code == 0 and "E03" not in check("sft.yaml").stderr
     assert "finished already" in rlhf("sft").stderr
     assert "error[E03]: other/sft: " in check("sft.yaml", "run=other").stderr
@@ -238,7 +239,7 @@ def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int)
     model = load_file("model/model.safetensors")
     body = sum(tensor.numel() for name, tensor in model.items() if not name.startswith("lm_head."))
     needed = 16 * body if stage != "ppo" else (16 + 16 + 4 + 4) * body
-    assert f"memory: {room.size(needed)} of " in resumed.stderr
+    assert f"memory: {system.size(needed)} of " in resumed.stderr
 
 
 WORDS = [
@@ -256,7 +257,7 @@ def test_e03_in_the_words_of_each_library(folder: Path, error: Exception, monkey
     def full(*args: Any, **kwargs: Any) -> None:
         raise ValueError("while saving") from error
 
-    monkeypatch.setattr(checkpoints, "finish", full)
+    monkeypatch.setattr(runs, "finish", full)
     monkeypatch.setattr(save, "save_model", full)
     assert "error[E03]: sft: the disk cannot take what is to be written: " in (result := rlhf("sft")).stderr
     assert result.exit_code == 1 and result.stderr.count("error[") == 1 and "Traceback" not in result.stderr
@@ -284,7 +285,7 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
 
     monkeypatch.setattr(load, "load_causal_lm", full)
-    monkeypatch.setattr(replay, "open_run", full)
+    monkeypatch.setattr(verify, "open_run", full)
     assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: the memory is full", exit_code=1)
 
 

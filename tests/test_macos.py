@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli import room
-from rlhf_cli.checkpoints import locks
+from rlhf_cli import system
+from rlhf_cli.runs import locks
 
 ROOT = Path(__file__).parents[1]
 # torch is loaded first, as the build for this machine; psutil reads /proc here, and asks the system there.
@@ -71,5 +71,5 @@ def test_memory_is_what_the_system_says() -> None:
     if not pages.exists():
         pytest.skip("no Linux, which says it in another way to compare with")
     held = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    assert room.resident() == pytest.approx(held, rel=0.05)
-    assert 0 < room.memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert system.resident() == pytest.approx(held, rel=0.05)
+    assert 0 < system.memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

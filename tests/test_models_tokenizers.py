@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_cli import data, rows
+from rlhf_cli import data, jsonl
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizer_diff, tokenizers
 
@@ -34,7 +34,7 @@ def test_a_trained_tokenizer_spells_any_text_and_is_the_same_each_time(world: Wo
 
 def test_it_learns_from_plain_text_and_from_the_contents_of_messages(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("zebra zebra zebra\n")
-    rows.write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": "quagga", "content": "okapi okapi okapi"}]}])
+    jsonl.write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": "quagga", "content": "okapi okapi okapi"}]}])
     assert "zebra" in tokenizers.train_tokenizer(tmp_path / "plain.txt", 400).get_vocab()
     words = tokenizers.train_tokenizer(tmp_path / "chat.jsonl", 400).get_vocab()
     assert "okapi" in words and "quagga" not in words

@@ -91,8 +91,12 @@ import pytest
 import tiny
 import torch
 
-from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, Rollout, formulas
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.forward_backward import policy_losses
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.rewards.model import ModelReward
 
 HERE = Path(__file__).parent
 
@@ -279,9 +283,9 @@ def of_each(probabilities):
 @pytest.mark.parametrize("kind,exact", [("k1", True), ("k2", False), ("k3", False), ("abs", False)])
 def test_kl_in_the_reward_through_the_whole_chain(kind, exact):
     """Penalty, reward, GAE, loss: the policy gradient of -coef x KL, for k1 alone."""
-    kl = formulas.token_kl(of_each(PI), of_each(REF), kind)
-    rewards = formulas.compute_token_rewards(torch.zeros(3).double(), 0.5 * kl, EACH.response_mask)
-    advantages, _ = formulas.gae(rewards, torch.zeros_like(rewards), EACH.response_mask, 1.0, 0.95)
+    kl = losses.token_kl(of_each(PI), of_each(REF), kind)
+    rewards = losses.compute_token_rewards(torch.zeros(3).double(), 0.5 * kl, EACH.response_mask)
+    advantages, _ = losses.gae(rewards, torch.zeros_like(rewards), EACH.response_mask, 1.0, 0.95)
     judged = tiny.experience(EACH, logprobs=of_each(PI), ref_logprobs=of_each(REF), advantages=advantages)
     found, wanted = expected_gradient(judged, PI), [0.5 * slope for slope in kl_and_gradient()[1]]
     assert (found == pytest.approx(wanted, abs=1e-9)) is exact
@@ -370,5 +374,5 @@ def test_junk_outside_the_responses_changes_no_bit():
 def test_entropy_is_never_negative_however_sharp_the_logits(dtype, scale):
     logits = (scale * torch.randn(200, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
     for temperature in (0.1, 0.7, 1.0):
-        entropy = formulas.entropy(formulas.log_probs(logits, temperature))
+        entropy = losses.entropy(losses.log_probs(logits, temperature))
         assert (entropy >= 0).all() and (entropy <= 3.9121).all()  # ln 50

@@ -10,15 +10,15 @@ import tiny
 from mutations import mutate
 from report_run import CARD, change, draws_nothing, report, write_run
 
-from rlhf_cli import checkpoints, rows
-from rlhf_cli.checkpoints.files import describe, names_in
-from rlhf_cli.checkpoints.shapes import oddity
+from rlhf_cli import jsonl, runs
+from rlhf_cli.commands import status, status_read
+from rlhf_cli.commands.export import card, card_context
+from rlhf_cli.commands.report import page
+from rlhf_cli.commands.report.runs import read_run
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.export import card
+from rlhf_cli.files import describe, names_in
 from rlhf_cli.models import tokenizers
-from rlhf_cli.report import page
-from rlhf_cli.report.runs import read_run
-from rlhf_cli.status import runs, shown
+from rlhf_cli.runs.shapes import oddity
 
 # Each of the first ones failed with R00 on its own way, when these tests were written.
 SEEDS = [6, 7, 27, 28, 34, 36, 47, 65, 66, 71, 75, 91, 93, 105, 130, 132, 133, 136, 142, 149, 159, 168, 178, 190, 235]
@@ -36,9 +36,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     best = {"step": 20, "metric": "objective/scores", "value": 1.0}
     change(folder / "ppo/manifest.json", files=describe(folder / "ppo", names), best=best, stopped="it stopped")
     parents = json.loads((folder / "eval/manifest.json").read_text())["parents"]
-    parents["models.ppo"]["sha256"] = checkpoints.choose(folder, None, "last").model.sha256
+    parents["models.ppo"]["sha256"] = runs.choose(folder, None, "last").model.sha256
     change(folder / "eval/manifest.json", parents=parents)
-    assert checkpoints.choose(folder, None, "last").report
+    assert runs.choose(folder, None, "last").report
     return folder
 
 
@@ -50,19 +50,19 @@ def test_a_page_is_drawn_whatever_a_file_holds(
     folder = shutil.copytree(whole, tmp_path / "run")
     said = mutate(folder, random.Random(seed))
     assert "<html" in page.of_run(read_run(folder)), said
-    assert shown.stage_rows(runs.read_run(folder)), said
+    assert status.stage_rows(status_read.read_run(folder)), said
 
 
 def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) -> None:
-    rows.write_jsonl(tmp_path / "text.jsonl", [{"text": "hello there"}])
+    jsonl.write_jsonl(tmp_path / "text.jsonl", [{"text": "hello there"}])
     model, tokenizer = tiny.causal(), tokenizers.train_tokenizer(tmp_path / "text.jsonl", 270)
     written = 0
     for seed in CARDS:
         folder = shutil.copytree(whole, tmp_path / str(seed))
         said = mutate(folder, random.Random(seed))
         try:
-            found = checkpoints.choose(folder, None, "last")
-            assert card.write(card.subject(found, model, tokenizer, "float32", "name", "./x", None)), said
+            found = runs.choose(folder, None, "last")
+            assert card.write(card_context.subject(found, model, tokenizer, "float32", "name", "./x", None)), said
             written += 1
         except RLHFError as error:
             assert error.problems[0].code in ("M10", "M05"), said

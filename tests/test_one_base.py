@@ -16,13 +16,14 @@ from bad_inputs import replace, rlhf
 from conftest import World
 from safetensors.torch import load_file
 
-from rlhf_cli import checkpoints
-from rlhf_cli.config import Options, load
-from rlhf_cli.inputs import machine
+from rlhf_cli import runs
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
 from rlhf_cli.models import save
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.load import load_causal_lm, load_reward_model
 from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.stages import hardware
 from rlhf_cli.stages.ppo_setup import PPOComponents, load_components
 
 pytestmark = [pytest.mark.training, pytest.mark.usefixtures("no_page")]
@@ -49,7 +50,7 @@ def copied(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 def loaded(folder: Path, *changes: str) -> PPOComponents:
     """The run's models as `rlhf ppo` has them before the first update."""
     config = load("ppo", folder / "ppo.yaml", ["models.adapters={kind: lora, r: 3}", *changes])
-    return load_components(config, Options(), checkpoints.open_parents(config))
+    return load_components(config, Options(), runs.open_parents(config))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -109,7 +110,7 @@ def test_the_first_kl_is_exactly_0_and_the_policy_moves(trained: Path) -> None:
 def test_whole_models_unless_adapters_are_asked_for(adapters_copy: Path) -> None:
     config = load("ppo", adapters_copy / "ppo.yaml")
     assert config.models.adapters is None
-    parts = load_components(config, Options(), checkpoints.open_parents(config))
+    parts = load_components(config, Options(), runs.open_parents(config))
     trainer = parts.trainer
     assert all(weight.requires_grad for model in (trainer.policy, trainer.value) for weight in model.parameters())
     kept = {name for name, _ in trainer.policy.named_parameters()}
@@ -157,7 +158,7 @@ def test_the_four_take_little_more_than_one(wide: Path, monkeypatch: pytest.Monk
 def test_the_base_is_counted_once_before_a_run(adapters_copy: Path) -> None:
     numbers = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
     config = load("ppo", adapters_copy / "ppo.yaml", ["models.adapters={kind: lora}"])
-    assert machine._counts(config, checkpoints.open_parents(config)) == (0, numbers)
+    assert hardware._counts(config, runs.open_parents(config)) == (0, numbers)
 
 
 # What PPO leaves
@@ -183,7 +184,7 @@ def test_ppo_leaves_adapters_beside_the_sft_model(trained: Path) -> None:
 
 
 def test_the_hash_of_the_policy_covers_its_base(trained: Path) -> None:
-    from rlhf_cli.checkpoints.adapters import whole_sha256
+    from rlhf_cli.runs.adapters import whole_sha256
 
     manifest = json.loads((trained / "ppo/manifest.json").read_text())
     parents = manifest["parents"]
@@ -193,7 +194,7 @@ def test_the_hash_of_the_policy_covers_its_base(trained: Path) -> None:
 
 
 def test_a_state_holds_what_learns_alone(trained: Path) -> None:
-    state = save.load_tree(checkpoints.state_at(trained / "ppo/state", 5))["trainer"]
+    state = save.load_tree(runs.state_at(trained / "ppo/state", 5))["trainer"]
     assert all(".lora_" in name for name in state["policy"]) and len(state["policy"]) == 28
     heads = {name for name in state["value"] if ".lora_" not in name}
     assert heads == {"score.modules_to_save.default.weight"} and len(state["value"]) == 29
@@ -206,7 +207,7 @@ def test_what_is_read_is_what_was_trained(adapters_copy: Path, value: str) -> No
     told = (*LORA, "-s", f"models.value={value}")
     run(adapters_copy, "ppo", *told)
     parts = loaded(adapters_copy, f"models.value={value}")
-    parts.trainer.load_state_dict(save.load_tree(checkpoints.state_at(Path("ppo/state"), 2))["trainer"])
+    parts.trainer.load_state_dict(save.load_tree(runs.state_at(Path("ppo/state"), 2))["trainer"])
     models, ids = four(parts), some_ids()
     with torch.no_grad():
         theirs = models["policy"](input_ids=ids)
@@ -333,13 +334,13 @@ def test_a_whole_reward_model_is_held_once_more_and_said(adapters_copy: Path) ->
     ids = some_ids()
     with torch.no_grad():
         assert torch.equal(models["value"](input_ids=ids).logits, models["reward"](input_ids=ids).logits)
-        parts.trainer.load_state_dict(save.load_tree(checkpoints.state_at(Path("ppo/state"), 2))["trainer"])
+        parts.trainer.load_state_dict(save.load_tree(runs.state_at(Path("ppo/state"), 2))["trainer"])
         read = load_reward_model("ppo/value").eval()(input_ids=ids).logits
         assert torch.allclose(models["value"](input_ids=ids).logits, read, atol=1e-5)
         assert not torch.allclose(read, models["reward"](input_ids=ids).logits, atol=1e-3)
     numbers = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
     config = load("ppo", adapters_copy / "ppo.yaml", ["models.adapters={kind: lora}"])
-    assert machine._counts(config, checkpoints.open_parents(config)) == (0, 2 * numbers)
+    assert hardware._counts(config, runs.open_parents(config)) == (0, 2 * numbers)
 
 
 def test_a_reward_adapter_of_the_base_below_is_another_model(adapters_copy: Path) -> None:

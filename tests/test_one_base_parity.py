@@ -10,7 +10,9 @@ import torch
 
 from rlhf_cli.config.adapters import Adapters
 from rlhf_cli.models import load, lora, save, sharding
-from rlhf_cli.ppo import HFEngine, ModelReward, PPOTrainer
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import ModelReward
 
 CPU = torch.device("cpu")
 SETTINGS = {"num_mini_batches": 1, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}

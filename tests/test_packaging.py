@@ -56,7 +56,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_each_config_once(wheel: P
 
 
 def test_the_installed_command_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
-    assert "Commands:" in installed(site, tmp_path, "--help")
+    assert "Inspect:" in installed(site, tmp_path, "--help")
     script = "import rlhf_cli; print(rlhf_cli.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(site)}
     found = subprocess.run(

@@ -14,18 +14,18 @@ from fake_config import FakeConfig, make_stage, write_model
 from permissions import taken_away
 from ppo_folder import rlhf
 
-from rlhf_cli import checkpoints
-from rlhf_cli.checkpoints import locks
-from rlhf_cli.checkpoints.locks import lock_of
-from rlhf_cli.checkpoints.outputs import in_place
+from rlhf_cli import runs
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.inputs import models
+from rlhf_cli.runs import locks
+from rlhf_cli.runs.locks import lock_of
+from rlhf_cli.runs.stage_folder import in_place
+from rlhf_cli.stages import setup
 
 WEIGHTS = "model.safetensors"
 
 
-def opened(folder: Path, *, hashed: bool = True) -> dict[str, checkpoints.Parent]:
-    parent = checkpoints.open_parent(str(folder), expect=("sft",), key="model.path", where="w", hashed=hashed)
+def opened(folder: Path, *, hashed: bool = True) -> dict[str, runs.Parent]:
+    parent = runs.open_parent(str(folder), expect=("sft",), key="model.path", where="w", hashed=hashed)
     return {"model.path": parent}
 
 
@@ -58,10 +58,10 @@ def parent(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("change", [swap, in_its_place, lambda file: file.with_name("tokenizer.json").write_text("{}")])
 def test_m14_what_changed_after_it_was_hashed(change: Callable[[Path], Any], parent: tuple[Path, Path]) -> None:
     parents = opened(parent[0])
-    checkpoints.require_unchanged(parents)
+    runs.require_unchanged(parents)
     change(parent[1] / WEIGHTS)
     with pytest.raises(RLHFError, match=r"error\[M14\]: model.path: .* changed while it was read \(") as caught:
-        checkpoints.require_unchanged(parents)
+        runs.require_unchanged(parents)
     assert caught.value.exit_code == 1
 
 
@@ -69,37 +69,37 @@ def test_other_dates_and_a_folder_that_is_gone_are_no_change(parent: tuple[Path,
     """A copy over itself, and a cache that was cleared after all was read."""
     parents = opened(parent[0])
     (parent[1] / "notes.json").write_text("{}")  # all was loaded before
-    checkpoints.require_unchanged(parents, loaded=True)
+    runs.require_unchanged(parents, loaded=True)
     (parent[1] / "notes.json").unlink()
     for path in parent[1].iterdir():
         os.utime(path, (1, 1))
-    checkpoints.require_unchanged(parents)
+    runs.require_unchanged(parents)
     shutil.rmtree(parent[0])
-    checkpoints.require_unchanged(parents)
+    runs.require_unchanged(parents)
 
 
 def test_m14_nothing_is_finished_on_a_parent_that_changed(tmp_path: Path) -> None:
     write_model(tmp_path / "base")
     parents, config = opened(tmp_path / "base"), FakeConfig(tmp_path / "run")
-    wanted = checkpoints.identity(config, parents, {})
-    checkpoints.begin(config, wanted, parents, fresh=False)
+    wanted = runs.identity(config, parents, {})
+    runs.begin(config, wanted, parents, fresh=False)
     write_model(config.folder / "model")
     swap(tmp_path / "base" / WEIGHTS)
     with pytest.raises(RLHFError, match="M14"):
-        checkpoints.finish(config, wanted, parents=parents, fields={})
+        runs.finish(config, wanted, parents=parents, fields={})
     assert not (config.folder / "manifest.json").exists()
 
 
 def swapped_before_loading(patch: pytest.MonkeyPatch, file: Path) -> None:
     """Somebody renames another file over a parent's weights, after the hashes and before the first model is loaded."""
-    load, swapped = models.tokenizer, []
+    load, swapped = setup.tokenizer, []
 
     def later(*arguments: Any) -> Any:
         if not swapped:
             swapped.append(swap(file))
         return load(*arguments)
 
-    patch.setattr(models, "tokenizer", later)
+    patch.setattr(setup, "tokenizer", later)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])
@@ -134,7 +134,7 @@ def refused(result: Any, key: str) -> None:
 
 
 HOLDER = (
-    "import sys, pathlib; from rlhf_cli.checkpoints import locks;"
+    "import sys, pathlib; from rlhf_cli.runs import locks;"
     "getattr(locks, sys.argv[1])(pathlib.Path(sys.argv[2])); print('ready', flush=True); sys.stdin.read()"
 )
 
@@ -149,33 +149,33 @@ def another(what: str, folder: Path) -> "subprocess.Popen[bytes]":
 
 def test_what_is_read_is_not_moved_away(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
-    wanted = checkpoints.identity(FakeConfig(tmp_path), {}, {})
+    wanted = runs.identity(FakeConfig(tmp_path), {}, {})
     reward = FakeConfig(tmp_path, "reward")
     with another("share", folder) as other:
         # Two readers do not know of one another.
-        assert checkpoints.begin(reward, wanted, opened(folder), fresh=False) == "new"
+        assert runs.begin(reward, wanted, opened(folder), fresh=False) == "new"
         locks.stop_sharing()
-        assert checkpoints.begin(FakeConfig(tmp_path), wanted, {}, fresh=False) == "finished"
+        assert runs.begin(FakeConfig(tmp_path), wanted, {}, fresh=False) == "finished"
         with pytest.raises(RLHFError, match=r"C15.*another process is reading .*sft") as caught:
-            checkpoints.begin(FakeConfig(tmp_path), wanted, {}, fresh=True)
+            runs.begin(FakeConfig(tmp_path), wanted, {}, fresh=True)
         if Path("/proc/locks").exists():
             assert f": process {other.pid}\n" in str(caught.value)
         other.kill()
-    assert checkpoints.begin(FakeConfig(tmp_path), wanted, {}, fresh=True) == "new"
+    assert runs.begin(FakeConfig(tmp_path), wanted, {}, fresh=True) == "new"
     assert (tmp_path / ".old/sft-1").is_dir()
 
 
 def test_what_is_written_is_not_read(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
     parents, reward = opened(folder), FakeConfig(tmp_path, "reward")
-    wanted = checkpoints.identity(reward, parents, {})
+    wanted = runs.identity(reward, parents, {})
     with another("hold", folder) as other:
         with pytest.raises(RLHFError, match=rf"C15.*another process is writing .*sft: process {other.pid}"):
-            checkpoints.begin(reward, wanted, parents, fresh=False)
+            runs.begin(reward, wanted, parents, fresh=False)
         other.kill()
-    assert checkpoints.begin(reward, wanted, parents, fresh=False) == "new"
+    assert runs.begin(reward, wanted, parents, fresh=False) == "new"
     write_model(reward.folder / "model")
-    checkpoints.finish(reward, wanted, parents=parents, fields={})
+    runs.finish(reward, wanted, parents=parents, fields={})
     assert not locks._read  # a stage that is finished keeps nothing
 
 
@@ -183,35 +183,35 @@ def test_a_folder_of_somebody_else_is_read_without_a_lock(tmp_path: Path) -> Non
     folder = make_stage(tmp_path / "theirs", "sft")
     lock_of(folder).unlink()
     parents, reward = opened(folder), FakeConfig(tmp_path / "mine", "reward")
-    wanted = checkpoints.identity(reward, parents, {})
+    wanted = runs.identity(reward, parents, {})
     with taken_away(tmp_path / "theirs", mode=0o500):
-        assert checkpoints.begin(reward, wanted, parents, fresh=False) == "new"
+        assert runs.begin(reward, wanted, parents, fresh=False) == "new"
     assert not lock_of(folder).exists()
 
 
 def test_e08_a_run_that_is_deleted_while_it_is_written(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path)
-    checkpoints.begin(config, checkpoints.identity(config, {}, {}), {}, fresh=False)
+    runs.begin(config, runs.identity(config, {}, {}), {}, fresh=False)
     with pytest.raises(RLHFError, match=r"E08.*sft was moved or deleted while"), in_place(config.folder):
         shutil.rmtree(config.folder)
         (config.folder / "metrics.jsonl").open("a")
-    checkpoints.release()
+    runs.release()
     with pytest.raises(FileNotFoundError), in_place(config.folder):  # a folder that was never this process's
         (config.folder / "metrics.jsonl").open("a")
 
 
 def test_a_name_of_the_users_in_old_and_an_old_that_is_a_file(tmp_path: Path) -> None:
     config = FakeConfig(tmp_path)
-    wanted = checkpoints.identity(config, {}, {})
+    wanted = runs.identity(config, {}, {})
     make_stage(tmp_path, "sft")
     for name in ("sft-backup2", "sft-2b", "sft-٣", "sft-7", "sft-"):
         (tmp_path / ".old" / name).mkdir(parents=True)
-    checkpoints.begin(config, wanted, {}, fresh=True)
+    runs.begin(config, wanted, {}, fresh=True)
     assert (tmp_path / ".old/sft-8/manifest.json").is_file()
     shutil.rmtree(tmp_path / ".old")
     (tmp_path / ".old").write_text("mine")
     with pytest.raises(RLHFError, match=r"C15.*\.old is a file"):
-        checkpoints.begin(config, wanted, {}, fresh=True)
+        runs.begin(config, wanted, {}, fresh=True)
     assert (tmp_path / ".old").read_text() == "mine" and (tmp_path / "sft/identity.json").is_file()
 
 

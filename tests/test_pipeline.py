@@ -12,10 +12,12 @@ from pathlib import Path
 import fake_stage
 import pytest
 
-from rlhf_cli import config, pipeline
-from rlhf_cli.config import Options
+from rlhf_cli import config
+from rlhf_cli.commands import run as pipeline
+from rlhf_cli.commands import run_summary
+from rlhf_cli.commands.run import Selection
+from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.pipeline import Selection
 
 FAKE = Path(fake_stage.__file__)
 CONFIGS = {
@@ -161,7 +163,7 @@ def test_another_package_version_runs_nothing(run: Callable, folder: Path, monke
     manifest = json.loads((folder / "sft/manifest.json").read_text())
     manifest |= {"schema": 1, "versions": {"rlhf": "9.9", "torch": "9.9"}}  # schema 1 has no hash of itself
     (folder / "sft/manifest.json").write_text(json.dumps(manifest))
-    monkeypatch.setattr("rlhf_cli.checkpoints.outputs.__version__", "10.0")
+    monkeypatch.setattr("rlhf_cli.runs.stage_folder.__version__", "10.0")
     assert ran(run()) == []
 
 
@@ -402,7 +404,7 @@ def test_an_evaluation_that_does_not_meet_its_requirements_ends_with_the_page(
     run: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[bool] = []
-    monkeypatch.setattr(pipeline.ending, "show", lambda *given, met=True: ends.append(met))
+    monkeypatch.setattr(run_summary, "show", lambda *given, met=True: ends.append(met))
 
     def failing(stage: str) -> Callable[[list[str]], int]:
         return lambda command: run_here(command) or int(command[4] == stage)

@@ -16,19 +16,22 @@ from safetensors import safe_open
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from rlhf_cli import progress, room, times
+from rlhf_cli import progress, system, terminal
 from rlhf_cli.cli import app
-from rlhf_cli.config import Options, load
-from rlhf_cli.inputs import machine
+from rlhf_cli.commands import plan as advice
+from rlhf_cli.commands.plan import _show, duration, meta
+from rlhf_cli.commands.plan.measure import Tally
+from rlhf_cli.commands.plan.memory import Target
+from rlhf_cli.commands.plan.meta import Lengths
+from rlhf_cli.commands.plan.models import Chain
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
+from rlhf_cli.jsonl import append_jsonl, read_jsonl
 from rlhf_cli.models import build, devices, forward, lora
+from rlhf_cli.models.build import META
 from rlhf_cli.models.load import load_causal_lm, load_reward_model, read_config
-from rlhf_cli.plan import _show, advice, duration, modes
-from rlhf_cli.plan.chain import Chain
-from rlhf_cli.plan.ghosts import Lengths
-from rlhf_cli.plan.tally import META, Tally
-from rlhf_cli.plan.target import Target
 from rlhf_cli.ppo.forward_backward import ModelRunner
-from rlhf_cli.rows import append_jsonl, read_jsonl
+from rlhf_cli.stages import hardware
 
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine computes on a GPU")
 
@@ -134,18 +137,18 @@ def test_the_bound_that_refuses_is_the_plans_less_heads(three: Path, monkeypatch
     """One theory: E03 before a training counts the same models, as the least that they can take."""
     told = phase(found("ppo.yaml")["ppo"], "judge")["bytes"]
     fixed = told["weights"] + told["gradients"] + told["optimizer"]
-    monkeypatch.setattr(room, "memory", lambda: fixed)
+    monkeypatch.setattr(system, "memory", lambda: fixed)
     assert "E03" not in check("ppo.yaml").stderr
     heads = (4 + 16) * load_reward_model("scorer").score.weight.numel()  # the value model's learns
-    monkeypatch.setattr(room, "memory", lambda: fixed - heads - 600)  # angles, and counts of steps
+    monkeypatch.setattr(system, "memory", lambda: fixed - heads - 600)  # angles, and counts of steps
     assert "warning[E03]" in check("ppo.yaml").stderr
 
 
 def test_uses_name_each_folder_of_a_frozen_model_once(three: Path) -> None:
-    from rlhf_cli.config import load
+    from rlhf_cli.config.loading import load
 
     replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
-    uses = machine.uses(load("ppo", Path("ppo.yaml")))
+    uses = hardware.uses(load("ppo", Path("ppo.yaml")))
     assert [(use.role, use.trained) for use in uses] == [
         ("policy", True), ("reference", False), ("value", True), ("reward", False),
     ]  # fmt: skip
@@ -264,14 +267,14 @@ def test_the_cache_is_keys_and_values_of_all_layers(three: Path) -> None:
 
 def test_adapters_take_less_and_one_base_least(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "BLOCK_SIZE", 32)  # this model's rows are too short for 4 bits
-    told = {mode: counted_anew("ppo.yaml", "--mode", mode)["ppo"] for mode in modes.MODES}
+    told = {mode: counted_anew("ppo.yaml", "--mode", mode)["ppo"] for mode in meta.MODES}
     held = {mode: phase(each, "judge")["bytes"] for mode, each in told.items()}
     assert held["full"]["gradients"] > held["lora"]["gradients"] == held["qlora"]["gradients"] > 0
     config = read_config("model")
     hidden, middle = config.hidden_size, config.intermediate_size
     keys = hidden * config.num_key_value_heads // config.num_attention_heads
     layer = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + middle)
-    learns = 2 * config.num_hidden_layers * modes.STANDARD.r * layer + hidden
+    learns = 2 * config.num_hidden_layers * meta.STANDARD.r * layer + hidden
     assert held["lora"]["gradients"] == 4 * learns
     assert held["lora"]["optimizer"] == pytest.approx(8 * learns, abs=500)
     numbers = told["full"]["parameters"]
@@ -509,7 +512,7 @@ def test_the_total_of_the_stages(three: Path, monkeypatch: pytest.MonkeyPatch) -
     assert total["needed"] == max(stage["needed"] for stage in stages)
     assert total["fullest"] == max(stages, key=lambda stage: stage["needed"])["stage"] and total["fits"]
     (line,) = (line for line in plan(".", "--flops", "1e9").stdout.splitlines() if line.startswith("in all   "))
-    assert line.startswith(f"in all   at least {times.duration(3600 * total['hours'])} for 3 stages; at most ")
+    assert line.startswith(f"in all   at least {terminal.duration(3600 * total['hours'])} for 3 stages; at most ")
     assert line.endswith(f" of memory, in {total['fullest']}: fits")
     assert "in all   " not in plan("sft.yaml", "--flops", "1e9").stdout
     small = plan(".", "--gpu", "0.004", "--flops", "4e14").stdout
@@ -595,7 +598,7 @@ def test_what_does_not_fit_is_told_with_what_would_help(
 ) -> None:
     assert all(told["fits"] and not told["advice"] for told in found(".").values())
     with monkeypatch.context() as small:
-        small.setattr(room, "memory", lambda: 1000)
+        small.setattr(system, "memory", lambda: 1000)
         told = counted_anew("ppo.yaml")["ppo"]
     advised = {one["set"]: one["saves"] for one in told["advice"]}
     assert not told["fits"] and list(advised.values()) == sorted(advised.values(), reverse=True)

@@ -11,7 +11,9 @@ import tiny
 import torch
 from torch.autograd import gradcheck
 
-from rlhf_cli.ppo import PPOSettings, Rollout, formulas
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.forward_backward import policy_losses, value_losses
 
 ROWS = Rollout.from_lists([[1], [2, 0]], [[0, 2, 1], [1, 1]])  # three tokens, five response tokens
@@ -38,8 +40,8 @@ def test_policy_loss_in_each_of_its_regions(clips, advantage):
     ratios = torch.tensor([0.3, 0.7, 0.93, 1.0, 1.15, 1.3, 1.45, 1.7, 2.5, 4.0, 9.0], dtype=torch.float64)
     logprobs, old = (ratios.log() - 2.0).requires_grad_(True), torch.full_like(ratios, -2.0)
     advantages = torch.full_like(ratios, advantage)
-    assert gradcheck(lambda x: formulas.policy_loss(x, old, advantages, **clips)[0], (logprobs,))
-    loss, _, clipped = formulas.policy_loss(logprobs, old, advantages, **clips)
+    assert gradcheck(lambda x: losses.policy_loss(x, old, advantages, **clips)[0], (logprobs,))
+    loss, _, clipped = losses.policy_loss(logprobs, old, advantages, **clips)
     (slope,) = torch.autograd.grad(loss.sum(), logprobs)
     assert (slope[clipped] == 0).all() and (slope[~clipped] != 0).all(), "clipped says where there is no gradient"
     assert clipped.any() and not clipped.all()
@@ -50,8 +52,8 @@ def test_value_loss_on_both_branches(value, clipped):
     """Old value 0, range 0.2, return 3: inside, past the range towards the return, and away from it."""
     point = torch.tensor([value], dtype=torch.float64, requires_grad=True)
     old, wanted = torch.zeros(1, dtype=torch.float64), torch.full((1,), 3.0, dtype=torch.float64)
-    assert gradcheck(lambda v: formulas.value_loss(v, old, wanted, 0.2)[0], (point,))
-    loss, found = formulas.value_loss(point, old, wanted, 0.2)
+    assert gradcheck(lambda v: losses.value_loss(v, old, wanted, 0.2)[0], (point,))
+    loss, found = losses.value_loss(point, old, wanted, 0.2)
     assert found.item() is clipped
     assert torch.autograd.grad(loss.sum(), point)[0].item() == (0.0 if clipped else pytest.approx(value - 3.0))
 
@@ -59,15 +61,15 @@ def test_value_loss_on_both_branches(value, clipped):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_log_probs_entropy_and_exact_kl(temperature):
     logits, ref = draws(5, 3).requires_grad_(True), draws(5, 3, seed=1)
-    assert gradcheck(lambda x: formulas.token_logprobs(x, TARGETS, temperature), (logits,))
-    assert gradcheck(lambda x: formulas.entropy(formulas.log_probs(x, temperature)), (logits,))
-    assert gradcheck(lambda x: formulas.exact_kl(x, ref, temperature), (logits,))
+    assert gradcheck(lambda x: losses.token_logprobs(x, TARGETS, temperature), (logits,))
+    assert gradcheck(lambda x: losses.entropy(losses.log_probs(x, temperature)), (logits,))
+    assert gradcheck(lambda x: losses.exact_kl(x, ref, temperature), (logits,))
 
 
-@pytest.mark.parametrize("kind", formulas.KL_ESTIMATORS)
+@pytest.mark.parametrize("kind", losses.KL_ESTIMATORS)
 def test_each_estimator(kind):
     logprobs, ref = draws(5).requires_grad_(True), draws(5, seed=1)
-    assert gradcheck(lambda x: formulas.token_kl(x, ref, kind), (logprobs,))
+    assert gradcheck(lambda x: losses.token_kl(x, ref, kind), (logprobs,))
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])
@@ -75,13 +77,13 @@ def test_kl_loss_with_its_fixed_factors(kind):
     """pi / pi_old is fixed; k3 has k2's slope: -(pi / pi_old) r at each token."""
     logprobs, old, ref = (draws(5, seed=seed, scale=0.5) for seed in range(3))
     point = logprobs.clone().requires_grad_(True)
-    (found,) = torch.autograd.grad(formulas.token_kl_loss(point, old, ref, kind).sum(), point)
+    (found,) = torch.autograd.grad(losses.token_kl_loss(point, old, ref, kind).sum(), point)
     fixed, h = (logprobs - old).exp(), 1e-6
     numeric = fixed * (((ref - logprobs - h) ** 2 - (ref - logprobs + h) ** 2) / (4 * h))
     torch.testing.assert_close(found, numeric, rtol=1e-6, atol=1e-8)
     r = ref - logprobs
     value = {"k2": r**2 / 2, "k3": r.exp() - 1 - r}[kind]
-    torch.testing.assert_close(formulas.token_kl_loss(logprobs, old, ref, kind), fixed * value)
+    torch.testing.assert_close(losses.token_kl_loss(logprobs, old, ref, kind), fixed * value)
 
 
 def settings(**changes) -> PPOSettings:
@@ -91,10 +93,10 @@ def settings(**changes) -> PPOSettings:
 def a_judgement(shift: float, kl_coef: float = 0.3):
     """An experience whose ratios are about e^shift, and the point (logits, values) where the models now stand."""
     logits, values = draws(5, 3), draws(5, seed=3, scale=2.0)
-    now = formulas.token_logprobs(logits, TARGETS, 0.7)
+    now = losses.token_logprobs(logits, TARGETS, 0.7)
     fields = {
         "logprobs": now - shift - 0.02 * draws(5, seed=4),
-        "ref_logprobs": formulas.token_logprobs(draws(5, 3, seed=1), TARGETS, 0.7),
+        "ref_logprobs": losses.token_logprobs(draws(5, 3, seed=1), TARGETS, 0.7),
         "advantages": draws(5, seed=5),
         "values": values - draws(5, seed=6),
         "returns": draws(5, seed=7, scale=3.0),
@@ -140,7 +142,7 @@ def test_the_kl_term_of_the_whole_loss(kind, shift):
         torch.autograd.grad(policy_losses(told, point, None, experience.kl_coef, chosen).loss.sum(), point)[0]
         for chosen in (settings(kl_in="loss", kl_estimator=kind), settings())
     )
-    now = formulas.token_logprobs(logits, TARGETS, 0.7).detach()
+    now = losses.token_logprobs(logits, TARGETS, 0.7).detach()
     log_ratio = now - experience.ref_logprobs[MICRO.response_index]
     chance = torch.softmax(logits.detach() / 0.7, -1)
     slope = (torch.nn.functional.one_hot(TARGETS, 3) - chance) / 0.7  # d logp / d logits

@@ -11,9 +11,11 @@ import tiny
 import torch
 from pydantic import ValidationError
 
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward
 from rlhf_cli.models.batch import micro_batches
-from rlhf_cli.ppo import HFEngine, PPOSettings, formulas
+from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.rollout import HFEngine
 
 
 def test_every_key_is_covered_here():
@@ -180,7 +182,7 @@ def test_kl_estimator_in_the_reward(kind):
         r = experience.ref_logprobs - experience.logprobs
         wanted = {"k1": -r, "k2": r * r / 2, "k3": r.exp() - 1 - r, "abs": r.abs()}[kind]
     torch.testing.assert_close(experience.kl[mask], wanted[mask], atol=1e-5, rtol=1e-5)
-    placed = formulas.compute_token_rewards(experience.scores, experience.kl, mask)
+    placed = losses.compute_token_rewards(experience.scores, experience.kl, mask)
     torch.testing.assert_close(experience.rewards, placed)
 
 
@@ -195,7 +197,7 @@ def test_kl_in_the_loss_leaves_the_rewards_alone_and_pulls_back(kind):
         )
         trainer.update(experience)
         after = trainer.make_experience(tiny.rollout(), scores=torch.zeros(4))
-        distance[coef] = formulas.masked_mean((after.logprobs - after.ref_logprobs) ** 2, after.mask).item()
+        distance[coef] = losses.masked_mean((after.logprobs - after.ref_logprobs) ** 2, after.mask).item()
     assert distance[5.0] < 0.8 * distance[0.0]
     assert tiny.one_step(kl_in="loss", kl_estimator=kind)[1]["objective/non_score_reward"] == 0.0
 
@@ -203,16 +205,16 @@ def test_kl_in_the_loss_leaves_the_rewards_alone_and_pulls_back(kind):
 def test_whiten_rewards_gives_unit_variance_and_keeps_the_mean():
     (_, plain), (_, white) = tiny.judged(), tiny.judged(whiten_rewards=True)
     mask = plain.mask
-    assert formulas.masked_var(white.rewards, mask).item() == pytest.approx(1.0, abs=1e-4)
-    assert formulas.masked_mean(white.rewards, mask).item() == pytest.approx(
-        formulas.masked_mean(plain.rewards, mask).item(), abs=1e-5
+    assert losses.masked_var(white.rewards, mask).item() == pytest.approx(1.0, abs=1e-4)
+    assert losses.masked_mean(white.rewards, mask).item() == pytest.approx(
+        losses.masked_mean(plain.rewards, mask).item(), abs=1e-5
     )
 
 
 def test_advantage_norm_none_leaves_advantages_raw():
     (_, raw), (_, white) = tiny.judged(advantage_norm="none"), tiny.judged()
     torch.testing.assert_close(raw.advantages + raw.values.masked_fill(~raw.mask, 0), raw.returns)
-    torch.testing.assert_close(formulas.masked_whiten(raw.advantages, raw.mask), white.advantages)
+    torch.testing.assert_close(losses.masked_whiten(raw.advantages, raw.mask), white.advantages)
 
 
 # The objective

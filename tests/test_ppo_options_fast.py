@@ -12,13 +12,12 @@ import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlhf_cli.commands.verify.reference_state import exponential
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.models import forward, packing
-from rlhf_cli.models.batch import micro_batches
-from rlhf_cli.ppo import HFEngine, Prompts, Rollout
-from rlhf_cli.ppo import rollout as rollout_module
-from rlhf_cli.ppo.rollout import gumbel_sample, log_exponential, row_keys, token_counters
-from rlhf_cli.replay.naive.responses import exponential
+from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
+from rlhf_cli.ppo import rollout
+from rlhf_cli.ppo.rollout import HFEngine, gumbel_sample, log_exponential, row_keys, token_counters
 
 PLAIN = {"packing": False, "logits_at_a_time": "all", "optim": "adamw_torch"}
 SDPA = [family for family in tiny.FAMILIES if family != "gemma2"]  # gemma2 caps its attention's scores: eager
@@ -356,5 +355,5 @@ def test_blocks_change_no_draw(monkeypatch):
     keys, counters = row_keys(list(range(9)), torch.device("cpu")), token_counters(100, torch.device("cpu"))
     logits = torch.randn(9, 100, generator=torch.Generator().manual_seed(0))
     whole = gumbel_sample(logits, keys, 5, counters)
-    monkeypatch.setattr(rollout_module, "NOISE_CHUNK_ELEMENTS_CPU", 250)
+    monkeypatch.setattr(rollout, "NOISE_CHUNK_ELEMENTS_CPU", 250)
     assert torch.equal(gumbel_sample(logits, keys, 5, counters), whole)

@@ -7,8 +7,10 @@ import pytest
 import tiny
 import torch
 
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward
-from rlhf_cli.ppo import PPOSettings, Rollout, formulas
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.forward_backward import ModelRunner, policy_losses
 
 
@@ -16,7 +18,7 @@ def surrogate(ratio: float, advantage: float, **options):
     """(loss, clipped, slope) of one token; the slope is d loss / d logprob."""
     logprob = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.0], dtype=torch.float64)
-    loss, _, clipped = formulas.policy_loss(logprob, old, torch.tensor([advantage], dtype=torch.float64), **options)
+    loss, _, clipped = losses.policy_loss(logprob, old, torch.tensor([advantage], dtype=torch.float64), **options)
     loss.sum().backward()
     return loss.item(), clipped.item(), logprob.grad.item()
 
@@ -103,8 +105,8 @@ def test_entropy_coef_keeps_the_policy_broad():
         made, judged = tiny.judged(entropy_coef=coef, **quiet)
         before = made.update(replace(judged, advantages=torch.zeros_like(judged.advantages)))["policy/entropy_avg"]
         micro = judged.rollout.micro_batch(torch.arange(4))
-        log_probs = formulas.log_probs(forward.response_logits(made.policy, micro), made.settings.temperature)
-        after[coef] = float(formulas.entropy(log_probs.detach()).mean())
+        log_probs = losses.log_probs(forward.response_logits(made.policy, micro), made.settings.temperature)
+        after[coef] = float(losses.entropy(log_probs.detach()).mean())
     start = tiny.one_step(learning_rate=0.0)[1]["policy/entropy_avg"]
     assert after[0.0] == pytest.approx(start, rel=1e-5) and after[1.0] > before > 1.1 * start
 
@@ -114,9 +116,9 @@ def test_a_token_the_model_rules_out_leaves_the_gradient_finite(what):
     """Some models give padding rows of their vocabulary a logit of -inf; 0 log 0 is 0, and so is its slope."""
     logits = torch.tensor([[0.5, 0.0, -math.inf]], requires_grad=True)
     if what == "entropy":
-        found = formulas.entropy(formulas.log_probs(logits, 1.0))
+        found = losses.entropy(losses.log_probs(logits, 1.0))
     else:
-        found = formulas.exact_kl(logits, torch.tensor([[0.0, 0.0, -math.inf]]), 1.0)
+        found = losses.exact_kl(logits, torch.tensor([[0.0, 0.0, -math.inf]]), 1.0)
     (slope,) = torch.autograd.grad(found.sum(), logits)
     assert torch.isfinite(slope).all() and slope[0, 2] == 0.0 and slope[0, 0].abs() > 1e-3
 

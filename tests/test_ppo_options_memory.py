@@ -12,12 +12,15 @@ from ppo_folder import PPO, ppo, rlhf, untimed, write
 from test_cli import is_one_error
 from torch import nn
 
-from rlhf_cli import checkpoints
-from rlhf_cli.inputs import machine
+from rlhf_cli import runs
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import save, tokenizers
-from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer
 from rlhf_cli.ppo.optimizer import adamw_8bit, embedding_weights
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.ppo.trainer import PPOTrainer as Trainer
+from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli.stages import hardware
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # matrices of 4096 numbers and more, which 8 bits begin with
 
@@ -89,7 +92,7 @@ def test_the_stage_lets_models_wait_and_writes_the_same_bytes(run_folder, monkey
     plain = left(run_folder)
     seen = []
     load = Trainer.__init__
-    monkeypatch.setattr(machine, "_on_cpu", lambda: False)
+    monkeypatch.setattr(hardware, "_on_cpu", lambda: False)
     monkeypatch.setattr(Trainer, "__init__", lambda self, *a, **k: (load(self, *a, **k), seen.append(self))[0])
     result = ppo(run_folder, "--fresh", "-s", "ppo.offload=true")
     assert result.exit_code == 0 and "E01" not in result.stderr, result.stderr
@@ -203,7 +206,7 @@ def test_a_run_in_8_bits_resumes_to_the_same_bytes(wide_folder, monkeypatch):
 
     monkeypatch.setattr(PPOTrainer, "step", stopped)
     assert ppo(wide_folder, "--fresh").exit_code == 143
-    state = save.load_tree(checkpoints.state_at(wide_folder / "ppo/state", 2))["trainer"]["optimizer"]["state"]
+    state = save.load_tree(runs.state_at(wide_folder / "ppo/state", 2))["trainer"]["optimizer"]["state"]
     assert torch.uint8 in {t.dtype for each in state.values() for t in each["__bnb_optimizer_quant_state__"].values()}
     again = ppo(wide_folder)
     assert again.exit_code == 0 and "resumes at step 2" in again.stderr

@@ -4,8 +4,7 @@ import ppo_folder as stage
 import pytest
 from pydantic import ValidationError
 
-from rlhf_cli.ppo import PPOSettings
-from rlhf_cli.ppo.settings import BELONGS_TO, RECIPES
+from rlhf_cli.config.ppo_options import BELONGS_TO, RECIPES, PPOSettings
 
 # Named here and proven where a run on disk is made (tests/test_stage_ppo.py): generate_ref_response, kl_stop,
 # push_to_hub_if_best, and require_reward (tests/test_require_reward.py).

@@ -8,7 +8,8 @@ import tiny
 import torch
 
 from rlhf_cli.models import save
-from rlhf_cli.ppo import Rollout, formulas
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.scores import RunningMeanStd
 
 
@@ -188,5 +189,5 @@ def test_the_controller_steers_towards_its_target():
 
 
 def test_a_formula_of_whose_sign_there_is_no_doubt():
-    up, down = (formulas.adapt_kl_coef(1.0, kl, target=2.0, episodes=10, horizon=100) for kl in (9.0, 0.1))
+    up, down = (losses.adapt_kl_coef(1.0, kl, target=2.0, episodes=10, horizon=100) for kl in (9.0, 0.1))
     assert up == pytest.approx(1.02) and down == pytest.approx(0.98)

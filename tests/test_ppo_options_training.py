@@ -9,7 +9,8 @@ import tiny
 import torch
 
 from rlhf_cli.models import forward
-from rlhf_cli.ppo import HFEngine, PPOTrainer
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
 
 
 def steps(made, count: int):

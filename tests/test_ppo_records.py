@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.models.batch import micro_batches
-from rlhf_cli.ppo import Prompts, Rollout
+from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
 
 
 def test_rollout_from_lists_table():

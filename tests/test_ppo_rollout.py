@@ -6,9 +6,10 @@ import pytest
 import tiny
 import torch
 
+from rlhf_cli.commands.verify.reference_state import exponential
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.ppo import HFEngine, Prompts
-from rlhf_cli.replay.naive.responses import exponential
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.rollout import HFEngine
 
 
 def ask(prompts: Prompts, length: int = 8, step: int = 0) -> Prompts:

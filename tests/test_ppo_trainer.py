@@ -7,8 +7,11 @@ import tiny
 import torch
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.ppo import HFEngine, PPOTrainer, Rollout, formulas
-from rlhf_cli.rewards import FunctionReward
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.function import FunctionReward
 
 
 def run(trainer, steps: int = 2):
@@ -367,8 +370,8 @@ def test_given_scores_stand_in_for_the_sources():
 def test_advantages_are_whitened_over_the_whole_update():
     trainer = tiny.trainer()
     experience = trainer.make_experience(trainer.generate(tiny.prompts()))
-    assert formulas.masked_mean(experience.advantages, experience.mask).item() == pytest.approx(0.0, abs=1e-6)
-    assert formulas.masked_var(experience.advantages, experience.mask).item() == pytest.approx(1.0, abs=1e-4)
+    assert losses.masked_mean(experience.advantages, experience.mask).item() == pytest.approx(0.0, abs=1e-6)
+    assert losses.masked_var(experience.advantages, experience.mask).item() == pytest.approx(1.0, abs=1e-4)
 
 
 def test_a_value_model_that_is_a_copy_of_a_frozen_one_learns():

@@ -11,18 +11,16 @@ from report_run import draws_nothing
 from test_schema import complaints
 from typer.testing import CliRunner, Result
 
-from rlhf_cli import config, rows
+from rlhf_cli import config, jsonl
 from rlhf_cli.cli import app
-from rlhf_cli.config.written import aligned
-from rlhf_cli.data import Pair, split_key
+from rlhf_cli.commands.init import lengths, split
+from rlhf_cli.commands.init.lengths import Lengths, Speed
+from rlhf_cli.commands.init.sizes import EPISODES, Facts, choose, count_parameters, rate
+from rlhf_cli.config.yaml_io import aligned
+from rlhf_cli.data.readers import Place
+from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.preferences import speed, split
-from rlhf_cli.preferences.facts import Facts, count_parameters
-from rlhf_cli.preferences.lengths import Lengths
-from rlhf_cli.preferences.sizes import EPISODES, choose, rate
-from rlhf_cli.preferences.speed import Speed
-from rlhf_cli.sources import Place
 
 NAMES = ("sun", "moon", "star", "cloud", "rain", "snow", "wind", "storm", "river", "lake")
 ASKED = [f"Tell me about the {one} and the {other}." for one in NAMES for other in NAMES]
@@ -210,7 +208,7 @@ def test_comments_stand_in_one_column() -> None:
 def known_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is measured where a run is trained: beside other work that takes seconds."""
     if not request.node.get_closest_marker("training"):
-        monkeypatch.setattr(speed, "measure", lambda folder: KNOWN.speed)
+        monkeypatch.setattr(lengths, "measure", lambda folder: KNOWN.speed)
 
 
 def init(folder: Path, data: Path, base: Path, *more: str) -> Result:
@@ -219,7 +217,7 @@ def init(folder: Path, data: Path, base: Path, *more: str) -> Result:
 
 
 def contents(path: Path) -> list[dict]:
-    return [row for _, row in rows.read_jsonl(path)]
+    return [row for _, row in jsonl.read_jsonl(path)]
 
 
 PAIRS = [(prompt, f"Bright and calm, {number}.", f"Dull and cold, {number}.") for number, prompt in enumerate(ASKED)]
@@ -242,7 +240,7 @@ FORMS = {
 @pytest.fixture
 def data(tmp_path: Path) -> dict[str, Path]:
     for name, found in FORMS.items():
-        rows.write_jsonl(tmp_path / f"{name}.jsonl", found)
+        jsonl.write_jsonl(tmp_path / f"{name}.jsonl", found)
     return {name: tmp_path / f"{name}.jsonl" for name in FORMS}
 
 
@@ -308,7 +306,7 @@ def _copy(source: Path, target: Path) -> None:
 def test_bad_rows_are_left_out_and_counted(world: World, tmp_path: Path) -> None:
     good = FORMS["columns"]
     bad = [{**good[0], "chosen": ""}, {**good[1], "rejected": good[1]["chosen"]}, {**good[2], "rejected": 7}, good[3]]
-    rows.write_jsonl(tmp_path / "pairs.jsonl", [*good, *bad])
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*good, *bad])
     result = init(tmp_path / "run", tmp_path / "pairs.jsonl", world.base)
     assert result.exit_code == 0 and "104 rows read, 100 pairs used" in result.stdout
     for code, line in (("D09", 101), ("D07", 102), ("D06", 103), ("D15", 104)):
@@ -324,7 +322,7 @@ def test_a_base_model_under_any_name(world: World, data: dict[str, Path], tmp_pa
 
 def test_other_column_names(world: World, tmp_path: Path) -> None:
     renamed = [{"question": p, "better": c, "worse": r} for p, c, r in PAIRS]
-    rows.write_jsonl(tmp_path / "pairs.jsonl", renamed)
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", renamed)
     columns = ["--column", "prompt=question", "--column", "chosen=better", "--column", "rejected=worse"]
     assert init(tmp_path / "run", tmp_path / "pairs.jsonl", world.base, *columns).exit_code == 0
     result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base)

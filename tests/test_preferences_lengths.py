@@ -12,16 +12,16 @@ from conftest import World
 from test_preferences import init, known_speed  # noqa: F401  (a fixture)
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from rlhf_cli import check, config, preferences, rows, terminal
-from rlhf_cli.config import Options
+from rlhf_cli import config, jsonl, terminal
+from rlhf_cli.commands import check
+from rlhf_cli.commands.init import lengths, preferences, split
+from rlhf_cli.commands.init.lengths import Length, Speed
+from rlhf_cli.config.base import Options
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.data import Pair
+from rlhf_cli.data.readers import Place
+from rlhf_cli.data.texts import Pair
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.models import tokenizers
-from rlhf_cli.preferences import lengths, speed, split
-from rlhf_cli.preferences.lengths import Length
-from rlhf_cli.preferences.speed import Speed
-from rlhf_cli.sources import Place
+from rlhf_cli.models import devices, tokenizers
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 HH, ALPACA = (SHARED / f"data/{name}/pairs.jsonl.gz" for name in ("hh-harmless", "alpaca-pairs"))
@@ -187,14 +187,14 @@ def test_reviews(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         for better, worse in found
         if len(better) > 4 and len(worse) > 4 and better[4:] != worse[4:]
     ]
-    rows.write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", pairs)
     kept, limits = lengths.fit(*measured(tmp_path / "pairs.jsonl", REVIEWS), 256)
     assert len(kept) > 0.98 * len(pairs) and limits.response_length == 40 and limits.max_length == 80
     assert 0.9 <= limits.ended < 0.95
 
 
 def read(run: Path, name: str) -> list[dict[str, Any]]:
-    return [row for _, row in rows.read_jsonl(run / f"data/{name}.jsonl")]
+    return [row for _, row in jsonl.read_jsonl(run / f"data/{name}.jsonl")]
 
 
 @pytest.fixture
@@ -214,12 +214,12 @@ def chat_model(tmp_path: Path) -> Path:
 @shared
 def test_many_pairs_of_a_prompt(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SFT learns four answers to a prompt at most, those chosen most often; evaluations are cut to the time."""
-    monkeypatch.setattr(speed, "measure", lambda folder: Speed(trained=60.0, written=20.0))
+    monkeypatch.setattr(lengths, "measure", lambda folder: Speed(trained=60.0, written=20.0))
     found = [json.loads(line) for line in gzip.decompress(ALPACA.read_bytes()).decode().splitlines()]
     asked = list(dict.fromkeys(row["prompt"] for row in found))[:100]
     found = [row for row in found if row["prompt"] in asked]
     assert len(found) > 20 * len(asked)
-    rows.write_jsonl(tmp_path / "pairs.jsonl", found)
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", found)
     run = tmp_path / "run"
     result = init(run, tmp_path / "pairs.jsonl", chat_model, "--minutes", "30")
     assert result.exit_code == 0, result.output
@@ -256,7 +256,7 @@ def test_an_answer_that_is_chosen_often_is_preferred() -> None:
 
 def written(path: Path, answer: str, prompts: int = 40) -> Path:
     found = [{"prompt": f"Say {i}.", "chosen": f"{answer} {i}", "rejected": f"No {i}"} for i in range(prompts)]
-    rows.write_jsonl(path, found)
+    jsonl.write_jsonl(path, found)
     return path
 
 
@@ -277,8 +277,8 @@ def test_the_share_left_out_is_said_before_anything_is_written(
 ) -> None:
     short, long = (written(tmp_path / f"{n}.jsonl", answer) for n, answer in enumerate(("Yes", "moon " * 125)))
     pairs = tmp_path / "pairs.jsonl"
-    rows.write_jsonl(pairs, [row for _, row in rows.read_jsonl(short)] + [
-        {**row, "prompt": f"Tell {row['prompt']}"} for _, row in list(rows.read_jsonl(long))[:20]
+    jsonl.write_jsonl(pairs, [row for _, row in jsonl.read_jsonl(short)] + [
+        {**row, "prompt": f"Tell {row['prompt']}"} for _, row in list(jsonl.read_jsonl(long))[:20]
     ])  # fmt: skip
     said: list[str] = []
     capsys.readouterr()
@@ -306,26 +306,26 @@ class Clock:
 def test_one_bad_second_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies in the only call that a single measurement would time."""
     clock = Clock(0.3, 2.0, 0.1)  # the first one warms up
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(speed.devices, "shared", lambda measure: (measure(), 1.0))
-    taken, share = speed.best(clock.call)
+    monkeypatch.setattr(lengths.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(devices, "shared", lambda measure: (measure(), 1.0))
+    taken, share = lengths.best(clock.call)
     assert (taken, share) == (pytest.approx(0.1), 1.0)
 
 
 def test_a_large_model_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its seconds are so many that a bad one among them changes little."""
     clock = Clock(30.0, 20.0, 0.1)
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(speed.devices, "shared", lambda measure: (measure(), 0.5))
-    assert speed.best(clock.call) == (pytest.approx(20.0), 0.5) and clock.now == 50.0
+    monkeypatch.setattr(lengths.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(devices, "shared", lambda measure: (measure(), 0.5))
+    assert lengths.best(clock.call) == (pytest.approx(20.0), 0.5) and clock.now == 50.0
 
 
 def test_beside_other_work_it_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for shares, taken, rounds in (([0.5, 0.95], 0.1, 2), ([0.5, 0.6, 0.4, 0.5, 0.3, 0.9], 0.1, 5)):
-        clock, left = Clock(0.3, *[0.9] * speed.CALLS, 0.1), list(shares)
-        monkeypatch.setattr(speed.time, "perf_counter", lambda clock=clock: clock.now)
-        monkeypatch.setattr(speed.devices, "shared", lambda measure, left=left: (measure(), left.pop(0)))
-        assert speed.best(clock.call) == (pytest.approx(taken), max(shares[:rounds]))
+        clock, left = Clock(0.3, *[0.9] * lengths.CALLS, 0.1), list(shares)
+        monkeypatch.setattr(lengths.time, "perf_counter", lambda clock=clock: clock.now)
+        monkeypatch.setattr(devices, "shared", lambda measure, left=left: (measure(), left.pop(0)))
+        assert lengths.best(clock.call) == (pytest.approx(taken), max(shares[:rounds]))
         assert len(left) == len(shares) - rounds
 
 
@@ -334,7 +334,7 @@ def test_a_speed_beside_other_work_is_told_as_such(
 ) -> None:
     pairs = written(tmp_path / "pairs.jsonl", "Yes")
     for share, told in ((0.55, True), (0.97, False)):
-        monkeypatch.setattr(speed, "measure", lambda folder, share=share: Speed(9000.0, 900.0, share))
+        monkeypatch.setattr(lengths, "measure", lambda folder, share=share: Speed(9000.0, 900.0, share))
         result = init(tmp_path / f"run {share}", pairs, world.base)
         assert result.exit_code == 0
         assert ("other work left 55% of the processor to that measurement" in result.stdout) == told

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from rlhf_cli import checkpoints, config, presets, rows, run_folders
+from rlhf_cli import config, jsonl, runs
+from rlhf_cli.commands import init
+from rlhf_cli.commands.init import all_or_nothing, take_back
+from rlhf_cli.data.sources import read_rows
 from rlhf_cli.demo import world
 from rlhf_cli.demo.world import Sizes
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.init_folder import all_or_nothing, take_back
-from rlhf_cli.sources import read_rows
+from rlhf_cli.runs import discover
 
 STAGES = ("sft", "reward", "ppo", "eval")
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -37,21 +39,21 @@ class Child:
 def child(monkeypatch: pytest.MonkeyPatch) -> Child:
     """No base model is trained, and the demo's files are short."""
     child = Child(code=0)
-    monkeypatch.setitem(presets.PRESETS, "demo", replace(presets.PRESETS["demo"], sizes=Sizes(50, 50, 50, 20)))
+    monkeypatch.setitem(init.PRESETS, "demo", replace(init.PRESETS["demo"], sizes=Sizes(50, 50, 50, 20)))
     monkeypatch.setattr(subprocess, "run", child)
     return child
 
 
 def test_each_folder_of_configs_is_a_preset() -> None:
-    assert set(presets.available()) == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
-    assert run_folders.configs_folder() == CONFIGS
-    assert all("\n" not in text for text in presets.available().values())
+    assert set(init.available()) == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    assert discover.configs_folder() == CONFIGS
+    assert all("\n" not in text for text in init.available().values())
 
 
 @pytest.mark.parametrize("name", ["demo", "ci", "functions"])
 def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path, child: Child) -> None:
     folder = tmp_path / "a run"
-    presets.init(name, folder, seed=11)
+    init.init(name, folder, seed=11)
     stages = [stage for stage in STAGES if name != "functions" or stage != "reward"]
     files = [(stage, folder / f"{stage}.yaml") for stage in stages]
     assert (folder / "data/pairs.jsonl").exists() == (folder / "reward.yaml").exists() == ("reward" in stages)
@@ -63,22 +65,22 @@ def test_a_preset_loads_with_its_seed_and_all_its_data(name: str, tmp_path: Path
         for key, source in loaded.sources().items():
             assert next(read_rows(source)), key
     other = tmp_path / "other"
-    presets.init(name, other, seed=12)
+    init.init(name, other, seed=12)
     assert (other / "data/sft.jsonl").read_bytes() != (folder / "data/sft.jsonl").read_bytes()
 
 
 def test_the_demo_makes_its_base_model_in_a_child_and_fails_with_it(tmp_path: Path, child: Child) -> None:
-    presets.init("demo", tmp_path / "run")
+    init.init("demo", tmp_path / "run")
     assert child.command == [sys.executable, "-P", "-m", "rlhf_cli", "run", str(tmp_path / "run/base")]
     sft = config.load("sft", tmp_path / "run/sft.yaml")
     assert sft.model.path == str(config.load("sft", tmp_path / "run/base/sft.yaml").folder)
     child.code = 143
     with pytest.raises(SystemExit, match="143"):
-        presets.init("demo", tmp_path / "stopped")
+        init.init("demo", tmp_path / "stopped")
 
 
 def test_ci_starts_from_fresh_weights_and_needs_no_base_model(tmp_path: Path, child: Child) -> None:
-    presets.init("ci", tmp_path)
+    init.init("ci", tmp_path)
     assert child.command == [""] and not (tmp_path / "base").exists()
     assert config.load("sft", tmp_path / "sft.yaml").model.new
 
@@ -89,7 +91,7 @@ def test_a_folder_that_holds_any_of_its_files_is_refused_untouched(there: str, t
     (tmp_path / there).write_text("mine", encoding="utf-8")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RLHFError) as caught:
-        presets.init("demo", tmp_path)
+        init.init("demo", tmp_path)
     assert caught.value.exit_code == 2 and caught.value.problems[0].code == "C15"
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / there).read_text(encoding="utf-8") == "mine"
     assert child.command == [""]
@@ -97,14 +99,14 @@ def test_a_folder_that_holds_any_of_its_files_is_refused_untouched(there: str, t
 
 def test_files_of_its_own_do_not_stand_in_the_way(tmp_path: Path, child: Child) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
-    presets.init("ci", tmp_path)
+    init.init("ci", tmp_path)
     assert (tmp_path / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
 def test_an_unknown_preset_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(RLHFError) as caught:
-        presets.init("dmeo", tmp_path / "run")
-    known = ", ".join(presets.available())
+        init.init("dmeo", tmp_path / "run")
+    known = ", ".join(init.available())
     assert str(caught.value) == f"error[C07]: no preset 'dmeo'; there are {known}\nhint: did you mean demo?"
     assert not (tmp_path / "run").exists()
 
@@ -131,15 +133,15 @@ def steps_of_init(folder: Path, monkeypatch: pytest.MonkeyPatch, kill_at: int | 
         for name in ("link", "rename", "mkdir", "rmdir", "unlink"):
             patch.setattr(os, name, counting(getattr(os, name)))
         patch.setattr(Path, "write_text", counting(Path.write_text))
-        patch.setattr(rows, "write_jsonl", counting(rows.write_jsonl))
+        patch.setattr(jsonl, "write_jsonl", counting(jsonl.write_jsonl))
         patch.setattr(shutil, "rmtree", counting(shutil.rmtree))
-        patch.setitem(presets.PRESETS, "ci", replace(presets.PRESETS["ci"], sizes=Sizes(0, 4, 4, 2)))
-        patch.setattr(world, "write_jsonl", rows.write_jsonl)
+        patch.setitem(init.PRESETS, "ci", replace(init.PRESETS["ci"], sizes=Sizes(0, 4, 4, 2)))
+        patch.setattr(world, "write_jsonl", jsonl.write_jsonl)
         try:
-            presets.init("ci", folder, seed=3)
+            init.init("ci", folder, seed=3)
         except Killed:
             assert kill_at is not None
-    checkpoints.release()
+    runs.release()
     return count
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from test_terminal import Tty
 
-from rlhf_cli import processes, progress, terminal
+from rlhf_cli import distributed, progress, terminal
 from rlhf_cli.progress import Progress, counted
 
 
@@ -190,4 +190,4 @@ def test_of_several_processes_the_first_one_alone_shows_it(monkeypatch: pytest.M
     with Progress("ppo", 2) as bar:
         clock[0] += 11
         bar.advance()
-    assert not processes.is_first() and screen.getvalue() == ""
+    assert not distributed.is_main_process() and screen.getvalue() == ""

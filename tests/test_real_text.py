@@ -11,7 +11,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 from rlhf_cli.cli import app
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -62,12 +62,12 @@ def run(tmp_path_factory) -> Path:
     good, bad = ([line for line in lines if len(line.split()) > 8] for lines in (good, bad))
     for name, part in (("", slice(0, 160)), ("_eval", slice(160, 200))):
         texts = (dict(zip(("prompt", "completion"), split(line), strict=True)) for line in good[part] + bad[part])
-        rows.write_jsonl(folder / f"sft{name}.jsonl", texts)
+        jsonl.write_jsonl(folder / f"sft{name}.jsonl", texts)
         pairs = (
             {"prompt": split(one)[0], "chosen": split(one)[1], "rejected": split(other)[1]}
             for one, other in zip(good[part], bad[part], strict=True)
         )
-        rows.write_jsonl(folder / f"pairs{name}.jsonl", pairs)
+        jsonl.write_jsonl(folder / f"pairs{name}.jsonl", pairs)
     for stage, config in CONFIGS.items():
         (folder / f"{stage}.yaml").write_text(yaml.safe_dump(config))
     for stage in CONFIGS:
@@ -81,7 +81,7 @@ def manifest(run: Path, stage: str) -> dict:
 
 
 def lines(path: Path) -> list[dict]:
-    return [row for _, row in rows.read_jsonl(path)]
+    return [row for _, row in jsonl.read_jsonl(path)]
 
 
 def test_sft_lowers_the_loss_on_reviews_it_never_saw(run):

@@ -16,7 +16,7 @@ from report_run import draws_nothing
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from rlhf_cli import config, rows
+from rlhf_cli import config, jsonl
 from rlhf_cli.cli import app
 
 RECIPES = ("tldr", "hh", "sentiment", "instruct")
@@ -186,7 +186,7 @@ def run_all(name: str, folder: Path, overrides: Mapping[str, list[str]]) -> dict
 
 
 def lines(path: Path) -> Rows:
-    return [row for _, row in rows.read_jsonl(path)]
+    return [row for _, row in jsonl.read_jsonl(path)]
 
 
 def check_ppo(folder: Path) -> None:

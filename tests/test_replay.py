@@ -15,16 +15,21 @@ import torch
 from ppo_folder import PPO, lines, ppo, rlhf, write
 from torch import nn
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
+from rlhf_cli.commands.verify import Quantity, difference, only_rounding, reference_update, side_by_side, worst
+from rlhf_cli.commands.verify import reference as naive
+from rlhf_cli.commands.verify.trace import in_float64, start_of
+from rlhf_cli.config.ppo_optimization import SCHEDULERS
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward
-from rlhf_cli.ppo import FunctionReward, HFEngine, ModelReward, PPOSettings, PPOTrainer, Rollout, formulas
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo import losses
 from rlhf_cli.ppo import trainer as trainer_module
+from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.scores import RunningMeanStd
-from rlhf_cli.ppo.settings.training import SCHEDULERS
-from rlhf_cli.replay import naive
-from rlhf_cli.replay.compare import Quantity, difference, only_rounding, side_by_side, worst
-from rlhf_cli.replay.observe import in_float64, start_of
-from rlhf_cli.rewards import COMBINE, EnsembleReward
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.function import FunctionReward
+from rlhf_cli.rewards.model import COMBINE, EnsembleReward, ModelReward
 
 EXACT = 1e-9  # both sides are in float64; 1e-12 is usual, AdamW makes more of it where a gradient is near nothing
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_ppo_epochs": 2, "total_episodes": 20}
@@ -233,7 +238,7 @@ def test_learning_rates_of_a_whole_run(kind: str) -> None:
         start = start_of(trainer, tiny_rollout(), updates=10, stop_token_id=tiny.EOS)
         for start.update in range(10):
             groups = {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}
-            ours = {name: naive.learning_rate(start, name) for name in ("policy", "value")}
+            ours = {name: reference_update.learning_rate(start, name) for name in ("policy", "value")}
             assert ours == pytest.approx({name: groups[name] for name in ours}, rel=1e-12, abs=1e-15)
             trainer.optimizer.step()
             trainer.scheduler.step()
@@ -257,10 +262,10 @@ def test_the_naive_update_shares_no_arithmetic_with_the_trainer() -> None:
             found.add(node.module or "")
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    found -= {f"rlhf_cli.replay.naive.{path.stem}" for path in NAIVE}
+    found -= {f"rlhf_cli.commands.verify.reference.{path.stem}" for path in NAIVE}
     assert {name for name in found if name.startswith("rlhf_cli")} == {
         "rlhf_cli.data.sampling",
-        "rlhf_cli.ppo.settings",
+        "rlhf_cli.config.ppo_options",
     }
     assert not any(name.startswith(("torch.optim", "torch.nn.utils", "transformers")) for name in found)
 
@@ -310,24 +315,24 @@ def ratio_with_gradient(_: Any) -> Any:
 
 # What is wrong -> the first quantity that shows it, settings in which it does, how it is planted
 ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None]]] = {
-    "lambda": ("advantages", {}, at(formulas, "gae", lambda gae: lambda *a: gae(*a[:4], a[4] * 0.999))),
+    "lambda": ("advantages", {}, at(losses, "gae", lambda gae: lambda *a: gae(*a[:4], a[4] * 0.999))),
     "biased variance in whitening": (
         "advantages",
         {},
-        at(formulas, "masked_var", lambda var: lambda x, mask, unbiased=True: var(x, mask, unbiased=False)),
+        at(losses, "masked_var", lambda var: lambda x, mask, unbiased=True: var(x, mask, unbiased=False)),
     ),
     "rewards whitened without their mean": (
         "rewards",
         {"whiten_rewards": True},
-        at(formulas, "masked_whiten", lambda whiten: lambda x, mask, shift_mean=True: whiten(x, mask)),
+        at(losses, "masked_whiten", lambda whiten: lambda x, mask, shift_mean=True: whiten(x, mask)),
     ),
-    "sign of the KL": ("kl", {}, lambda patch: patch.setitem(formulas.KL_ESTIMATORS, "k1", lambda r: r)),
+    "sign of the KL": ("kl", {}, lambda patch: patch.setitem(losses.KL_ESTIMATORS, "k1", lambda r: r)),
     "temperature left out": (
         "logprobs",
         {},
-        at(formulas, "token_logprobs", lambda logprobs: lambda logits, ids, _: logprobs(logits, ids, 1.0)),
+        at(losses, "token_logprobs", lambda logprobs: lambda logits, ids, _: logprobs(logits, ids, 1.0)),
     ),
-    "score a token early": ("rewards", {}, at(formulas, "compute_token_rewards", a_token_early)),
+    "score a token early": ("rewards", {}, at(losses, "compute_token_rewards", a_token_early)),
     "value of another token": (
         "values",
         {},
@@ -336,12 +341,12 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "no clipping of the ratio": (
         "loss/policy_avg, each step",
         {"cliprange": 0.05},
-        at(formulas, "policy_loss", lambda loss: lambda *a: loss(*a[:3], 0.99, 9.0, a[5])),
+        at(losses, "policy_loss", lambda loss: lambda *a: loss(*a[:3], 0.99, 9.0, a[5])),
     ),
     "no clipping of the value": (
         "loss/value_avg, each step",
         {"cliprange_value": 0.01},
-        at(formulas, "value_loss", lambda loss: lambda *a: loss(*a[:3], 9.0)),
+        at(losses, "value_loss", lambda loss: lambda *a: loss(*a[:3], 9.0)),
     ),
     "no clipping of the gradient": (
         "policy weights, change",
@@ -351,12 +356,12 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "entropy as a cost": (
         "policy/grad_norm, each step",
         {"entropy_coef": 0.1, "num_ppo_epochs": 1},
-        at(formulas, "entropy", lambda entropy: lambda x: 2 * entropy(x).detach() - entropy(x)),
+        at(losses, "entropy", lambda entropy: lambda x: 2 * entropy(x).detach() - entropy(x)),
     ),
     "gradient through the ratio of the KL": (
         "policy/grad_norm, each step",
         {"kl_in": "loss", "kl_estimator": "k2", "num_ppo_epochs": 1},
-        at(formulas, "token_kl_loss", ratio_with_gradient),
+        at(losses, "token_kl_loss", ratio_with_gradient),
     ),
     "moments of this update alone": (
         "scores",
@@ -371,7 +376,7 @@ ERRORS: dict[str, tuple[str, dict[str, Any], Callable[[pytest.MonkeyPatch], None
     "controller the wrong way": (
         "next kl_coef",
         {"adap_kl_ctrl": True},
-        at(formulas, "adapt_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest)),
+        at(losses, "adapt_kl_coef", lambda adapt: lambda coef, kl, **rest: 2 * coef - adapt(coef, kl, **rest)),
     ),
     "other minibatches": (
         "loss/policy_avg, each step",
@@ -505,7 +510,7 @@ def test_replay_of_a_run(run_folder: Path) -> None:
 @pytest.mark.training
 def test_replay_exits_1_and_tells_where(ppo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that came into the code after the run: neither the run's numbers nor the naive ones come out."""
-    plant(monkeypatch, formulas, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
+    plant(monkeypatch, losses, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
     result = rlhf("verify", ppo_run)
     assert result.exit_code == 1
     assert "replay    update 3 differs: advantages is the first of" in result.stdout
@@ -515,7 +520,7 @@ def test_replay_exits_1_and_tells_where(ppo_run: Path, monkeypatch: pytest.Monke
 @pytest.mark.training
 def test_replay_of_a_run_with_everything(run_folder: Path) -> None:
     """A head on the policy, an ensemble, a language-model loss, shared layers, held-out samples, bfloat16."""
-    rows.write_jsonl(run_folder / "ptx.jsonl", [{"prompt": "a", "completion": f" moon of {n}"} for n in range(9)])
+    jsonl.write_jsonl(run_folder / "ptx.jsonl", [{"prompt": "a", "completion": f" moon of {n}"} for n in range(9)])
     vote = {"models": {"a": "reward_model", "b": "reward_model"}, "combine": "mean_minus_std", "clip": 1.0}
     config = {
         **PPO,

@@ -27,11 +27,10 @@ from report_run import (
     write_run,
 )
 
-from rlhf_cli import checkpoints, terminal
-from rlhf_cli.report import brief, facts, page, write_beside
-from rlhf_cli.report.runs import read_run
-from rlhf_cli.report.steps import at_step
-from rlhf_cli.rows import write_jsonl
+from rlhf_cli import runs, terminal
+from rlhf_cli.commands.report import brief, page, run_tables, write_beside
+from rlhf_cli.commands.report.runs import at_step, read_run
+from rlhf_cli.jsonl import write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -98,19 +97,21 @@ def test_what_ran(run: Path) -> None:
 
 def test_how_to_make_it_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the configs of its folder, unless --set said something else at the time."""
-    monkeypatch.setattr(facts, "load", lambda stage, file: SimpleNamespace(dump=lambda relative_to: written(file)))
+    monkeypatch.setattr(run_tables, "load", lambda stage, file: SimpleNamespace(dump=lambda relative_to: written(file)))
     for name in ("sft", "reward", "ppo", "eval"):
         shutil.copy(run / name / "config.yaml", run / f"{name}.yaml")
-    assert facts.commands(read_run(run)) == ["rlhf run demo"]
+    assert run_tables.commands(read_run(run)) == ["rlhf run demo"]
     assert "In the folder that holds demo : rlhf run demo" in words(run)
-    assert facts.commands(at_step(read_run(run), "10")) == ["rlhf run demo"], "its name says more than its folder's"
+    assert run_tables.commands(at_step(read_run(run), "10")) == ["rlhf run demo"], (
+        "its name says more than its folder's"
+    )
     now = written(run / "ppo.yaml")
     now["output"] = {"newer_than_the_run": 1}
     (run / "ppo.yaml").write_text(yaml.safe_dump(now))
-    assert facts.commands(read_run(run)) == ["rlhf run demo"]
+    assert run_tables.commands(read_run(run)) == ["rlhf run demo"]
     now["ppo"]["kl_coef"] = 0.125
     (run / "ppo.yaml").write_text(yaml.safe_dump(now))
-    assert facts.commands(read_run(run))[2] == "rlhf ppo --config demo/ppo/config.yaml --fresh"
+    assert run_tables.commands(read_run(run))[2] == "rlhf ppo --config demo/ppo/config.yaml --fresh"
 
 
 def written(file: Path) -> Any:
@@ -118,7 +119,7 @@ def written(file: Path) -> Any:
 
 
 def test_rows_of_data_are_counted_where_it_is_what_was_read(run: Path) -> None:
-    sha256 = checkpoints.file_sha256(run / "data.jsonl")
+    sha256 = runs.file_sha256(run / "data.jsonl")
     begin(run / "sft", configs()["sft"] | {"data": {"train": "../data.jsonl", "eval": "../gone.jsonl"}})
     change(run / "sft/manifest.json", data={"data.train": sha256, "data.eval": "0" * 64})
     assert f"sft data.train ../data.jsonl 3 {sha256[:12]} sft data.eval ../gone.jsonl 000000000000" in words(run)
@@ -394,7 +395,7 @@ def test_a_page_that_cannot_be_drawn_is_a_warning_with_its_reason(run: Path, mon
 
 def test_a_page_alone_makes_no_stage_stale(run: Path) -> None:
     """What `rlhf report` wrote into eval/ before there was an evaluation does not stand in its way."""
-    from rlhf_cli.checkpoints.outputs import examine
+    from rlhf_cli.runs.stage_folder import examine
 
     shutil.rmtree(run / "eval")
     (run / "eval").mkdir()

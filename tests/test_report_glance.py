@@ -8,9 +8,9 @@ import pytest
 from ppo_folder import lines
 from report_run import CARD, begin, change, configs, finish, metrics, report, win, words, write_run
 
-from rlhf_cli.report import brief, compare
-from rlhf_cli.report.runs import read_run
-from rlhf_cli.rows import write_jsonl
+from rlhf_cli.commands.report import brief, compare
+from rlhf_cli.commands.report.runs import read_run
+from rlhf_cli.jsonl import write_jsonl
 
 
 @pytest.fixture

@@ -9,15 +9,15 @@ import pytest
 from report_run import UPDATES, answers, metrics
 from test_docs_metrics import METRICS, cells, section
 
-from rlhf_cli.config import CONFIGS
-from rlhf_cli.config.keys import field_at
-from rlhf_cli.ppo.settings import WatchdogSettings
-from rlhf_cli.report import samples
-from rlhf_cli.report.advice import CAUSES, Move, one_voice
-from rlhf_cli.report.health import Reading, by_cause, readings, trend
-from rlhf_cli.report.ranges import RULES, TOO_FAR, limit_of
-from rlhf_cli.report.runs import Stage
-from rlhf_cli.report.tokens import last_heat_map
+from rlhf_cli.commands.report import tables
+from rlhf_cli.commands.report.health import Reading, by_cause, readings, trend
+from rlhf_cli.commands.report.rules import CAUSES, RULES, TOO_FAR, Move, limit_of, one_voice
+from rlhf_cli.commands.report.runs import Stage
+from rlhf_cli.commands.report.tables import last_heat_map
+from rlhf_cli.config.paths import field_at
+from rlhf_cli.config.ppo_algorithm import WatchdogSettings
+from rlhf_cli.config.training import CONFIGS
+from rlhf_cli.evaluation import render
 
 
 def read(key: str, values: list[float], config: dict | None = None, **others: list[float]) -> Reading:
@@ -251,9 +251,9 @@ def test_what_is_advised_are_keys_that_exist_and_that_the_guide_knows() -> None:
 
 
 def test_pairs_are_picked_by_brute_force() -> None:
-    found = samples.response_pairs(answers(16))
+    found = render.response_pairs(answers(16))
     assert [pair.gain for pair in found] == [index - 4.0 for index in range(16)], "by gold, not by the reward"
-    best, worst, middle, moved = samples.chosen(found)
+    best, worst, middle, moved = tables.chosen(found)
     assert [pair.index for pair in best.pairs] == [15, 14, 13]
     assert [pair.index for pair in worst.pairs] == [0, 1, 2]
     assert [pair.index for pair in middle.pairs] == [8, 7, 9], "the upper median is 4"
@@ -263,15 +263,15 @@ def test_pairs_are_picked_by_brute_force() -> None:
 
 
 def test_a_prompt_on_which_ppo_gained_is_not_called_a_loss() -> None:
-    found = samples.response_pairs(answers(16))
-    titles = [[each.title for each in samples.chosen(some)][1] for some in (found[3:], found[4:])]
+    found = render.response_pairs(answers(16))
+    titles = [[each.title for each in tables.chosen(some)][1] for some in (found[3:], found[4:])]
     assert titles == ["Where PPO lost most", "Where PPO gained least"], "the gains begin at -1, and at 0"
-    assert [pair.index for pair in samples.chosen(found[3:])[1].pairs] == [3]
+    assert [pair.index for pair in tables.chosen(found[3:])[1].pairs] == [3]
 
 
 def test_a_pair_is_shown_once_and_few_pairs_are_all() -> None:
     for n in range(12):
-        shown = [pair.index for group in samples.chosen(samples.response_pairs(answers(n))) for pair in group.pairs]
+        shown = [pair.index for group in tables.chosen(render.response_pairs(answers(n))) for pair in group.pairs]
         assert sorted(shown) == list(range(n))
 
 
@@ -279,11 +279,11 @@ def test_pairs_are_of_prompts_that_both_answered_in_one_mode() -> None:
     rows = answers(4)
     greedy = [row | {"mode": "greedy", "response": "greedy"} for row in rows]
     kept = [row for row in rows if (row["model"], row["index"]) != ("sft", 2)]
-    found = samples.response_pairs([*greedy, *kept])
+    found = render.response_pairs([*greedy, *kept])
     assert [pair.index for pair in found] == [0, 1, 3] and found[0].ppo["response"] == "ppo says 0"
-    assert len(samples.response_pairs(greedy)) == 4, "where there are no others"
-    assert samples.response_pairs(rows[:4]) == [] and samples.lengths(rows[:4]) == {}
-    assert samples.lengths(rows) == {"SFT": [12] * 4, "PPO": [10, 11, 12, 13]}
+    assert len(render.response_pairs(greedy)) == 4, "where there are no others"
+    assert render.response_pairs(rows[:4]) == [] and tables.lengths(rows[:4]) == {}
+    assert tables.lengths(rows) == {"SFT": [12] * 4, "PPO": [10, 11, 12, 13]}
 
 
 # The heat map

@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 import pytest
 from report_run import CARD, answers, begin, change, configs, metrics, report, write_run
 
-from rlhf_cli.report import charts, compare, frontier, page
-from rlhf_cli.report.ranges import Band
-from rlhf_cli.report.runs import read_run
-from rlhf_cli.report.texts import UNSEEN, visible
-from rlhf_cli.rows import write_jsonl
+from rlhf_cli.commands.report import charts, compare, page, svg
+from rlhf_cli.commands.report.rules import Band
+from rlhf_cli.commands.report.runs import read_run
+from rlhf_cli.commands.report.tables import UNSEEN, visible
+from rlhf_cli.jsonl import write_jsonl
 
 VOID = {"meta", "input", "br"}
 # Control characters, what turns the direction, what has no width, and half a character.
@@ -184,7 +184,7 @@ def test_figures_to_look_at_come_first_and_a_signal_is_marked_where_it_first_fir
 # Figures
 
 
-def drawn(figure: charts.Drawing) -> ElementTree.Element:
+def drawn(figure: svg.Drawing) -> ElementTree.Element:
     return ElementTree.fromstring(str(figure.markup))
 
 
@@ -222,7 +222,7 @@ def test_a_range_is_shaded_as_far_as_it_is_seen() -> None:
 
 def test_win_rates_stand_at_their_values() -> None:
     rows = [("wins", 0.75, [0.7, 0.8]), ("loses", 0.25, [0.2, 0.3]), ("open", 0.5, [0.4, 0.6]), ("alone", 0.5, None)]
-    root = drawn(charts.win_rates("w", "about", rows))
+    root = drawn(charts.win_rate_chart("w", "about", rows))
     places = [next(group(root, f"win-{label}").iter("use")) for label, _, _ in rows]
     x = [float(place.get("x", "")) for place in places]
     assert x[0] - x[2] == pytest.approx(x[2] - x[1], abs=1e-3) and x[2] == x[3] and x[0] > x[1]
@@ -232,11 +232,11 @@ def test_win_rates_stand_at_their_values() -> None:
 
 def test_a_frontier_has_a_ring_only_where_something_was_selected() -> None:
     told = report()
-    root = drawn(frontier.panel("f", "about", "gold", told))
+    root = drawn(svg.panel("f", "about", "gold", told))
     assert len(list(group(root, "selected-update-10").iter("use"))) == 1
     assert len(list(group(root, "PPO-along-its-updates").iter("use"))) == 4, "SFT and three policies"
     del told["selected_step"]
-    assert "selected" not in str(frontier.panel("f", "about", "gold", told).markup)
+    assert "selected" not in str(svg.panel("f", "about", "gold", told).markup)
 
 
 def test_a_histogram_counts_and_bars_are_as_high_as_their_counts() -> None:

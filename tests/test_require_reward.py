@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ppo_folder import PPO, as_reward_stage, ppo, rlhf, write
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 
 CARD = {
     "accuracy": 0.7,
@@ -134,7 +134,7 @@ def test_what_is_finished_stays_finished_and_a_changed_requirement_makes_nothing
 
 def test_check_waits_for_a_reward_stage_that_is_still_to_run(run_folder: Path) -> None:
     pairs = [{"prompt": "p", "chosen": "a", "rejected": "b"}]
-    rows.write_jsonl(run_folder / "pairs.jsonl", pairs * 8)
+    jsonl.write_jsonl(run_folder / "pairs.jsonl", pairs * 8)
     write(run_folder, "reward", {"model": {"path": "sft_model"}, "data": {"train": "pairs.jsonl"}})
     asked(run_folder, {"accuracy": 0.9})
     told = rlhf("check", run_folder).output

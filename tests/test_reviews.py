@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_cli import config, pipeline, rows
+from rlhf_cli import config, jsonl
 from rlhf_cli.cli import app
-from rlhf_cli.sources import read_rows
+from rlhf_cli.commands import run as pipeline
+from rlhf_cli.data.sources import read_rows
 
 ROOT = Path(__file__).parent.parent
 STAGES = ("sft", "reward", "ppo", "eval")
@@ -60,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(run: Path, name: str) -> list[dict]:
-    return [row for _, row in rows.read_jsonl(run / f"data/{name}.jsonl")]
+    return [row for _, row in jsonl.read_jsonl(run / f"data/{name}.jsonl")]
 
 
 def texts_of(run: Path) -> dict[str, set[str]]:

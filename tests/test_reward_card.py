@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from scipy.stats import binom, spearmanr
 
+from rlhf_cli.config.ppo_options import RewardRequirements
 from rlhf_cli.evaluation import reward_model, reward_model_table
 from rlhf_cli.evaluation.reward_model import PROBE_LABELS, ScoredPair
-from rlhf_cli.ppo.settings import RewardRequirements
 from rlhf_cli.statistics import wilson
 
 THREE_TO_ONE, NINE_TO_ONE = math.log(3), math.log(9)  # margins that say 75 % and 90 %

@@ -12,11 +12,12 @@ import torch
 import yaml
 from ppo_folder import PPO, PROMPTS, lines, ppo, rlhf, write
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
-from rlhf_cli.ppo import PPOTrainer, Rollout
-from rlhf_cli.rewards import COMBINE, EnsembleReward
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import COMBINE, EnsembleReward
 
 ROLLOUT = Rollout.from_lists([[5], [6]], [[3, 2], [4, 2]], stop_token_id=2)
 SAYS = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([3.0, -2.0]), "c": torch.tensor([5.0, 1.0])}
@@ -128,7 +129,7 @@ def test_r05_whatever_kind_fails_leaves_a_state_to_go_on_from(run_folder, monkey
     (run_folder / "len_reward.py").write_text(LENGTHS)
     sys.modules.pop("len_reward", None)
     monkeypatch.syspath_prepend(run_folder)
-    rows.write_jsonl(run_folder / "other.jsonl", [{"text": "zebra quartz"}])
+    jsonl.write_jsonl(run_folder / "other.jsonl", [{"text": "zebra quartz"}])
     shutil.copytree(run_folder / "reward_model", run_folder / "other")
     tokenizers.train_tokenizer(run_folder / "other.jsonl", 270).save_pretrained(run_folder / "other")
     families.write_sentiment_classifier(run_folder / "kind", PROMPTS)

@@ -10,8 +10,9 @@ import pytest
 from ppo_folder import PPO, lines, ppo, rlhf, write
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.rewards import RewardContext, call_reward_fn, make_reward_fn, score_texts
 from rlhf_cli.rewards.builtin import BUILTIN_REWARDS
+from rlhf_cli.rewards.function import call_reward_fn, score_texts
+from rlhf_cli.rewards.source import RewardContext, make_reward_fn
 
 HERE = RewardContext(Path(), lambda key: f"ppo.yaml:{key}")
 

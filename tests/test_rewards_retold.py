@@ -11,11 +11,11 @@ import torch
 from ppo_folder import PPO, PROMPTS, lines, ppo, rlhf, write
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import save, tokenizers
-from rlhf_cli.ppo import ModelReward, Rollout
-from rlhf_cli.rewards import RetokenizingReward
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
 
 TEXTS = ["entirely different words zebra quartz", *PROMPTS]
 TEMPLATE = (
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 def foreign(folder: Path, name: str = "foreign", family: str | None = None) -> None:
     """A reward model that reads other tokens than the policy writes."""
-    rows.write_jsonl(folder / "other.jsonl", [{"text": text} for text in TEXTS[:1]])
+    jsonl.write_jsonl(folder / "other.jsonl", [{"text": text} for text in TEXTS[:1]])
     made = tokenizers.train_tokenizer(folder / "other.jsonl", 270)
     if family:
         made = families.tokenizer(families.FAMILIES[family], TEXTS)
@@ -95,7 +95,7 @@ def conversations(folder: Path, turns: list[dict]) -> None:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "sft_model")
     asked = [{"messages": [*turns, {"role": "user", "content": text}]} for text in PROMPTS]
-    rows.write_jsonl(folder / "prompts.jsonl", asked)
+    jsonl.write_jsonl(folder / "prompts.jsonl", asked)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma"])

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from ppo_folder import PPO, lines, ppo, rlhf, write
 
-from rlhf_cli import redaction
+from rlhf_cli import errors
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.rewards import RewardContext, http, make_reward_fn, score_texts
+from rlhf_cli.rewards import http
+from rlhf_cli.rewards.function import score_texts
+from rlhf_cli.rewards.source import RewardContext, make_reward_fn
 
 Answer = tuple[int, bytes]
 
@@ -60,7 +62,7 @@ class Server:
 def by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No proxy, and no secret of another test."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(redaction, "_declared", set())
+    monkeypatch.setattr(errors, "_declared", set())
 
 
 @pytest.fixture
@@ -188,7 +190,7 @@ def test_a_declared_header_is_not_repeated(server: Server, monkeypatch: pytest.M
             ask(server.address, headers={"X-Key": "REWARD_AUTH"})
         assert "[sec" in str(refused.value) and "s3cr" not in str(refused.value)
     assert server.asked[0][1]["X-Key"] == f"Bearer {secret}"
-    assert redaction.redacted(f"loss 1, {secret}!") == "loss 1, [secret]!"
+    assert errors.redacted(f"loss 1, {secret}!") == "loss 1, [secret]!"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.errors import Problem, RLHFError
-from rlhf_cli.rows import append_jsonl, read_jsonl, write_jsonl
+from rlhf_cli.jsonl import append_jsonl, read_jsonl, write_jsonl
 
 
 @pytest.fixture

@@ -14,11 +14,12 @@ import yaml
 from bad_configs import HEAD
 from pydantic import ValidationError
 
-from rlhf_cli import config, presets
-from rlhf_cli.config import json_schema, trl, yaml_source
-from rlhf_cli.config.keys import default_of, field_shape
-from rlhf_cli.config.origins import split
-from rlhf_cli.config.stages import CONFIGS
+from rlhf_cli import config, errors
+from rlhf_cli.commands import init
+from rlhf_cli.config import json_schema, trl_fields, yaml_io
+from rlhf_cli.config.json_schema import split
+from rlhf_cli.config.paths import default_of, field_shape
+from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.demo.world import Sizes
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +43,7 @@ def of_file(path: Path) -> Path:
 def complaints(path: Path) -> list[str]:
     """What an editor would underline in a config."""
     validator = jsonschema.Draft7Validator(json.loads(of_file(path).read_text(encoding="utf-8")))
-    return [error.message for error in validator.iter_errors(yaml_source.read(path).tree)]
+    return [error.message for error in validator.iter_errors(yaml_io.read(path).tree)]
 
 
 # Current, and found
@@ -64,9 +65,9 @@ def test_every_committed_config_names_its_schema_and_meets_it(path: Path) -> Non
 def test_a_new_run_brings_its_schemas_and_keeps_them_when_moved(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = replace(presets.PRESETS[preset], sizes=presets.PRESETS[preset].sizes and Sizes(0, 50, 50, 20))
-    monkeypatch.setitem(presets.PRESETS, preset, small)
-    presets.init(preset, tmp_path / "run", seed=3)
+    small = replace(init.PRESETS[preset], sizes=init.PRESETS[preset].sizes and Sizes(0, 50, 50, 20))
+    monkeypatch.setitem(init.PRESETS, preset, small)
+    init.init(preset, tmp_path / "run", seed=3)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     files = list((tmp_path / "elsewhere").rglob("*.yaml"))
     assert {path.name for path in (tmp_path / "elsewhere/.schema").iterdir()} == {f"{path.stem}.json" for path in files}
@@ -80,8 +81,8 @@ def test_a_new_run_brings_its_schemas_and_keeps_them_when_moved(
 def test_a_folder_with_schemas_of_its_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".schema").mkdir()
     (tmp_path / ".schema/ppo.json").write_text("{}")
-    with pytest.raises(presets.RLHFError, match=r"already holds \.schema/ppo\.json, with another content"):
-        presets.init("instruct", tmp_path)
+    with pytest.raises(errors.RLHFError, match=r"already holds \.schema/ppo\.json, with another content"):
+        init.init("instruct", tmp_path)
 
 
 # Of one mind with the loader
@@ -119,7 +120,7 @@ def test_an_editor_underlines_what_the_loader_refuses_and_nothing_else(stage: st
     underlined = count = 0
     for key, tree in altered(stage):
         found = [error.message for error in schemas[stage].iter_errors(tree)]
-        kinds = ["a field of TRL's" for _ in trl.check(tree.get("trainer", {}), CONFIGS[stage], str)]
+        kinds = ["a field of TRL's" for _ in trl_fields.check(tree.get("trainer", {}), CONFIGS[stage], str)]
         try:
             CONFIGS[stage].model_validate(tree)
         except ValidationError as error:
@@ -132,12 +133,12 @@ def test_an_editor_underlines_what_the_loader_refuses_and_nothing_else(stage: st
     assert underlined > count / 2 > 50
 
 
-@pytest.mark.parametrize("stage", trl.TRAINERS)
+@pytest.mark.parametrize("stage", trl_fields.TRAINERS)
 def test_trainer_takes_what_trl_takes_but_what_the_pipeline_sets(stage: str, schemas: Any) -> None:
     head = yaml.safe_load(HEAD[stage])
-    for name, field in trl.handed_on(CONFIGS[stage]).items():
+    for name, field in trl_fields.handed_on(CONFIGS[stage]).items():
         schemas[stage].validate({**head, "trainer": {name: field["default"]}})
-    for name in (*trl.OWNED, "save_steps", "learning_rate", "no_such_field"):
+    for name in (*trl_fields.OWNED, "save_steps", "learning_rate", "no_such_field"):
         assert not schemas[stage].is_valid({**head, "trainer": {name: None}}), name
 
 

@@ -87,10 +87,10 @@ from bad_inputs import check, foreign_scorer, refused, replace, rlhf
 from fake_config import FakeConfig, make_stage
 from typer.testing import CliRunner
 
-from rlhf_cli import checkpoints, redaction, rows, terminal
-from rlhf_cli.checkpoints.files import json_sha256
+from rlhf_cli import errors, jsonl, runs, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.errors import RLHFError
+from rlhf_cli.files import json_sha256
 from rlhf_cli.models import load, save, tokenizers
 from rlhf_cli.progress import Progress
 
@@ -295,7 +295,7 @@ def test_hostile_names_in_errors_and_warnings_are_harmless(folder: Path) -> None
     Path("sft.yaml").write_text(yaml.safe_dump({"model": {"path": f"./{HOSTILE.replace('/', '')}"}, HOSTILE: HOSTILE}))
     first = rlhf("sft")
     name = HOSTILE.replace("/", "") + ".jsonl"
-    rows.write_jsonl(folder / name, [{"prompt": HOSTILE, HOSTILE: 1}])
+    jsonl.write_jsonl(folder / name, [{"prompt": HOSTILE, HOSTILE: 1}])
     Path("sft.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}, "data": {"train": name}}))
     results = [first, rlhf("sft"), check("sft.yaml"), check("sft.yaml", "--json"), CliRunner().invoke(app, [HOSTILE])]
     for result in results:
@@ -309,7 +309,7 @@ def test_a_traceback_is_as_clean_as_any_line(folder: Path, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise OSError(f"{HOSTILE} {TOKEN}")
 
-    monkeypatch.setattr("rlhf_cli.config.load", fail)
+    monkeypatch.setattr("rlhf_cli.config.loading", fail)
     result = rlhf("sft", "--debug")
     assert "Traceback" in result.stderr and "error[R00]: OSError" in result.stderr
     assert not ACTIVE.search(result.stderr) and TOKEN not in result.stderr
@@ -317,13 +317,13 @@ def test_a_traceback_is_as_clean_as_any_line(folder: Path, monkeypatch: pytest.M
 
 def test_json_that_we_write_does_nothing_to_a_terminal(tmp_path: Path) -> None:
     """DEL and C1 too, which json leaves as they are; and what is read back is what was written."""
-    checkpoints.write_json(tmp_path / "a.json", {HOSTILE: [HOSTILE]})
-    rows.write_jsonl(tmp_path / "b.jsonl", [{"text": HOSTILE}])
-    rows.append_jsonl(tmp_path / "b.jsonl", {"text": HOSTILE})
+    runs.write_json(tmp_path / "a.json", {HOSTILE: [HOSTILE]})
+    jsonl.write_jsonl(tmp_path / "b.jsonl", [{"text": HOSTILE}])
+    jsonl.append_jsonl(tmp_path / "b.jsonl", {"text": HOSTILE})
     for path in tmp_path.iterdir():
         assert not ACTIVE.search(path.read_text(encoding="utf-8"))
     assert json.loads((tmp_path / "a.json").read_text()) == {HOSTILE: [HOSTILE]}
-    assert [row["text"] for _, row in rows.read_jsonl(tmp_path / "b.jsonl")] == [HOSTILE, HOSTILE]
+    assert [row["text"] for _, row in jsonl.read_jsonl(tmp_path / "b.jsonl")] == [HOSTILE, HOSTILE]
 
 
 # 7. Redaction
@@ -337,7 +337,7 @@ def test_secrets_are_taken_out_of_whatever_is_shown(monkeypatch: pytest.MonkeyPa
     text = f"get https://me:pass@host/x?t={TOKEN} or s3://key@bucket, 0123456789abcdef, short; me@host, a://b/c@d"
     text, rest = f"{text} of-aws-0123 of-ssh-0123", " [secret] [secret]"
     clean = "get https://[secret]@host/x?t=[secret] or s3://[secret]@bucket, [secret], short; me@host, a://b/c@d" + rest
-    assert redaction.redacted(text) == clean
+    assert errors.redacted(text) == clean
     terminal.say(text)
     terminal.out(text)
     terminal.table([text], [[text]], title=text)
@@ -372,7 +372,7 @@ def test_env_shows_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", "link"])
 def test_an_entry_of_a_state_that_leads_out_is_refused(tmp_path: Path, name: str) -> None:
-    state = checkpoints.commit_state(tmp_path / "state", "step_000001", lambda p: (p / "w").touch(), keep=2)
+    state = runs.commit_state(tmp_path / "state", "step_000001", lambda p: (p / "w").touch(), keep=2)
     (tmp_path / "secret").write_text("mine")
     (state / "link").symlink_to(tmp_path / "secret")
     manifest = json.loads((state / "state.json").read_text())
@@ -380,7 +380,7 @@ def test_an_entry_of_a_state_that_leads_out_is_refused(tmp_path: Path, name: str
     del manifest["sha256"]  # whoever writes such an entry writes a hash that fits
     (state / "state.json").write_text(json.dumps(manifest | {"sha256": json_sha256(manifest)}))
     with pytest.raises(RLHFError, match="S03") as error:
-        checkpoints.latest_state(tmp_path / "state")
+        runs.latest_state(tmp_path / "state")
     assert error.value.exit_code == 2 and (tmp_path / "secret").read_text() == "mine"
 
 
@@ -425,7 +425,7 @@ def test_dropping_old_states_and_leftovers_never_follows_a_link(tmp_path: Path, 
     (state / ".trash-x-1").mkdir()
     (state / ".trash-x-1/inner").symlink_to(precious)
     for step in (5, 6):
-        checkpoints.commit_state(state, f"step_{step:06d}", lambda path: (path / "w").touch(), keep=2)
+        runs.commit_state(state, f"step_{step:06d}", lambda path: (path / "w").touch(), keep=2)
     assert sorted(path.name for path in state.iterdir()) == ["step_000005", "step_000006"]
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
@@ -435,10 +435,10 @@ def test_fresh_moves_a_link_and_not_what_it_points_to(tmp_path: Path, precious: 
     run.mkdir()
     (run / "sft").symlink_to(precious)
     config = FakeConfig(run)
-    wanted = checkpoints.identity(config, {}, {})
+    wanted = runs.identity(config, {}, {})
     with pytest.raises(RLHFError, match="C15"):
-        checkpoints.begin(config, wanted, {}, fresh=False)
-    assert checkpoints.begin(config, wanted, {}, fresh=True) == "new"
+        runs.begin(config, wanted, {}, fresh=False)
+    assert runs.begin(config, wanted, {}, fresh=True) == "new"
     assert not (run / "sft").is_symlink() and (run / ".old/sft-1").is_symlink()
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
@@ -456,7 +456,7 @@ def test_no_link_is_followed_into_a_manifest(tmp_path: Path, precious: Path) -> 
     config = FakeConfig(tmp_path / "run")
     make_stage(tmp_path / "run", "sft")
     (config.folder / "snapshots").symlink_to(precious)
-    checkpoints.finish(config, checkpoints.identity(config, {}, {}), parents={}, fields={})
+    runs.finish(config, runs.identity(config, {}, {}), parents={}, fields={})
     assert not any("thesis" in name for name in json.loads((config.folder / "manifest.json").read_text())["files"])
 
 
@@ -476,7 +476,7 @@ def test_a_chat_template_cannot_reach_python(folder: Path, template: str) -> Non
     Path("t.jinja").write_text(template)
     replace("sft.yaml", "path: model", "path: model, chat_template: t.jinja")
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    rows.write_jsonl(folder / "rows.jsonl", [{"messages": turns}] * 8)
+    jsonl.write_jsonl(folder / "rows.jsonl", [{"messages": turns}] * 8)
     assert refused(rlhf("sft"), "D06", "", "the chat template rejects") and not Path("ran").exists()
 
 

@@ -14,8 +14,8 @@ from bad_inputs import refused, replace, rlhf
 from canaries import SECRETS, is_pickle, leaks, run
 from test_security import ACTIVE, HOSTILE, Code
 
-from rlhf_cli import checkpoints, rows
-from rlhf_cli.stages.trl_training import Follower
+from rlhf_cli import jsonl, runs
+from rlhf_cli.stages.trl_common import Follower
 
 pytestmark = pytest.mark.training
 
@@ -29,7 +29,7 @@ def test_what_tells_pickles_apart_knows_them() -> None:
 
 KILLED = """
 import os
-from rlhf_cli.stages.trl_training import Follower
+from rlhf_cli.stages.trl_common import Follower
 real = Follower.on_save
 def at(self, args, state, control, **more):
     if state.global_step == 3: os._exit(137)
@@ -97,7 +97,7 @@ def interrupted(folder: Path) -> Path:
 
 def reseal(checkpoint: Path) -> None:
     """Hashes that fit: somebody who plants a file writes them too."""
-    checkpoints.seal_state(checkpoint, keep=2)
+    runs.seal_state(checkpoint, keep=2)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin"])
@@ -124,7 +124,7 @@ def test_hostile_texts_and_names_go_through_a_training_and_do_nothing(folder: Pa
     """In rows, in the names of a data file and of a model's folder: in no line, log, manifest or model card."""
     name, model = (HOSTILE.replace("/", "") + ending for ending in (".jsonl", ".model"))
     row = {"prompt": f"Tell me {HOSTILE}", "completion": f" {HOSTILE}"}
-    rows.write_jsonl(folder / name, [{**row, "prompt": f"{n} {row['prompt']}"} for n in range(8)])
+    jsonl.write_jsonl(folder / name, [{**row, "prompt": f"{n} {row['prompt']}"} for n in range(8)])
     shutil.move("model", model)
     config = {"model": {"path": f"./{model}"}, "data": {"train": name, "eval": name}, "sft": {"max_steps": 2}}
     Path("sft.yaml").write_text(json.dumps(config))

@@ -17,10 +17,10 @@ from report_run import draws_nothing
 
 import rlhf_cli
 from rlhf_cli import statistics
+from rlhf_cli.commands.report.health import NEAR
+from rlhf_cli.commands.report.rules import RULES
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_model import PROBE_LABELS
-from rlhf_cli.report.health import NEAR
-from rlhf_cli.report.ranges import RULES
 
 RUNS, MOST = 1000, 0.065
 EFFECTS, LEAST = 40, 0.2  # runs with an effect, and the share of them that says so: some are of 32 prompts

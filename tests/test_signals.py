@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rlhf_cli.models.parallel import SINGLE_PROCESS
-from rlhf_cli.signals import StopWish
+from rlhf_cli.system import StopWish
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -34,7 +34,7 @@ def test_several_processes_end_at_one_place_whenever_a_signal_comes() -> None:
 
 SCRIPT = """
 import os, signal, sys, time
-from rlhf_cli.signals import StopWish
+from rlhf_cli.system import StopWish
 with StopWish() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     print("first", flush=True)

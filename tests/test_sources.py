@@ -13,10 +13,10 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from rlhf_cli import sources
 from rlhf_cli.config.sources import DATA_SUFFIXES, DataSource
+from rlhf_cli.data import readers, sources
+from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import Problem, RLHFError
-from rlhf_cli.sources import read_rows, readers
 
 Rows = list[dict[str, Any]]
 ROWS: Rows = [  # nothing in them may be guessed at, cut or stripped

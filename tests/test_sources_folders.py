@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rlhf_cli.config.sources import DataSource, split_name
+from rlhf_cli.data.sources import locate_files, read_rows
 from rlhf_cli.errors import Problem, RLHFError
-from rlhf_cli.rows import write_jsonl
-from rlhf_cli.sources import locate_files, read_rows
+from rlhf_cli.jsonl import write_jsonl
 
 
 @pytest.fixture(autouse=True)

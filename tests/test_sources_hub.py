@@ -24,7 +24,7 @@ READ = """
 import json, sys
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.sources import is_local, locate_files, read_rows
+from rlhf_cli.data.sources import is_local, locate_files, read_rows
 for options in json.loads(sys.argv[1]):
     if options.pop("look", False):
         print(json.dumps({"here": is_local(DataSource(**options))}))

@@ -21,7 +21,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rlhf_cli.ppo import HFEngine, PPOTrainer, Rollout
+from rlhf_cli.models.batch import Rollout
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.stages.eval import sequence_kl
 from rlhf_cli.stages.ppo_samples import token_texts
 

@@ -12,8 +12,8 @@ from ppo_folder import ONE, PPO, lines, ppo, untimed, write
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf_cli import checkpoints
-from rlhf_cli.ppo.settings import PPOSettings
+from rlhf_cli import runs
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.stages.ppo_samples import NUM_CANDIDATES, BestPolicy, Snapshots, evenly_spaced_steps
 
 pytestmark = pytest.mark.training
@@ -51,7 +51,7 @@ def manifest(folder: Path) -> dict:
 
 def test_r01_names_step_row_prompt_and_the_last_good_checkpoint(run_folder, monkeypatch):
     """The third update's reward model answers nan for its second row."""
-    from rlhf_cli.rewards import ModelReward
+    from rlhf_cli.rewards.model import ModelReward
 
     plain, calls = ModelReward.__call__, []
 
@@ -133,7 +133,7 @@ def test_r04_kl_stop_ends_the_run_and_keeps_the_best_policy(run_folder):
 
 def test_r04_warns_of_a_kl_below_zero_beyond_noise(run_folder, monkeypatch):
     """A reference that is better at the policy's own words than the policy: no sampler of the policy does that."""
-    from rlhf_cli.ppo import formulas
+    from rlhf_cli.ppo import losses as formulas
 
     plain = formulas.token_logprobs
     monkeypatch.setattr(
@@ -213,7 +213,7 @@ def snapshots(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings) -> Snap
     config = SimpleNamespace(
         folder=folder, held_out=[], ppo=PPOSettings(total_episodes=80, **settings), output=SimpleNamespace(snapshots=1)
     )
-    return Snapshots(config, SimpleNamespace(num_updates=10), checkpoints.Cost())
+    return Snapshots(config, SimpleNamespace(num_updates=10), runs.Cost())
 
 
 def numbers(score: float, kl: float = 0.0, kl_coef: float = 0.05) -> dict[str, float]:
@@ -318,13 +318,13 @@ def test_the_best_policy_that_a_state_knows_stays_until_another_state_is_saved(t
         kept.record_metrics(step, numbers(score), None)
         kept.save_if_due(step)
         if step == 2:
-            there.append(checkpoints.state_steps(kept.folder))
+            there.append(runs.state_steps(kept.folder))
             kept.prune(2)
-        there.append(checkpoints.state_steps(kept.folder))
+        there.append(runs.state_steps(kept.folder))
     # The best by step 2 is the policy after step 1; that of step 2 itself waits for the numbers of step 3.
     assert there == [[0, 1], [0, 1, 2], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
     kept.path(10).mkdir()  # the last one is of those that stay
     kept.prune(10)
-    assert checkpoints.state_steps(kept.folder) == [2, 10]
+    assert runs.state_steps(kept.folder) == [2, 10]
     kept.prune(2)
-    assert checkpoints.state_steps(kept.folder) == [2]
+    assert runs.state_steps(kept.folder) == [2]

@@ -17,14 +17,16 @@ from conftest import World
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf_cli import checkpoints, data, progress, rows
-from rlhf_cli.config import Options, RewardConfig, load
+from rlhf_cli import data, jsonl, progress, runs
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
+from rlhf_cli.config.training import RewardConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.inputs import reward as inputs
+from rlhf_cli.models import batch as models_batch
 from rlhf_cli.models import forward, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.models.load import load_reward_model
-from rlhf_cli.stages import reward, sft, trl_training
+from rlhf_cli.stages import reward, sft, trl_common
 from rlhf_cli.statistics import wilson
 
 pytestmark = pytest.mark.training
@@ -80,12 +82,12 @@ def train(config: RewardConfig) -> dict[str, Any]:
 
 
 def metrics_of(config: RewardConfig) -> list[dict[str, Any]]:
-    return [row for _, row in rows.read_jsonl(config.folder / "metrics.jsonl")]
+    return [row for _, row in jsonl.read_jsonl(config.folder / "metrics.jsonl")]
 
 
 def trainer_of(config: RewardConfig) -> tuple[Any, list[dict[str, Any]], Any]:
     """The stage's trainer before training, its token rows, and the tokenizer."""
-    tokenizer, model = reward.start(config, Options(), checkpoints.open_parents(config)["model.path"])
+    tokenizer, model = reward.start(config, Options(), runs.open_parents(config)["model.path"])
     token_rows, held_out = reward.read(config, tokenizer, model.config)
     trainer = reward.make_trainer(config, model, tokenizer, token_rows, held_out)
     shutil.rmtree(config.folder)  # transformers makes the folder at once
@@ -119,7 +121,7 @@ def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
         return batch
 
     monkeypatch.setattr(reward.RewardTrainer, "prediction_step", slow("loop", reward.RewardTrainer.prediction_step))
-    monkeypatch.setattr(reward, "right_pad", slow("own", reward.right_pad))
+    monkeypatch.setattr(reward, "right_pad", slow("own", models_batch.right_pad))
     sizes = {"num_train_epochs": 2, "max_steps": None, "per_device_eval_batch_size": 24, "normalize": "none"}
     manifest = train(config_of(world, tmp_path, sft_stage, reward=sizes))
     lines = capsys.readouterr().err.splitlines()
@@ -133,8 +135,8 @@ def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
 
 def test_the_last_line_has_the_loss_that_training_minimises(world: World, tmp_path: Path, sft_stage: Path) -> None:
     """Without learning, our own pass finds TRL's numbers; the pairs have margins, and scores are to be centred."""
-    found = [{**row, "margin": 0.1 * (number % 5)} for number, (_, row) in enumerate(rows.read_jsonl(world.pairs))]
-    rows.write_jsonl(tmp_path / "pairs.jsonl", found[:32])
+    found = [{**row, "margin": 0.1 * (number % 5)} for number, (_, row) in enumerate(jsonl.read_jsonl(world.pairs))]
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", found[:32])
     sizes = {"num_train_epochs": 2, "max_steps": None, "learning_rate": 1e-12, "center_rewards_coefficient": 0.3}
     config = config_of(world, tmp_path, sft_stage, tmp_path / "pairs.jsonl", reward={**sizes, "normalize": "none"})
     train(config)
@@ -160,7 +162,7 @@ def test_it_learns_the_preference_and_leaves_a_plain_folder_and_every_metric(
     scorer = AutoModelForSequenceClassification.from_pretrained(config.folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(config.folder / "model")
     margins = []
-    for _, row in rows.read_jsonl(world.pairs):
+    for _, row in jsonl.read_jsonl(world.pairs):
         prompt, chosen = data.encode(tokenizer, row["prompt"], row["chosen"])
         _, rejected = data.encode(tokenizer, row["prompt"], row["rejected"])
         with torch.no_grad():
@@ -183,9 +185,9 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     scorer = load_reward_model(config.folder / "model").eval()
     assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
     tokenizer = tokenizers.load_tokenizer(config.folder / "model")
-    parent = checkpoints.open_parents(config)["model.path"]
-    answers = reward.sampled(config, Options(), parent, tokenizer, inputs.read(config, "train", tokenizer))
-    prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in rows.read_jsonl(world.pairs)}
+    parent = runs.open_parents(config)["model.path"]
+    answers = reward.sampled(config, Options(), parent, tokenizer, reward.read_data(config, "train", tokenizer))
+    prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in jsonl.read_jsonl(world.pairs)}
     cut = [(ids[:length], ids[length:]) for ids in answers for length in [len(next(iter(prompts)))]]
     assert len(answers) == 24 and len({tuple(ids) for ids in answers}) > 12
     assert all(tuple(ids[: len(prompt)]) in prompts for ids, (prompt, _) in zip(answers, cut, strict=True))
@@ -214,7 +216,7 @@ def test_the_loss_is_bradley_terry_with_margin_and_centring(
     world: World, tmp_path: Path, sft_stage: Path, coefficient: float, margin: float | None
 ) -> None:
     extra = {} if margin is None else {"margin": margin}
-    rows.write_jsonl(tmp_path / "pairs.jsonl", [{**row, **extra} for _, row in rows.read_jsonl(world.pairs)][:12])
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [{**row, **extra} for _, row in jsonl.read_jsonl(world.pairs)][:12])
     config = config_of(
         world, tmp_path, sft_stage, tmp_path / "pairs.jsonl", reward={"center_rewards_coefficient": coefficient}
     )
@@ -241,9 +243,9 @@ def test_implicit_prompts_of_conversations(world: World, tmp_path: Path) -> None
             name: [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[name]}]
             for name in ("chosen", "rejected")
         }
-        for _, row in rows.read_jsonl(world.pairs)
+        for _, row in jsonl.read_jsonl(world.pairs)
     ]
-    rows.write_jsonl(tmp_path / "chat.jsonl", chat)
+    jsonl.write_jsonl(tmp_path / "chat.jsonl", chat)
     model = {"path": str(world.base), "chat_template": "chatml"}
     manifest = train(config_of(world, tmp_path, world.base, tmp_path / "chat.jsonl", model=model))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward" / "model")
@@ -284,7 +286,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
         if not folder.mkdir()
     ]
     straight = train(configs[0])
-    real = trl_training.Follower.on_step_end
+    real = trl_common.Follower.on_step_end
     with monkeypatch.context() as patched:
 
         def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -292,7 +294,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
                 os.kill(os.getpid(), signal.SIGTERM)
             real(self, args, state, control, **kwargs)
 
-        patched.setattr(trl_training.Follower, "on_step_end", on_step_end)
+        patched.setattr(trl_common.Follower, "on_step_end", on_step_end)
         with pytest.raises(SystemExit) as stopped:
             reward.run(configs[1], Options())
     assert stopped.value.code == 143
@@ -330,8 +332,8 @@ def test_t05_another_template_than_the_sft_stages(world: World, tmp_path: Path, 
 
 
 def test_d07_identical_pairs_are_refused_or_dropped(world: World, tmp_path: Path, sft_stage: Path) -> None:
-    pairs = [row for _, row in rows.read_jsonl(world.pairs)]
-    rows.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {**pairs[0], "rejected": pairs[0]["chosen"]}])
+    pairs = [row for _, row in jsonl.read_jsonl(world.pairs)]
+    jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {**pairs[0], "rejected": pairs[0]["chosen"]}])
     problem = problem_of(config_of(world, tmp_path, sft_stage, tmp_path / "pairs.jsonl"))
     assert "error[D07]" in problem and "pairs.jsonl:97" in problem and "data.on_identical: drop" in problem
     dropping = {"train": str(tmp_path / "pairs.jsonl"), "on_identical": "drop"}

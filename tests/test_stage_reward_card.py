@@ -14,7 +14,7 @@ from ppo_folder import rlhf
 from scipy.stats import spearmanr
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_cli import data, rows
+from rlhf_cli import data, jsonl
 from rlhf_cli.evaluation.reward_model import PROBE_LABELS
 from rlhf_cli.models import tokenizers
 from rlhf_cli.stages import reward as reward_stage
@@ -62,7 +62,7 @@ def reward(
     """The command's result, and the manifest, of a model trained on n such pairs and looked at on 128 others."""
     for name, seed, count in (("train", 0, n), ("eval", 1, 128)):
         draw = random.Random(seed)
-        rows.write_jsonl(folder / f"{name}.jsonl", [pair(draw) for _ in range(count)])
+        jsonl.write_jsonl(folder / f"{name}.jsonl", [pair(draw) for _ in range(count)])
     sections = {
         "model": {"path": str(world.base)},
         "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
@@ -90,7 +90,7 @@ def test_a_planted_length_bias_is_flagged(world: World, tmp_path: Path) -> None:
     scorer = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward/model").eval()
     tokenizer = tokenizers.load_tokenizer(tmp_path / "reward/model")
     scores, lengths = [], []
-    for _, row in rows.read_jsonl(tmp_path / "eval.jsonl"):
+    for _, row in jsonl.read_jsonl(tmp_path / "eval.jsonl"):
         for side in ("chosen", "rejected"):
             prompt, ids = data.encode(tokenizer, row["prompt"], row[side])
             with torch.no_grad():
@@ -126,7 +126,7 @@ def test_a_model_that_learned_its_pairs_by_heart_claims_too_much(world: World, t
 
 
 def test_without_evaluation_pairs_there_is_no_card(world: World, tmp_path: Path) -> None:
-    rows.write_jsonl(tmp_path / "train.jsonl", [longer_is_better(random.Random(0)) for _ in range(8)])
+    jsonl.write_jsonl(tmp_path / "train.jsonl", [longer_is_better(random.Random(0)) for _ in range(8)])
     sections = {"model": {"path": str(world.base)}, "data": {"train": "train.jsonl"}}
     settings = {"max_steps": 1, "normalize": "none"}
     result = rlhf("reward", "-c", world.config(tmp_path, "reward", **sections, reward=settings))

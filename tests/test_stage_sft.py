@@ -22,13 +22,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 from typer.testing import CliRunner
 
-from rlhf_cli import checkpoints, data, progress, rows
+from rlhf_cli import data, jsonl, progress, runs
 from rlhf_cli.cli import app
-from rlhf_cli.config import Options, SFTConfig, load
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.loading import load
+from rlhf_cli.config.training import SFTConfig
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.inputs import sft as inputs
 from rlhf_cli.models.load import load_causal_lm
-from rlhf_cli.stages import sft, trl_training
+from rlhf_cli.stages import sft, trl_common
 
 pytestmark = pytest.mark.training
 
@@ -56,7 +57,7 @@ def train(config: SFTConfig, **options: bool) -> dict[str, Any]:
 
 
 def metrics_of(config: SFTConfig) -> list[dict[str, Any]]:
-    return [row for _, row in rows.read_jsonl(config.folder / "metrics.jsonl")]
+    return [row for _, row in jsonl.read_jsonl(config.folder / "metrics.jsonl")]
 
 
 def untimed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,8 +70,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def trainer_of(config: SFTConfig) -> tuple[Any, list[dict[str, list[int]]], Any]:
     """The stage's trainer before training, its token rows, and the tokenizer."""
-    tokenizer, model = sft.start(config, Options(), checkpoints.open_parents(config))
-    strategy = inputs.packing_strategy(config)
+    tokenizer, model = sft.start(config, Options(), runs.open_parents(config))
+    strategy = sft.packing_strategy(config)
     token_rows, held_out = sft.read(config, tokenizer, model.config, strategy)
     trainer = sft.make_trainer(config, model, tokenizer, token_rows, held_out, strategy)
     if not (config.folder / "manifest.json").exists():
@@ -125,7 +126,7 @@ def test_the_headline_is_the_saved_models_loss_over_the_rows(world: World, copie
     config, headline = copied, manifest_of(copied)["metrics"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(config.folder / "model"), world.tokenizer()
     loss, entropy, right, count = 0.0, 0.0, 0, 0
-    for _, row in rows.read_jsonl(world.sft):
+    for _, row in jsonl.read_jsonl(world.sft):
         prompt, response = data.encode(tokenizer, row["prompt"], row["completion"])
         with torch.no_grad():
             logprobs = torch.log_softmax(model(torch.tensor([prompt + response])).logits[0], -1)
@@ -162,8 +163,8 @@ def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
         evaluated.append(state.global_step)
         ended(self, args, state, control, **kwargs)
 
-    ended = trl_training.Follower.on_evaluate
-    monkeypatch.setattr(trl_training.Follower, "on_evaluate", note)
+    ended = trl_common.Follower.on_evaluate
+    monkeypatch.setattr(trl_common.Follower, "on_evaluate", note)
     monkeypatch.setattr(sft.SFTTrainer, "prediction_step", slow(sft.SFTTrainer.prediction_step))
     monkeypatch.setattr(sft, "_sums", slow(sft._sums))
     sizes = {"num_train_epochs": 2, "max_steps": None, "per_device_eval_batch_size": 12}
@@ -181,7 +182,7 @@ def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
 
 def test_the_loops_loss_is_by_token_as_the_headlines(world: World, tmp_path: Path) -> None:
     """Rows of unlike length, in batches of one: the mean of the batches' means would be another number."""
-    rows.write_jsonl(
+    jsonl.write_jsonl(
         tmp_path / "rows.jsonl",
         [{"prompt": "Say it.", "completion": " moon" * count} for count in (1, 1, 1, 2, 3, 12, 24, 1)],
     )
@@ -199,7 +200,7 @@ def test_trl_gets_our_tokens_and_labels_and_leaves_them_alone(
     config = config_of(world, tmp_path, sft={"completion_only_loss": completion_only})
     trainer, token_rows, tokenizer = trainer_of(config)
     wanted = []
-    for _, row in rows.read_jsonl(world.sft):
+    for _, row in jsonl.read_jsonl(world.sft):
         prompt, response = data.encode(tokenizer, row["prompt"], row["completion"])
         wanted.append((prompt + response, ([-100] * len(prompt) if completion_only else prompt) + response))
     assert [(row["input_ids"], row["labels"]) for row in token_rows] == wanted
@@ -217,7 +218,7 @@ def test_trl_gets_our_tokens_and_labels_and_leaves_them_alone(
 
 
 def test_batches_hold_rows_of_like_length_unless_told_otherwise(world: World, tmp_path: Path) -> None:
-    rows.write_jsonl(tmp_path / "long.jsonl", [{"prompt": "a", "completion": " b" * (1 + n % 40)} for n in range(160)])
+    jsonl.write_jsonl(tmp_path / "long.jsonl", [{"prompt": "a", "completion": " b" * (1 + n % 40)} for n in range(160)])
 
     def padding(group: bool) -> int:
         trainer = trainer_of(config_of(world, tmp_path, tmp_path / "long.jsonl", sft={"group_by_length": group}))[0]
@@ -332,14 +333,14 @@ def test_the_models_own_head_gives_trls_numbers(world: World) -> None:
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Send this process a signal while step `step` is being made."""
-    real = trl_training.Follower.on_step_end
+    real = trl_common.Follower.on_step_end
 
     def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == step:
             os.kill(os.getpid(), number)
         real(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(trl_training.Follower, "on_step_end", on_step_end)
+    monkeypatch.setattr(trl_common.Follower, "on_step_end", on_step_end)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +396,7 @@ def test_from_any_checkpoint_the_run_ends_in_the_same_bytes(world: World, tmp_pa
     """Also from one that was written at the end of an epoch, whose evaluation belongs to the log before it."""
     told: dict[str, Any] = {"output": {"save_steps": 1, "keep": 99}, "sft": {"num_train_epochs": 2, "max_steps": None}}
     (tmp_path / "straight").mkdir()
-    rows.write_jsonl(tmp_path / "rows.jsonl", [row for _, row in rows.read_jsonl(world.sft)][:48])
+    jsonl.write_jsonl(tmp_path / "rows.jsonl", [row for _, row in jsonl.read_jsonl(world.sft)][:48])
     straight = config_of(world, tmp_path / "straight", tmp_path / "rows.jsonl", **told)
     whole = train(straight)
     assert [line["step"] for line in metrics_of(straight) if "eval_loss" in line] == [6, 12]
@@ -509,6 +510,6 @@ def test_a_model_that_diverged_never_counts_as_finished(
         with pytest.raises(RLHFError, match="the training diverged") as caught:
             train(config)
         assert caught.value.problems[0].code == "R01" and not (config.folder / "manifest.json").exists()
-        checkpoints.release()
+        runs.release()
     monkeypatch.undo()
     assert math.isfinite(train(config)["metrics"]["eval_loss"])

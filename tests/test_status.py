@@ -17,17 +17,18 @@ from report_run import change, metrics, write_run
 from test_pipeline import CONFIGS
 from typer.testing import CliRunner
 
-from rlhf_cli import checkpoints, pipeline, run_folders
-from rlhf_cli.checkpoints import quick
-from rlhf_cli.checkpoints.files import files_sha256
-from rlhf_cli.checkpoints.locks import lock_of
+from rlhf_cli import runs
 from rlhf_cli.cli import app
+from rlhf_cli.commands import run as pipeline
+from rlhf_cli.commands import status_read
 from rlhf_cli.config.training import SFTSettings
-from rlhf_cli.rows import write_jsonl
-from rlhf_cli.status import runs, stages
+from rlhf_cli.files import files_sha256
+from rlhf_cli.jsonl import write_jsonl
+from rlhf_cli.runs import discover, quick_status
+from rlhf_cli.runs.locks import lock_of
 
 HOLDER = (
-    "import sys, pathlib; from rlhf_cli.checkpoints.locks import hold; hold(pathlib.Path(sys.argv[1]));"
+    "import sys, pathlib; from rlhf_cli.runs.locks import hold; hold(pathlib.Path(sys.argv[1]));"
     "print('held', flush=True); sys.stdin.read()"
 )
 
@@ -131,7 +132,7 @@ def test_json_has_all_keys_always(run: Path) -> None:
         "steps": [
             {
                 "stage": stage,
-                "why": f"up to date ({checkpoints.read_manifest(run / stage)[0]['model_sha256'][:6]}), skipped",
+                "why": f"up to date ({runs.read_manifest(run / stage)[0]['model_sha256'][:6]}), skipped",
                 "runs": False,
                 "fresh": False,
                 "after": [],
@@ -298,7 +299,7 @@ def test_steps_of_sft_are_told_from_its_log_as_they_are_counted_beforehand(
         # As transformers counts: the share of the epoch's batches that were read.
         epoch = (step - 1) // each + min(((step - 1) % each + 1) * parts / batches, 1.0)
         unfinished(run, "sft", {"step": step, "loss": 1.0, "epoch": epoch, "time_s": 1.0 * step})
-        found = stages.read_stage("sft", run / "sft")
+        found = status_read.read_stage("sft", run / "sft")
         assert (found.steps, found.headline) == (whole, {"loss": 1.0}), step
 
 
@@ -416,9 +417,9 @@ def test_nothing_is_written_and_no_lock_is_taken(run: Path, monkeypatch: pytest.
 
 
 def test_what_is_large_is_known_by_its_date_and_never_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick, "LITTLE", 0)
-    monkeypatch.setattr(quick, "files_sha256", lambda paths: pytest.fail(f"read {paths}"))
-    monkeypatch.setattr(quick, "open_reference", lambda *_: pytest.fail("read a model"))
+    monkeypatch.setattr(quick_status, "LITTLE", 0)
+    monkeypatch.setattr(quick_status, "files_sha256", lambda paths: pytest.fail(f"read {paths}"))
+    monkeypatch.setattr(quick_status, "open_reference", lambda *_: pytest.fail("read a model"))
     for stage in CONFIGS:
         os.utime(run / stage / "identity.json", (time.time() + 5,) * 2)  # begun after this copy was made
     assert states(run) == ["finished"] * 4
@@ -431,11 +432,11 @@ def test_what_is_large_is_known_by_its_date_and_never_read(run: Path, monkeypatc
     lines = rlhf("status", run).splitlines()
     assert lines[-1] == "next: nothing, as far as dates tell"
     assert lines[-3].startswith("sft      model.path: large, with a date later than this stage's start")
-    monkeypatch.setattr(quick, "LITTLE", 32_000_000)
-    monkeypatch.setattr(quick, "open_reference", checkpoints.open_reference)
-    monkeypatch.setattr(quick, "files_sha256", files_sha256)
+    monkeypatch.setattr(quick_status, "LITTLE", 32_000_000)
+    monkeypatch.setattr(quick_status, "open_reference", runs.open_reference)
+    monkeypatch.setattr(quick_status, "files_sha256", files_sha256)
     changed_base(run)
-    assert checkpoints.glance(pipeline.load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
+    assert runs.glance(pipeline.load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
 
 
 def test_it_answers_at_once_and_imports_no_torch(run: Path) -> None:
@@ -546,11 +547,11 @@ def test_ls_lists_runs_the_newest_first(run: Path) -> None:
     assert "sft, reward, ppo (stopped, saved at step 2 of 1), eval (stale)" in lines[1]
     assert "nothing yet" in lines[2] and "accuracy 0.750 [0.690, 0.800]" in lines[4]
     assert rlhf("ls", "runs/old", "runs/deep", "runs").splitlines() == lines  # each once
-    assert len(runs.find_runs([Path("runs/1")])) == 1
+    assert len(status_read.find_runs([Path("runs/1")])) == 1
 
 
 def test_ls_leaves_presets_out_until_one_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folders, "configs_folder", lambda: tmp_path / "configs")
+    monkeypatch.setattr(discover, "configs_folder", lambda: tmp_path / "configs")
     for name in ("configs/tldr", "configs/demo", "mine/configs"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "sft.yaml").write_text(CONFIGS["sft"])

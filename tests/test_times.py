@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_cli import times
+from rlhf_cli import terminal
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from rlhf_cli import times
     ],
 )
 def test_a_span_has_two_units_at_most_and_none_that_is_nothing(seconds: float, said: str) -> None:
-    assert times.duration(seconds) == said
+    assert terminal.duration(seconds) == said
 
 
 @pytest.mark.parametrize(
@@ -30,4 +30,4 @@ def test_a_span_has_two_units_at_most_and_none_that_is_nothing(seconds: float, s
     [(-5, "just now"), (59, "just now"), (60, "1 min ago"), (7_199, "1 h ago"), (86_400 * 40, "40 d ago")],
 )
 def test_how_long_ago_is_told_in_one_unit(seconds: float, said: str) -> None:
-    assert times.ago(seconds) == said
+    assert terminal.ago(seconds) == said

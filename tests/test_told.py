@@ -7,8 +7,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from rlhf_cli import pipeline, terminal, told
+from rlhf_cli import terminal
 from rlhf_cli.cli import app
+from rlhf_cli.commands import run
 
 WARN = "from rlhf_cli import terminal; terminal.warn('R10', 'too long', where='run/reward', hint='shorter')"
 LINE = "warning[R10]: run/reward: too long\nhint: shorter\n"
@@ -20,24 +21,24 @@ def child(code: str = WARN, **environment: str) -> str:
 
 
 def test_what_a_child_told_no_other_tells_again() -> None:
-    with told.together():
+    with terminal.together():
         assert (child(), child()) == (LINE, "")
         assert child(WARN.replace("long", "short")) == LINE.replace("long", "short")
-        assert told.is_new("ours") and not told.is_new("ours")
+        assert terminal.is_new("ours") and not terminal.is_new("ours")
         assert child("from rlhf_cli import told; assert not told.is_new('ours')") == ""
-        assert not told.is_new(LINE.partition("\n")[0])
+        assert not terminal.is_new(LINE.partition("\n")[0])
     assert child() == LINE, "another command"
 
 
 def test_the_stages_of_rlhf_run_are_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(pipeline, "run", lambda *_: said.extend(child() for _ in range(2)) or 0)
+    monkeypatch.setattr(run, "run", lambda *_: said.extend(child() for _ in range(2)) or 0)
     assert CliRunner().invoke(app, ["run", "."]).exit_code == 0
-    assert said == [LINE, ""] and told.FILE not in os.environ
+    assert said == [LINE, ""] and terminal.FILE not in os.environ
 
 
 def test_a_warning_that_was_told_is_kept_for_the_report() -> None:
-    with told.together():
+    with terminal.together():
         child()
         kept = "; import sys; print(terminal.warnings_said(), file=sys.stderr)"
         assert child(WARN + kept) == f"{[LINE.partition(chr(10))[0]]}\n"
@@ -45,19 +46,19 @@ def test_a_warning_that_was_told_is_kept_for_the_report() -> None:
 
 def test_only_the_process_that_speaks_marks_what_is_told() -> None:
     """The others of a group say nothing: what they find first the first one must still tell."""
-    with told.together():
+    with terminal.together():
         assert child(RANK="1", WORLD_SIZE="2") == ""
         assert child(RANK="0", WORLD_SIZE="2") == LINE
 
 
 def test_a_muted_warning_is_not_told() -> None:
-    with told.together():
+    with terminal.together():
         with terminal.muted_warnings():
             terminal.warn("R10", "too long", where="run/reward", hint="shorter")
         assert child() == LINE
 
 
 def test_where_nothing_can_be_noted_it_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with told.together():
-        monkeypatch.setenv(told.FILE, "/nowhere/told")
+    with terminal.together():
+        monkeypatch.setenv(terminal.FILE, "/nowhere/told")
         assert (child(), child()) == (LINE, LINE)

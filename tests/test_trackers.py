@@ -24,7 +24,7 @@ from read_trackers import (
     wandb_table,
 )
 
-from rlhf_cli import rows
+from rlhf_cli import jsonl
 
 ROOT = Path(__file__).parents[1]
 ALL = ["tensorboard", "wandb", "trackio"]
@@ -38,9 +38,9 @@ def outputs(**more: Any) -> dict[str, Any]:
 def write_chain(folder: Path) -> None:
     answers = [f" It is {n} {'far' * (n % 3)}." for n in range(len(PROMPTS))]
     pairs = zip(PROMPTS, answers, strict=True)
-    rows.write_jsonl(folder / "sft.jsonl", [{"prompt": p, "completion": a} for p, a in pairs])
+    jsonl.write_jsonl(folder / "sft.jsonl", [{"prompt": p, "completion": a} for p, a in pairs])
     pairs = zip(PROMPTS, answers, strict=True)
-    rows.write_jsonl(folder / "pairs.jsonl", [{"prompt": p, "chosen": a, "rejected": a + " no"} for p, a in pairs])
+    jsonl.write_jsonl(folder / "pairs.jsonl", [{"prompt": p, "chosen": a, "rejected": a + " no"} for p, a in pairs])
     quick = {"max_steps": 4, "logging_steps": 2, "eval_steps": 2, "per_device_train_batch_size": 4}
     data = {"train": "sft.jsonl", "eval": "sft.jsonl"}
     write(folder, "sft", {"model": {"path": "sft_model"}, "data": data, "sft": quick, "output": outputs()})
@@ -222,7 +222,7 @@ def test_trackers_change_no_byte_of_a_run(chain: Path, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, time
-from rlhf_cli.tracking import MetricsLog
+from rlhf_cli.tracking.metrics_log import MetricsLog
 real = MetricsLog.log
 def log(self, step, metrics):
     real(self, step, metrics)

@@ -11,12 +11,13 @@ import pytest
 from ppo_folder import PPO, lines, rlhf, write
 from stand_in_wandb import stand_in
 
-from rlhf_cli import trackers
-from rlhf_cli.config import Config, load
-from rlhf_cli.trackers import Trackers
-from rlhf_cli.trackers.run import Run
-from rlhf_cli.trackers.trackio import Trackio
-from rlhf_cli.tracking import MetricsLog
+from rlhf_cli import tracking
+from rlhf_cli.config.base import Config
+from rlhf_cli.config.loading import load
+from rlhf_cli.tracking import Trackers
+from rlhf_cli.tracking.metrics_log import MetricsLog
+from rlhf_cli.tracking.tracker_run import Run
+from rlhf_cli.tracking.trackio import Trackio
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,7 +50,7 @@ class Listener:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Of a run whose one tracker only listens."""
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", Listener)
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", Listener)
     monkeypatch.setattr(Listener, "held", -1)
     (tmp_path / "sft.yaml").write_text("model: {path: m}\ndata: {train: t}\noutput: {report_to: [wandb, wandb]}\n")
     return load("sft", tmp_path / "sft.yaml")
@@ -175,7 +176,7 @@ import sys
 from pathlib import Path
 from rlhf_cli import cli, tracking
 from rlhf_cli.config import load
-from rlhf_cli.trackers import Trackers
+from rlhf_cli.tracking import Trackers
 with Trackers(load("sft", Path(sys.argv[1]), sys.argv[2:])) as trackers:
     tracking.MetricsLog(Path("metrics.jsonl"), None, trackers)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "trackio", "tensorboard", "torch"}))
@@ -197,8 +198,8 @@ ONLINE = """
 import sys
 from pathlib import Path
 from rlhf_cli.config import load
-from rlhf_cli.tracking import MetricsLog
-from rlhf_cli.trackers import Trackers
+from rlhf_cli.tracking.metrics_log import MetricsLog
+from rlhf_cli.tracking import Trackers
 Path("sft").mkdir(exist_ok=True)
 trackers = Trackers(load("sft", Path("sft.yaml")))
 log = MetricsLog(Path("sft/metrics.jsonl"), None, trackers)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cli import rows, terminal
+from rlhf_cli import jsonl, terminal
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.tracking import Log, MetricsLog, read_log
+from rlhf_cli.tracking.metrics_log import Log, MetricsLog, read_log
 
 
 def lines(path: Path) -> list[dict]:
-    return [row for _, row in rows.read_jsonl(path)]
+    return [row for _, row in jsonl.read_jsonl(path)]
 
 
 def test_metrics_are_there_at_once_with_step_and_time(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_mark_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_new_log_starts_empty(tmp_path: Path) -> None:
-    rows.write_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "time_s": 1.0}])
+    jsonl.write_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "time_s": 1.0}])
     MetricsLog(tmp_path / "metrics.jsonl").log(1, {"loss": 1.0})
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 

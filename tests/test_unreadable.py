@@ -13,12 +13,13 @@ from report_run import draws_nothing, write_run
 from test_status import chain  # noqa: F401  (a fixture)
 from typer.testing import CliRunner, Result
 
-from rlhf_cli import checkpoints, pipeline, terminal
-from rlhf_cli.checkpoints.files import CHANGED, read_object
+from rlhf_cli import runs, terminal
 from rlhf_cli.cli import app
+from rlhf_cli.commands import run as pipeline
 from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data.sources import locate_files
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.sources import locate_files
+from rlhf_cli.files import CHANGED, read_object
 
 STAGES = ("sft", "reward", "ppo", "eval")
 
@@ -67,7 +68,7 @@ def test_e08_what_cannot_be_read_is_not_trained_again(stage: str, name: str, run
 
 
 def _config(run: Path, stage: str) -> Any:
-    from rlhf_cli.config import load
+    from rlhf_cli.config.loading import load
 
     return load(stage, run / f"{stage}.yaml")
 
@@ -90,29 +91,29 @@ def test_only_a_file_that_is_not_there_is_missing(number: int, tmp_path: Path, m
 def test_weights_that_cannot_be_read_when_a_stage_begins(tmp_path: Path) -> None:
     """Its own: E08 and not M05. A parent's: E08 and not M10."""
     folder, config = make_stage(tmp_path, "sft"), FakeConfig(tmp_path)
-    wanted, weights = checkpoints.identity(config, {}, {}), folder / "model/model.safetensors"
-    parent = checkpoints.open_parent(str(folder), expect=("sft",), key="model.path", where="w")
+    wanted, weights = runs.identity(config, {}, {}), folder / "model/model.safetensors"
+    parent = runs.open_parent(str(folder), expect=("sft",), key="model.path", where="w")
     with taken_away(weights):
         with pytest.raises(RLHFError, match="E08"):
-            checkpoints.begin(config, wanted, {}, fresh=False)
+            runs.begin(config, wanted, {}, fresh=False)
         with pytest.raises(RLHFError, match="E08"):
-            checkpoints.begin(FakeConfig(tmp_path, "reward"), wanted, {"model.path": parent}, fresh=False)
+            runs.begin(FakeConfig(tmp_path, "reward"), wanted, {"model.path": parent}, fresh=False)
     weights.write_bytes(b"WEIGHTS")
     with pytest.raises(RLHFError, match=rf"M05.*{CHANGED[:20]}"):
-        checkpoints.begin(config, wanted, {}, fresh=False)
+        runs.begin(config, wanted, {}, fresh=False)
 
 
 def test_a_state_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
     """Going on from an older one, or from the beginning, would throw away what lies there whole."""
     folder = tmp_path / "state"
     for step in (1, 2, 3):
-        checkpoints.commit_state(folder, f"step_{step:06}", lambda path: (path / "w").write_text("weights"), keep=None)
+        runs.commit_state(folder, f"step_{step:06}", lambda path: (path / "w").write_text("weights"), keep=None)
     for taken in (folder / "step_000003/state.json", folder / "step_000003/w", folder / "step_000003", folder):
         with taken_away(taken), pytest.raises(RLHFError, match="E08"):
-            checkpoints.latest_state(folder)
+            runs.latest_state(folder)
     with taken_away(folder / "step_000002/state.json"):  # and ends no training that drops old ones
-        checkpoints.commit_state(folder, "step_000004", lambda path: (path / "w").touch(), keep=1)
-    assert checkpoints.state_steps(folder) == [2, 4]
+        runs.commit_state(folder, "step_000004", lambda path: (path / "w").touch(), keep=1)
+    assert runs.state_steps(folder) == [2, 4]
 
 
 def test_ls_and_status_and_report_say_it_of_that_run_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

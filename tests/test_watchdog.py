@@ -11,12 +11,12 @@ import torch
 from ppo_folder import PPO, lines, ppo, rlhf, untimed, write
 from pydantic import ValidationError
 
-from rlhf_cli.models.batch import EnsembleScores
-from rlhf_cli.ppo import Experience, PPOSettings, Rollout, Watchdog
-from rlhf_cli.ppo.monitor import EXCEEDS, SAYS, Alert
+from rlhf_cli.config.ppo_algorithm import SAYS, SIGNALS, WatchdogSettings
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models.batch import EnsembleScores, Rollout
+from rlhf_cli.ppo.experience import Experience
+from rlhf_cli.ppo.monitor import EXCEEDS, Alert, Watchdog
 from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult
-from rlhf_cli.ppo.settings import WatchdogSettings
-from rlhf_cli.ppo.settings.watchdog import SIGNALS
 
 ROWS = 64
 
@@ -197,7 +197,7 @@ def test_repetition_is_the_share_of_runs_of_three_tokens_that_stood_before():
         ({"watchdog": {"actions": {"kl": "stop"}, "kl": None}}, "actions.kl has no effect: watchdog.kl is null"),
         ({"watchdog": {"kl_factor": 2.0}}, "kl_factor has no effect: no action is raise_kl_coef"),
         ({"watchdog": {"action": "raise_kl_coef"}, "kl_coef": 0.0}, "raise_kl_coef multiplies kl_coef, which is 0"),
-        ({"watchdog": {"actions": {"eos": "raise_kl_coef"}}, "kl_coef": 0.0}, "and which is 0"),
+        ({"watchdog": {"actions": {"eos": "raise_kl_coef"}}, "kl_coef": 0.0}, "which is 0"),
     ],
 )
 def test_settings_without_effect_are_refused(keys, said):

@@ -13,7 +13,7 @@ from conftest import World
 from ppo_folder import lines
 from test_group_trl import child, config, stage, started, weights, when, workers
 
-from rlhf_cli.config import load
+from rlhf_cli.config.loading import load
 from rlhf_cli.models.parallel import SINGLE_PROCESS
 
 LINES = yaml.safe_load((Path(__file__).parents[1] / "configs/zero3.yaml").read_text())

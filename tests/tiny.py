@@ -3,9 +3,14 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward
-from rlhf_cli.ppo import Experience, HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts, Rollout
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo.experience import Experience
+from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import ModelReward
 
 VOCABULARY, EOS, PAD = 16, 2, 0
 FAMILIES = {

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from transformers.utils import logging
 
 from benchmarks.learning import curves, figure, judged, tables, train
-from rlhf_cli.ppo import PPOSettings
+from rlhf_cli.config.ppo_options import PPOSettings
 
 NEEDED = ("models/reviews-sft", "models/reviews-rm", "data/rt-polarity/pos.txt", "bench/judge.py")
 BEST_OF = [1, 2, 4, 8, 16, 32, 64]

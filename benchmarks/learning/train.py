@@ -16,8 +16,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks.learning import curves
 from benchmarks.speed.workload import Reference, prompts
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.save import load_tree, save_tree
-from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import ModelReward
 
 EPISODES, HELD_OUT, EVERY = 3840, 64, 320  # a policy and the state are kept every 320 episodes
 STOP, PAD, ROWS = 2, 0, 16

@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.memory import held
 from rlhf_cli.cli import app
-from rlhf_cli.stages import trl_training
+from rlhf_cli.stages import trl_common
 from rlhf_cli.stages.ppo import PPORunner
 
 
@@ -36,8 +36,8 @@ def model_of_trl(trainer: Any) -> dict[str, nn.Module]:
 
 # Where a stage trains: a function whose first argument has the models.
 LOOPS: dict[str, tuple[Any, str, Callable[[Any], dict[str, nn.Module]]]] = {
-    "sft": (trl_training, "train", model_of_trl),
-    "reward": (trl_training, "train", model_of_trl),
+    "sft": (trl_common, "train", model_of_trl),
+    "reward": (trl_common, "train", model_of_trl),
     "ppo": (PPORunner, "run", models_of_ppo),
 }
 

@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks.speed import reference
 from benchmarks.speed.job import Job
-from rlhf_cli.rows import write_jsonl
+from rlhf_cli.jsonl import write_jsonl
 
 LORA = {"kind": "lora", "r": 16, "lora_alpha": 32}  # the peer's too
 QLORA = LORA | {"kind": "qlora"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.children import output, surroundings
-from rlhf_cli.processes import OURSELVES
+from rlhf_cli.distributed import RLHF_COMMAND
 
 WATCH = Path(__file__).parent / "watch"
 # What a process does before its own work; all else that is named is its work.
@@ -31,7 +31,7 @@ def measure(folder: Path, preset: str = "demo", threads: int = 1) -> dict[str, A
     environment = surroundings(threads, WATCH_OUT=str(watched.resolve()), WATCH_BELOW=str(run))
     environment["PYTHONPATH"] = os.pathsep.join([str(WATCH), environment["PYTHONPATH"]])
     for command in (["init", preset, str(run)], ["run", str(run)]):
-        output([*OURSELVES, *command], environment)
+        output([*RLHF_COMMAND, *command], environment)
     return profile([json.loads(path.read_text(encoding="utf-8")) for path in watched.glob("*.json")])
 
 

@@ -17,7 +17,12 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassi
 
 from benchmarks.speed import floor
 from benchmarks.speed.job import Job, Laps, memory_mb, report
-from rlhf_cli.ppo import Experience, HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models.batch import Prompts
+from rlhf_cli.ppo.experience import Experience
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import ModelReward
 
 BASELINE = memory_mb("VmRSS")  # what the imports alone take
 

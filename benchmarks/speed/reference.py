@@ -19,8 +19,8 @@ import yaml
 
 from benchmarks.speed.children import surroundings
 from benchmarks.speed.workload import Reference, sentences
-from rlhf_cli.processes import OURSELVES
-from rlhf_cli.rows import write_jsonl
+from rlhf_cli.distributed import RLHF_COMMAND
+from rlhf_cli.jsonl import write_jsonl
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"  # ids 0, 1, 2
 VOCABULARY, HELD_OUT = 8192, 500  # tokens; sentences and pairs that only measure
@@ -94,7 +94,7 @@ def train(good: Path, bad: Path, folder: Path, threads: int = 1) -> Reference:
     if not (folder / "reward/manifest.json").exists():
         began, used = time.monotonic(), cpu_seconds()
         prepare(good, bad, folder)
-        subprocess.run([*OURSELVES, "run", str(folder)], check=True, env=surroundings(threads))
+        subprocess.run([*RLHF_COMMAND, "run", str(folder)], check=True, env=surroundings(threads))
         took, used = time.monotonic() - began, cpu_seconds() - used
         print(f"reference models: trained in {took / 60:.1f} minutes, {used / 60:.1f} CPU minutes", flush=True)
     return reference

@@ -5,7 +5,7 @@ import subprocess
 from typing import Any
 
 from benchmarks.speed.children import ROOT, surroundings
-from rlhf_cli.processes import OURSELVES
+from rlhf_cli.distributed import RLHF_COMMAND
 
 TIMES = 5
 HEAVY = ("torch", "transformers")
@@ -13,7 +13,7 @@ HEAVY = ("torch", "transformers")
 
 def measure() -> dict[str, Any]:
     """CPU seconds of the child itself, user and system, the best of some; and which heavy modules it imports."""
-    command, environment = [*OURSELVES, "--help"], surroundings(threads=1)
+    command, environment = [*RLHF_COMMAND, "--help"], surroundings(threads=1)
     seconds = []
     for _ in range(TIMES):
         child = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)

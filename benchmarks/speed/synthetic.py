@@ -18,7 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from benchmarks.speed.floor import Shape, attention_share
 from benchmarks.speed.ours import quiet
 from benchmarks.speed.workload import model_config
-from rlhf_cli.ppo import HFEngine, ModelReward, PPOSettings, PPOTrainer, Prompts, Rollout
+from rlhf_cli.config.ppo_options import PPOSettings
+from rlhf_cli.models.batch import Prompts, Rollout
+from rlhf_cli.ppo.rollout import HFEngine
+from rlhf_cli.ppo.trainer import PPOTrainer
+from rlhf_cli.rewards.model import ModelReward
 
 PROMPT, ROWS, PAD, FIRST = 8, 16, 0, 3  # tokens of a prompt; rows of a micro-batch; the first id that is no special one
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)  # of padding in the rectangle of a batch

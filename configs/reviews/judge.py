@@ -10,7 +10,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
 
-from rlhf_cli.rows import read_jsonl
+from rlhf_cli.jsonl import read_jsonl
 
 DATA = Path(__file__).parent / "data"
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from rlhf_cli import __version__, terminal
-from rlhf_cli.cli import after, before, training
-from rlhf_cli.cli.boundary import Commands
+from rlhf_cli.cli import inspect, prepare, train
+from rlhf_cli.cli.errors import Commands
 from rlhf_cli.cli.options import STAGES
 
 app = typer.Typer(
@@ -22,17 +22,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-TRAIN: list[Callable[..., None]] = [before.init, before.convert, before.check, before.plan, training.run]
-INSPECT: list[Callable[..., None]] = [after.status, after.ls, after.report, after.chat, after.verify]
-INSPECT += [before.explain, before.schema, before.env]
+TRAIN: list[Callable[..., None]] = [prepare.init, prepare.convert, prepare.check, prepare.plan, train.run]
+INSPECT: list[Callable[..., None]] = [inspect.status, inspect.ls, inspect.report, inspect.chat, inspect.verify]
+INSPECT += [prepare.explain, prepare.schema, prepare.env]
 for _command in TRAIN:
     app.command(rich_help_panel="Train")(_command)
 for _stage, _text in STAGES.items():
-    app.command(_stage, help=_text, rich_help_panel="Train")(training.stage_command(_stage))
+    app.command(_stage, help=_text, rich_help_panel="Train")(train.stage_command(_stage))
 for _command in INSPECT:
     app.command(rich_help_panel="Inspect")(_command)
-app.command(rich_help_panel="Ship")(after.export)
-app.command("replay", hidden=True)(after.verify)  # the old name of verify
+app.command(rich_help_panel="Ship")(inspect.export)
+app.command("replay", hidden=True)(inspect.verify)  # the old name of verify
 
 
 @app.callback(invoke_without_command=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import typer
 
-from rlhf_cli import run_folders
+from rlhf_cli.runs import discover
 
 DEPTH, MOST = 3, 500  # folders below the one that is typed, and how many are looked at in all
 Offer = list[str]
@@ -38,14 +38,14 @@ def quietly(offer: Callable[..., Offer]) -> Callable[..., Offer]:
 def runs(incomplete: str) -> Offer:
     """Folders of runs, near what is typed, but those of the presets: nobody has run them."""
     _, base = _place(incomplete)
-    return _offered(incomplete, [name for name in _runs(base) if not run_folders.is_preset(base / name)])
+    return _offered(incomplete, [name for name in _runs(base) if not discover.is_preset(base / name)])
 
 
 @quietly
 def runs_and_configs(incomplete: str) -> Offer:
     """Folders of runs and presets, and the configs in the one that is typed."""
     typed, base = _place(incomplete)
-    return [*_offered(incomplete, _runs(base)), *(typed + path.name for path in run_folders.configs_in(base))]
+    return [*_offered(incomplete, _runs(base)), *(typed + path.name for path in discover.configs_in(base))]
 
 
 @quietly
@@ -68,7 +68,7 @@ def _offered(incomplete: str, names: list[str]) -> Offer:
 
 
 def _runs(base: Path) -> list[str]:
-    return [os.path.relpath(path, base) for path in run_folders.below(base, DEPTH, MOST)]
+    return [os.path.relpath(path, base) for path in discover.below(base, DEPTH, MOST)]
 
 
 # Names
@@ -76,33 +76,33 @@ def _runs(base: Path) -> list[str]:
 
 def stages(incomplete: str) -> Offer:
     """The four stages."""
-    return list(run_folders.STAGES)
+    return list(discover.STAGES)
 
 
 def talking(incomplete: str) -> Offer:
     """The stages whose models write text."""
-    return list(run_folders.TALKING)
+    return list(discover.TALKING)
 
 
 def compared(incomplete: str) -> Offer:
     """What `rlhf chat` compares, in both orders."""
-    return [",".join(order) for order in permutations(reversed(run_folders.TALKING))]
+    return [",".join(order) for order in permutations(reversed(discover.TALKING))]
 
 
 @quietly
 def presets(incomplete: str) -> Offer:
     """The presets of `rlhf init`."""
-    from rlhf_cli import presets
+    from rlhf_cli.commands import init
 
-    return list(presets.available())
+    return list(init.available())
 
 
 @quietly
 def steps(ctx: typer.Context, incomplete: str) -> Offer:
     """PPO's policies of the run that is named before: its end, the selected one, its snapshots."""
-    from rlhf_cli import checkpoints
+    from rlhf_cli import runs as checkpoints
 
-    ppo = next((path for run in _named(ctx) for path in (run / "ppo", run) if run_folders.is_begun(path)), None)
+    ppo = next((path for run in _named(ctx) for path in (run / "ppo", run) if discover.is_begun(path)), None)
     found = checkpoints.state_steps(ppo / checkpoints.SNAPSHOTS) if ppo else []
     return [checkpoints.LAST, checkpoints.SELECTED, *map(str, found)]
 
@@ -110,12 +110,12 @@ def steps(ctx: typer.Context, incomplete: str) -> Offer:
 @quietly
 def keys_and_codes(incomplete: str) -> Offer:
     """What `rlhf explain` takes: codes, sections and keys by their paths, and keys by their own names."""
-    from rlhf_cli.codes import CODES
+    from rlhf_cli.error_codes import CODES
 
     codes = [code for code in CODES if code.startswith(incomplete)] if incomplete else []
     if codes:
         return codes
-    paths = _keys(run_folders.STAGES)
+    paths = _keys(discover.STAGES)
     names = {path.rpartition(".")[2] for path in paths} if incomplete and "." not in incomplete else set()
     return [*_next(paths, incomplete), *sorted(names)]
 
@@ -148,14 +148,14 @@ def _before_the_sign() -> str | None:
 
 def _stages_of(ctx: typer.Context) -> list[str]:
     """The stages whose configs the command reads: its own, that of the file that it is given, or those in a folder."""
-    if ctx.info_name in run_folders.STAGES:
+    if ctx.info_name in discover.STAGES:
         return [ctx.info_name]
-    from rlhf_cli.config import stage_of
+    from rlhf_cli.config.loading import stage_of
 
     given = _named(ctx)
     if given and given[0].is_file():
         return [stage_of(given[0])]
-    return [path.stem for folder in given for path in run_folders.configs_in(folder)] or list(run_folders.STAGES)
+    return [path.stem for folder in given for path in discover.configs_in(folder)] or list(discover.STAGES)
 
 
 def _named(ctx: typer.Context) -> list[Path]:

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rlhf_cli.config.base import Config, Section
-from rlhf_cli.config.keys import field_at
-from rlhf_cli.ppo.settings import RECIPES
+from rlhf_cli.config.paths import field_at
+from rlhf_cli.config.ppo_options import RECIPES
 
 TRL = "TRL 1.16, trl/trainer/model_config.py"
 PEFT = "[peft 0.21.2, src/peft/tuners/lora/config.py]"

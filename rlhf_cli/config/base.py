@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.keys import PathKey, path_entries
-from rlhf_cli.config.paths import FUNCTION, is_path, relative
+from rlhf_cli.config.paths import FUNCTION, PathKey, is_path, path_entries, relative
 from rlhf_cli.config.sources import DataSource
 
 DataPath = Annotated[str, PathKey("data")]

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.base import PROJECT, Config, JudgePath, ModelPath, Name, Section
-from rlhf_cli.config.sections import ATTENTION, DTYPE, STAGE, Dtype, EvalData
+from rlhf_cli.config.common import ATTENTION, DTYPE, STAGE, Dtype, EvalData
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.errors import nearest
 

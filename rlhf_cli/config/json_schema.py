@@ -6,15 +6,66 @@ key's own description in plain words, type, choices and default.
 
 import json
 import os
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
-from rlhf_cli.config import trl
+from pydantic.fields import FieldInfo
+
+from rlhf_cli.config import trl_fields
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.origins import in_an_editor
-from rlhf_cli.config.stages import CONFIGS
+from rlhf_cli.config.paths import PathKey, default_of, keys_of, parts_of
+from rlhf_cli.config.training import CONFIGS
+
+FORMS = {
+    "paper": r"(?P<authors>[^,;`]+) (?P<year>\d{4}), (?P<where>arXiv \d{4}\.\d{4,5}|https?://[^\s,;]+), "
+    r"(?P<part>(?:section|table|equation|appendix|detail|algorithm|figure) [^,;]+)",
+    "system": r"(?P<name>[^,;`]+) (?P<version>(?=\S*\d)[\w.+-]+), (?P<file>[\w./-]+\.\w+)",
+    "page": r"(?P<page>docs/[a-z-]+\.md)(?:, section (?P<section>[^,;]+))?",
+    "command": r"`(?P<command>(?:make|rlhf) [^`]+)`",
+}
+BRACKET = re.compile(r"(?P<meaning>.*\S)\s+\[(?P<source>[^\[\]]*(?:\[[^\[\]]*\][^\[\]]*)*)\]", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Source of a default: `kind` is paper, system, page or command, `parts` the named groups of its form."""
+
+    kind: str
+    parts: dict[str, str]
+    remark: str | None
+
+
+def parse(text: str) -> Source | None:
+    """Return the source that the text of a bracket names, or None if it has none of the four forms."""
+    for kind, form in FORMS.items():
+        if match := re.fullmatch(rf"{form}(?:; (?P<remark>\S.*))?", text):
+            parts = {name: value for name, value in match.groupdict().items() if value and name != "remark"}
+            return Source(kind, parts, match["remark"])
+    return None
+
+
+def split(description: str) -> tuple[str, str | None]:
+    """Return (meaning, source) of a description; the source is None if the description does not end in one."""
+    match = BRACKET.fullmatch(description)
+    return (match["meaning"], match["source"]) if match and parse(match["source"]) else (description, None)
+
+
+def in_an_editor(description: str) -> str:
+    """Return a description for an editor, with the paper or system of its default and without pages and commands."""
+    meaning, found = split(description)
+    source = parse(found) if found else None
+    if source is None or source.kind in ("page", "command"):
+        return meaning
+    where = ("authors", "year", "where", "part") if source.kind == "paper" else ("name", "version")
+    parts = [source.parts[part] for part in where]
+    name = ", ".join([" ".join(parts[:2]), *parts[2:]])
+    return f"{meaning} Source of the default: {name}{f'; {source.remark}' if source.remark else ''}."
+
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 FOLDER = ".schema"  # in a run's folder, so that the two move together
@@ -50,7 +101,7 @@ def pointed(text: str, file: Path, schema: Path) -> str:
 def _schema(model: type[Config]) -> dict[str, Any]:
     tree = model.model_json_schema()
     found: dict[str, Any] = _plain(tree, tree.get("$defs", {}))
-    if handed_on := trl.handed_on(model):
+    if handed_on := trl_fields.handed_on(model):
         found["properties"]["trainer"] |= {
             "properties": {name: _field_of_trl(name, field) for name, field in handed_on.items()},
             "additionalProperties": False,
@@ -89,8 +140,44 @@ def _with_null(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _field_of_trl(name: str, field: dict[str, Any]) -> dict[str, Any]:
-    version = trl.made_from()["trl"].rpartition(".")[0]
+    version = trl_fields.made_from()["trl"].rpartition(".")[0]
     types = field["types"]
     told = {"type": types[0] if len(types) == 1 else types, "default": field["default"]}
     told |= {"enum": field["choices"]} if "choices" in field else {}
     return told | {"description": f"The field {name} of TRL {version}'s trainer, handed on as it is."}
+
+
+def listed(stage: str) -> dict[str, list[str]]:
+    """Path of each key of a stage that holds a value -> words that it takes: a number's default, choices, true, null.
+
+    Fields of TRL's that `trainer:` hands on are among them; what lies in tables, under names of the user's, is not.
+    """
+    model = CONFIGS[stage]
+    found = {path: _words(field) for path, field in keys_of(model).items() if ".NAME" not in path}
+    found |= {f"trainer.{name}": _words_of_trl(field) for name, field in trl_fields.handed_on(model).items()}
+    sections = {path.rpartition(".")[0] for path in found}
+    return {path: words for path, words in found.items() if path not in sections}
+
+
+def _words(field: FieldInfo) -> list[str]:
+    found = _number(default_of(field, None))
+    for part in (*field.metadata, *parts_of(field.annotation)):
+        if get_origin(part) is Literal:
+            found += map(str, get_args(part))
+        elif isinstance(part, PathKey):
+            found += part.words
+        elif part is bool:
+            found += ["true", "false"]
+        elif part is NoneType:
+            found.append("null")
+    return list(dict.fromkeys(found))
+
+
+def _words_of_trl(field: dict[str, Any]) -> list[str]:
+    words = {"boolean": ["true", "false"], "null": ["null"]}
+    typed = [word for kind in field["types"] for word in words.get(kind, [])]
+    return _number(field["default"]) + field.get("choices", []) + typed
+
+
+def _number(default: Any) -> list[str]:
+    return [str(default)] if isinstance(default, int | float) and not isinstance(default, bool) else []

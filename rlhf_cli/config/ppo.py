@@ -8,11 +8,12 @@ from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.adapters import PPOAdapters, TrainingConfig
 from rlhf_cli.config.base import PROJECT, ModelPath, Name, Section
-from rlhf_cli.config.keys import PathKey
+from rlhf_cli.config.common import ATTENTION, DTYPE, REVISION, STAGE, PPOData
+from rlhf_cli.config.paths import PathKey
+from rlhf_cli.config.ppo_algorithm import WatchdogSettings
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.rewards import KINDS, RewardSource
-from rlhf_cli.config.sections import ATTENTION, DTYPE, REVISION, STAGE, PPOData
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.ppo.settings import PPOSettings, WatchdogSettings
 
 VALUE_WORDS = ("reward", "policy_head")
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from rlhf_cli.config.yaml_source import is_number, is_yaml_1_1
+from rlhf_cli.config.yaml_io import is_number, is_yaml_1_1
 from rlhf_cli.errors import Problem, nearest
 
 

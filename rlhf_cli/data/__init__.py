@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_cli.data.examples import (
+    from rlhf_cli.data.datasets import (
         Prompt,
         is_plain_text,
         preference_pairs,
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
         prompt_rows,
         sft_rows,
     )
-    from rlhf_cli.data.found import Rows, warn_shared
     from rlhf_cli.data.sampling import LengthGroupedSampler, prompt_batch
-    from rlhf_cli.data.texts import Pair, split_key
+    from rlhf_cli.data.texts import Pair, Rows, split_key, warn_shared
     from rlhf_cli.data.tokens import encode, encode_many, pieces, stop_token_id
 
+
 _MODULES = {
-    "Prompt": "examples",
-    "is_plain_text": "examples",
-    "preference_pairs": "examples",
-    "preference_rows": "examples",
-    "prompt_form": "examples",
-    "prompt_rows": "examples",
-    "sft_rows": "examples",
-    "Rows": "found",
-    "warn_shared": "found",
+    "Prompt": "datasets",
+    "is_plain_text": "datasets",
+    "preference_pairs": "datasets",
+    "preference_rows": "datasets",
+    "prompt_form": "datasets",
+    "prompt_rows": "datasets",
+    "sft_rows": "datasets",
+    "Rows": "texts",
+    "warn_shared": "texts",
     "LengthGroupedSampler": "sampling",
     "prompt_batch": "sampling",
     "Pair": "texts",

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import rows, terminal
-from rlhf_cli.checkpoints.files import write_text
+from rlhf_cli import jsonl, terminal
 from rlhf_cli.config.paths import resolved_data
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.data import foreign
-from rlhf_cli.data.faults import BadRow
+from rlhf_cli.data import other_formats
+from rlhf_cli.data.bad_row import BadRow
+from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.sources import read_rows
+from rlhf_cli.files import write_text
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def _convert(name: str, out: Path) -> None:
     if not found:
         raise RLHFError("D05", f"no usable row{told}", where=source.shown())
     try:
-        write_text(out, "".join(rows.to_json(row) + "\n" for row in found))
+        write_text(out, "".join(jsonl.to_json(row) + "\n" for row in found))
     except OSError as error:
         raise RLHFError("E03", f"{shown(out)} cannot be written: {error.strerror}") from error
     terminal.say(f"{shown(out)}: {len(found)} rows{told}")
@@ -55,7 +55,7 @@ def _rows(source: DataSource) -> tuple[list[dict[str, Any]], str]:
     answered, prompts, ties = [], [], 0
     for place, row in read_rows(source):
         try:
-            new = foreign.converted(row)
+            new = other_formats.converted(row)
         except BadRow as bad:
             raise RLHFError(bad.code, bad.text, where=str(place)) from bad
         if new is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhf_cli.demo.gold import explain
 from rlhf_cli.demo.grammar import FAMILIES, FITS, PEOPLE, PHRASES, REQUESTS, Request, fill
-from rlhf_cli.rows import write_jsonl
+from rlhf_cli.jsonl import write_jsonl
 
 HELD_OUT = 0.2  # of the requests
 TWINS = 0.5  # of the pairs: two replies that differ in the answer alone, which teach fastest what a topic is worth

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_cli import statistics
-from rlhf_cli.config import Select
+from rlhf_cli.config.eval import Select
 from rlhf_cli.evaluation.aggregate import policy_means, win_rates
 from rlhf_cli.evaluation.responses import EvalResponses
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli import terminal, told
-from rlhf_cli.checkpoints.files import read_object
-from rlhf_cli.checkpoints.outputs import REPORT
-from rlhf_cli.checkpoints.shapes import oddity
+from rlhf_cli import terminal
 from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.evaluation.reward_model_table import print_card
-from rlhf_cli.rows import read_jsonl
+from rlhf_cli.files import read_object
+from rlhf_cli.jsonl import read_jsonl
+from rlhf_cli.runs.shapes import oddity
+from rlhf_cli.runs.stage_folder import REPORT
 from rlhf_cli.statistics import with_interval
 
 QUANTILES = (0.25, 0.5, 0.75)
@@ -99,7 +99,7 @@ def _print_warnings(warnings: Sequence[str]) -> None:
     """Print the report's warnings; those already printed by this command are listed by code only."""
     repeated = []
     for warning in warnings:
-        if told.is_new(warning):
+        if terminal.is_new(warning):
             terminal.out(f"noted: {warning}")
         else:
             repeated.append(warning.partition("]")[0].removeprefix("warning["))

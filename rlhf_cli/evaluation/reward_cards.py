@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints, terminal
-from rlhf_cli.checkpoints import FOREIGN, Parent
-from rlhf_cli.config import PPOConfig
+from rlhf_cli import runs, terminal
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import Problem, RLHFError, shown
+from rlhf_cli.runs.parents import FOREIGN, Parent
 
 KEY = "ppo.require_reward"
 
@@ -37,7 +37,7 @@ def _reward_models_of_ppo(ppo: Parent) -> list[tuple[Path, Mapping[str, Any]]]:
     reward_models: list[tuple[Path, Mapping[str, Any]]] = []
     for key, entry in ppo.manifest.get("parents", {}).items():
         path = ppo.path / entry["path"]
-        manifest, problem = checkpoints.read_manifest(path) if entry["stage"] == "reward" else ({}, None)
+        manifest, problem = runs.read_manifest(path) if entry["stage"] == "reward" else ({}, None)
         if key.startswith("rewards.") and not problem and manifest.get("model_sha256") == entry["sha256"]:
             reward_models.append((path, manifest))
     return reward_models
@@ -60,7 +60,7 @@ def check_required(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
     """
     if config.ppo.require_reward is None:
         return
-    if not any(_is_reward(reference.key) for reference in checkpoints.references(config)):
+    if not any(_is_reward(reference.key) for reference in runs.references(config)):
         text = f"{KEY} has no effect: no reward is a model"
         raise RLHFError("C17", text, where=config.where(KEY), hint="take it out")
     models: dict[Path, Parent] = {}  # several keys may name one folder

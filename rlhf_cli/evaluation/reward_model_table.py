@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rlhf_cli import terminal, told
+from rlhf_cli import terminal
 from rlhf_cli.evaluation.reward_model import (
     MAX_LENGTH_CORRELATION,
     PROBE_LABELS,
@@ -47,7 +47,7 @@ def print_card(card: Mapping[str, Any]) -> None:
         terminal.out(text)
         return
     rows = [[row.name, row.value, row.limit, "flagged" if row.flagged else ""] for row in card_rows(card)]
-    if not told.is_new(f"{text}\n{rows}"):
+    if not terminal.is_new(f"{text}\n{rows}"):
         terminal.out(f"{text}; its report card stands above")
         return
     terminal.out(text)

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_cli import statistics, terminal
-from rlhf_cli.checkpoints import Parent
-from rlhf_cli.config import EvalConfig
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.evaluation.aggregate import policy_means, win_rates
 from rlhf_cli.evaluation.frontier import frontier_section
 from rlhf_cli.evaluation.responses import EvalResponses, SamplingParams, SnapshotSeries
 from rlhf_cli.evaluation.reward_cards import reward_model_section
+from rlhf_cli.runs.parents import Parent
 
 PAIRS = (("ppo", "sft"), ("sft", "base"), ("ppo", "base"))
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rlhf_cli import room
+from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, nearest
 from rlhf_cli.models import devices
 
@@ -107,7 +107,7 @@ def translate_config_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each model family validates its config with different exceptions
-        if isinstance(error, RLHFError) or room.is_out_of_memory(error):
+        if isinstance(error, RLHFError) or system.is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200]
         text = f"no model can be made by this config: {type(error).__name__}: {reason}"

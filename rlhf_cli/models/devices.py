@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from rlhf_cli import room
+from rlhf_cli import system
 
 SMALL_MODEL_PARAMETERS = 5_000_000
 DEFAULT_THREADS = torch.get_num_threads()
@@ -49,7 +49,7 @@ def use_bf16(requested: bool | None) -> bool:
 
 def memory_bytes() -> int:
     """Return the total memory of `device` in bytes."""
-    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else room.memory()
+    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else system.memory()
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -20,11 +20,11 @@ from huggingface_hub.utils import (
     validate_repo_id,
 )
 
-from rlhf_cli import processes, terminal
-from rlhf_cli.checkpoints.files import file_sha256, names_in
-from rlhf_cli.checkpoints.parents import MODEL_SUFFIXES
+from rlhf_cli import distributed, terminal
+from rlhf_cli.data.hub import is_offline
 from rlhf_cli.errors import RLHFError, quoted, shown, word
-from rlhf_cli.sources.hub import is_offline
+from rlhf_cli.files import file_sha256, names_in
+from rlhf_cli.runs.parents import MODEL_SUFFIXES
 
 CARD = "README.md"
 LOCAL_FILES = ("state.json",)  # a snapshot's checksum file, useful only in its run
@@ -112,7 +112,7 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
 
 def push_best(folder: Path, repo: str, message: str) -> None:
     """Push from the main process during training; a failure is the warning R09, and training continues."""
-    if not processes.is_first():
+    if not distributed.is_main_process():
         return
     try:
         push(folder, repo, message)

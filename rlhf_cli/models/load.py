@@ -10,12 +10,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
-from rlhf_cli import checkpoints, room
-from rlhf_cli.checkpoints.adapters import read_adapter
-from rlhf_cli.checkpoints.files import read_object
+from rlhf_cli import runs, system
 from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.files import read_object
 from rlhf_cli.models import devices, lora, weights
 from rlhf_cli.models.tokenizers import refuse_code, remote_code_error
+from rlhf_cli.runs.adapters import read_adapter
 
 MAX_REASON_CHARS = 200  # of a library's error message
 MAX_LAYERS = 10_000  # or experts: more than any model has; building more would take minutes
@@ -176,7 +176,7 @@ def load_unmerged(folder: Path | str, *, trust_remote_code: bool = False) -> Any
     Raises RLHFError as `load_causal_lm` and `load_reward_model` do, and M04 if an adapter's base is missing.
     """
     config = read_config(folder, trust_remote_code)
-    base = checkpoints.base_of(Path(folder))
+    base = runs.base_of(Path(folder))
     if base is None:
         load_model = load_reward_model if weights.is_classifier(config) else load_causal_lm
         return load_model(folder, trust_remote_code=trust_remote_code)
@@ -221,7 +221,7 @@ def read_config(folder: Path | str, trust_remote_code: bool = False) -> Any:
 
 def config_folder(folder: Path) -> Path:
     """Return the folder of the config.json of the model in `folder`; an adapter's merged config has a subfolder."""
-    return folder / checkpoints.MERGED if read_adapter(folder) else folder
+    return folder / runs.MERGED if read_adapter(folder) else folder
 
 
 def _refuse_oversized(path: Path) -> None:
@@ -240,7 +240,7 @@ def _missing_head(auto_class: Any, folder: Path | str, config: Any, trust_remote
 
     For an adapter this checks its base and returns nothing, because the adapter has its own head.
     """
-    base = checkpoints.base_of(Path(folder))
+    base = runs.base_of(Path(folder))
     if base is not None:
         base_config = _copy_num_labels(read_config(base, trust_remote_code), config)
         _missing_head(auto_class, base, base_config, trust_remote_code)
@@ -269,7 +269,7 @@ def _load(
     Raises RLHFError M01, M07, M08, M13, and M04 if an adapter's base is missing.
     """
     config = read_config(folder, trust_remote_code)
-    base = checkpoints.base_of(Path(folder))
+    base = runs.base_of(Path(folder))
     if base is not None:
         model, missing = _load_base(auto_class, base, config, dtype, attn_implementation, trust_remote_code, **options)
         lora.merge_adapter(model, Path(folder), config)
@@ -300,7 +300,7 @@ def _translate_load_errors(folder: Path | str) -> Iterator[None]:
     except RLHFError:
         raise
     except Exception as error:
-        if room.is_out_of_memory(error):
+        if system.is_out_of_memory(error):
             raise
         reason = str(error).partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__
         raise RLHFError("M01", f"{shown(folder)} cannot be loaded: {reason}") from error

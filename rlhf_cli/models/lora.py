@@ -17,11 +17,13 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
-from rlhf_cli.checkpoints import MERGED, SETTINGS, WEIGHTS, Parent
-from rlhf_cli.config import PPOConfig, RewardConfig, SFTConfig
 from rlhf_cli.config.adapters import LoRA
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.errors import RLHFError, nearest, placed, shown
 from rlhf_cli.models import build, devices, tokenizers
+from rlhf_cli.runs.adapters import MERGED, SETTINGS, WEIGHTS
+from rlhf_cli.runs.parents import Parent
 
 # The fields read from an adapter_config.json. All others are ignored: peft would import modules that they name.
 TRUSTED_FIELDS = ("r", "lora_alpha", "target_modules", "use_rslora", "use_dora")

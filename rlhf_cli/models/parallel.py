@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_cli import processes
+from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import sharding
 
@@ -164,15 +164,15 @@ def init_process_group() -> ProcessGroup:
 
     Raises RLHFError E04 if they do not all start, or if there are fewer GPUs than processes.
     """
-    count, rank = processes.count(), processes.rank()
+    count, rank = distributed.world_size(), distributed.rank()
     if count == 1:
         return SINGLE_PROCESS
     gpus = torch.cuda.device_count()
     if gpus:
-        if processes.local_rank() >= gpus:
-            text = f"process {rank} is number {processes.local_rank() + 1} on a machine with {gpus} GPUs"
+        if distributed.local_rank() >= gpus:
+            text = f"process {rank} is number {distributed.local_rank() + 1} on a machine with {gpus} GPUs"
             raise RLHFError("E04", text, where="WORLD_SIZE", hint="start as many processes as there are GPUs")
-        torch.cuda.set_device(processes.local_rank())
+        torch.cuda.set_device(distributed.local_rank())
     if not dist.is_initialized():
         backend, store = "cpu:gloo,cuda:nccl" if gpus else "gloo", _rendezvous(count)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=COLLECTIVE_TIMEOUT)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
-from rlhf_cli import processes, terminal
+from rlhf_cli import distributed, terminal
 from rlhf_cli.models import lora, sharding
 from rlhf_cli.models.load import config_folder
 
@@ -28,7 +28,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path, card: str) -> None:
     weights; the main process writes.
     """
     state = _full_state_dict(model)
-    if not processes.is_first():
+    if not distributed.is_main_process():
         return
     if folder.exists():
         shutil.rmtree(folder)
@@ -43,7 +43,7 @@ def _full_state_dict(model: Any) -> dict[str, Any] | None:
     """Return all weights of a sharded model; None if the model is not sharded."""
     if sharding.is_zero3_sharded(model):  # in a single process too
         return sharding.zero3_full_state_dict(model)
-    return None if processes.count() == 1 else sharding.full_state_dict(model)
+    return None if distributed.world_size() == 1 else sharding.full_state_dict(model)
 
 
 def set_special_token_ids(model: Any, tokenizer: Any, stop_token_id: int) -> None:
@@ -71,7 +71,7 @@ def save_tree(folder: Path, tree: Any) -> None:
     """
     if shards := dict(_sharded_tensors(tree, "")):
         sharding.save_shards(folder / SHARDS, shards)
-    if not processes.is_first():
+    if not distributed.is_main_process():
         return
     tensors: dict[str, torch.Tensor] = {}
     structure = _encode(tree, tensors, set(), "")

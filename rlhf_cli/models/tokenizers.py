@@ -11,13 +11,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlhf_cli import checkpoints, terminal
-from rlhf_cli.checkpoints import Parent
-from rlhf_cli.checkpoints.files import read_object
+from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import Problem, RLHFError, panics_as, shown
+from rlhf_cli.files import read_object
 from rlhf_cli.models import tokenizer_diff
-from rlhf_cli.sources import read_rows
+from rlhf_cli.runs.parents import Parent
 
 PAD = "[PAD]"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -182,7 +182,7 @@ def check_same_tokenization(
     """
     foreign = {}
     for key, parent in parents.items():
-        if parent.stage == checkpoints.FOREIGN:
+        if parent.stage == runs.FOREIGN:
             tokenizer = load_tokenizer(parent.model, trust_remote_code=trust_remote_code)
             hashes = {"tokenizer_sha256": tokenizer_sha256(tokenizer), "template_sha256": template_sha256(tokenizer)}
             foreign[key] = hashes
@@ -190,13 +190,13 @@ def check_same_tokenization(
     problems: list[Problem] = []
 
     def difference(first: Parent, second: Parent) -> str | None:
-        complete = all(parent.sha256 or parent.stage == checkpoints.FOREIGN for parent in (first, second))
+        complete = all(parent.sha256 or parent.stage == runs.FOREIGN for parent in (first, second))
         folders = first.model, first.sha256, second.model, second.sha256
         return _difference(*folders, trust_remote_code) if complete else None
 
     for key, parent in parents.items():
         try:
-            checkpoints.check_same_tokenizer(sft, parent, where=where(key), foreign=foreign, difference=difference)
+            runs.check_same_tokenizer(sft, parent, where=where(key), foreign=foreign, difference=difference)
         except RLHFError as error:
             problems += error.problems
     if problems:

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification
 
-from rlhf_cli.checkpoints.files import read_object
 from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.files import read_object
 from rlhf_cli.models import build, sharding
 
 # Attention masks and rotary angles that GPT-2, GPT-NeoX and old Llamas stored with their weights.

@@ -6,15 +6,16 @@ Requires only torch, transformers and pydantic.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rlhf_cli.config.ppo_options import PPOSettings
     from rlhf_cli.models.batch import Prompts, Rollout
     from rlhf_cli.models.forward import ValueHead
     from rlhf_cli.ppo import losses as formulas
     from rlhf_cli.ppo.experience import Experience
     from rlhf_cli.ppo.monitor import Watchdog
     from rlhf_cli.ppo.rollout import HFEngine
-    from rlhf_cli.ppo.settings import PPOSettings
     from rlhf_cli.ppo.trainer import PPOTrainer
-    from rlhf_cli.rewards import FunctionReward, ModelReward
+    from rlhf_cli.rewards.function import FunctionReward
+    from rlhf_cli.rewards.model import ModelReward
 
 _MODULES = {
     "Experience": "ppo.experience",
@@ -23,7 +24,7 @@ _MODULES = {
     "FunctionReward": "rewards",
     "ModelReward": "rewards",
     "HFEngine": "ppo.rollout",
-    "PPOSettings": "ppo.settings",
+    "PPOSettings": "config.ppo_options",
     "PPOTrainer": "ppo.trainer",
     "ValueHead": "models.forward",
     "Watchdog": "ppo.monitor",

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward, packing
 from rlhf_cli.models.batch import MicroBatch
 from rlhf_cli.ppo import losses, monitor
 from rlhf_cli.ppo.experience import TokenBatch
-from rlhf_cli.ppo.settings import PPOSettings
 
 # logits_at_a_time `auto`: logits (tokens x vocabulary) per chunk. On a CPU they fit its cache.
 MAX_LOGITS_CPU, MAX_LOGITS_GPU = 2**20, 2**27

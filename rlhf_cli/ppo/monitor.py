@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_cli.config.ppo_algorithm import SAYS, SIGNALS, Action, Signal, WatchdogSettings
+from rlhf_cli.config.ppo_batches import LengthRange
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import Problem, RLHFError
 from rlhf_cli.models.batch import MicroBatch
 from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.scores import RunningMeanStd
-from rlhf_cli.ppo.settings import LengthRange, PPOSettings, WatchdogSettings
-from rlhf_cli.ppo.settings.watchdog import SAYS, SIGNALS, Action, Signal
 
 MAX_EQUAL_REWARD_UPDATES = 10  # consecutive ones that end a run
 MIN_EOS_FRACTION = 0.05  # below it, the stop token gets no training signal

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 from rlhf_cli.ppo import losses
-from rlhf_cli.ppo.settings import PPOSettings
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from rlhf_cli.config.ppo_batches import LengthRange
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import forward, sharding
@@ -23,9 +25,8 @@ from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.optimizer import build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult, apply_penalties, normalize_scores, weighted_sum
-from rlhf_cli.ppo.settings import LengthRange, PPOSettings
 from rlhf_cli.progress import counted
-from rlhf_cli.rewards import RewardSource
+from rlhf_cli.rewards.source import RewardSource
 
 MODEL_OUTPUTS = ("logprobs", "ref_logprobs", "kl", "values")  # of ModelRunner.forward, at each response token
 CPU = torch.device("cpu")

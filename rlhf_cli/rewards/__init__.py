@@ -4,13 +4,7 @@
 reads text, with a `make` that builds it from its section in ppo.yaml.
 """
 
-from rlhf_cli.rewards.function import (
-    FunctionReward,
-    call_reward_fn,
-    load_function,
-    no_bytecode_files,
-    score_texts,
-)
+from rlhf_cli.rewards.function import FunctionReward, call_reward_fn, load_function, no_bytecode_files, score_texts
 from rlhf_cli.rewards.model import COMBINE, EnsembleReward, ModelReward, RetokenizingReward
 from rlhf_cli.rewards.source import RewardContext, RewardFn, RewardSource, make_reward_fn
 

@@ -17,9 +17,8 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
-from rlhf_cli.errors import RLHFError, all_of
+from rlhf_cli.errors import RLHFError, all_of, keep_secret, redacted
 from rlhf_cli.progress import counted
-from rlhf_cli.redaction import keep_secret, redacted
 from rlhf_cli.rewards.source import RewardContext, RewardError
 
 MAX_RESPONSE_BYTES = 16_000_000

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli import checkpoints, data, rows, terminal
-from rlhf_cli.checkpoints import Parent
-from rlhf_cli.config import EvalConfig, Options
+from rlhf_cli import data, jsonl, runs, terminal
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.evaluation.responses import (
     EvalResponses,
@@ -21,16 +21,17 @@ from rlhf_cli.evaluation.responses import (
     select_best_of_n,
 )
 from rlhf_cli.evaluation.summary import build_report
-from rlhf_cli.inputs import batches, machine, models
 from rlhf_cli.models import devices, forward, load
 from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, counted
-from rlhf_cli.rewards import ModelReward, score_texts
-from rlhf_cli.stages import eval_setup
-from rlhf_cli.trackers import Trackers
+from rlhf_cli.rewards.function import score_texts
+from rlhf_cli.rewards.model import ModelReward
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages import eval_setup, hardware, setup, trl_common
+from rlhf_cli.tracking import Trackers
 
 NEAR_GREEDY_TEMPERATURE = 0.01  # TRL 1.12's evaluation generations
 MAX_TRACKED_PROMPTS = 32  # in trackers; samples.jsonl has all
@@ -44,46 +45,46 @@ def run(config: EvalConfig, options: Options) -> None:
 
 
 def _run(config: EvalConfig, options: Options, process_group: ProcessGroup) -> None:
-    parents = checkpoints.open_parents(config)
-    identity = checkpoints.identity(config, parents, config.sources())
+    parents = runs.open_parents(config)
+    identity = runs.identity(config, parents, config.sources())
     status = process_group.run_on_main(
-        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
-        terminal.say(f"eval     finished already: {checkpoints.shown(config.folder)}")
+        terminal.say(f"eval     finished already: {runs.shown(config.folder)}")
         return
     report = _evaluate(config, options, parents, process_group)
     metrics = {"win_rate": report["win_rate"], "models": report["models"]}
     fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
-    process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
 
 
 def _evaluate(
     config: EvalConfig, options: Options, parents: dict[str, Parent], process_group: ProcessGroup
 ) -> dict[str, Any]:
     """Write samples.jsonl and report.json; return the report. All ranks sample, the first rank writes."""
-    machine.check(config, parents)
-    models.check_alike(config, options, parents)
+    hardware.check(config, parents)
+    setup.check_alike(config, options, parents)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
-    tokenizer = models.tokenizer(config, options, sft)
+    tokenizer = setup.tokenizer(config, options, sft)
     settings = eval_setup.ppo_settings(ppo)
     sampling = eval_setup.sampling_params(config, settings, ppo.path, data.stop_token_id(tokenizer))
     model_config = load.read_config(sft.model, options.trust_remote_code)
     with process_group.main_process_first():
         usable = eval_setup.read_prompts(config, tokenizer, model_config, sampling.response_length)
     if usable.left_out or len(usable) < config.eval.n:
-        available = batches.counted(usable, "held-out prompts")
+        available = trl_common.counted(usable, "held-out prompts")
         terminal.say(f"eval     {available}; eval.n asks for {config.eval.n}")
     prompts = usable[: config.eval.n]
     eval_setup.warn_of_selection_by_reward(config)
     series = eval_setup.find_snapshots(config, ppo)
     evaluated = evaluate_policies(config, options, parents, tokenizer, prompts, sampling, series, process_group)
-    checkpoints.require_unchanged(parents)
+    runs.require_unchanged(parents)
 
     def write() -> dict[str, Any]:
         report = build_report(config, evaluated, len(prompts), sampling, parents, series)
-        rows.write_jsonl(config.folder / "samples.jsonl", sample_rows(evaluated))
-        checkpoints.write_json(config.folder / "report.json", report)
+        jsonl.write_jsonl(config.folder / "samples.jsonl", sample_rows(evaluated))
+        runs.write_json(config.folder / "report.json", report)
         track(config, report, evaluated)  # after report.json: a tracker's failure must not change the report
         return report
 
@@ -115,17 +116,17 @@ def evaluate_policies(
 
     At most one other policy is in memory beside the SFT policy. Each rank samples a part of the prompts.
     """
-    writing = models.Writing(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts)
+    writing = setup.Writing(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts)
     judges = load_judges(config, options, parents, writing)
     evaluator = PolicyEvaluator(config, tokenizer, prompts, sampling, judges, process_group)
     policies, num_draws = _policies(config, parents, series), max(config.eval.best_of, default=0)
     evaluated: list[EvalResponses] = []
     draws: list[EvalResponses] = []
 
-    def load(parent: Parent) -> Any:
-        return models.causal(config, options, parent, tokenizer).to(devices.device()).eval()
+    def load_policy(parent: Parent) -> Any:
+        return setup.causal(config, options, parent, tokenizer).to(devices.device()).eval()
 
-    sft = load(parents["models.sft"])
+    sft = load_policy(parents["models.sft"])
     with Progress("eval", sum(len(entry.modes) for entry in policies) + num_draws, "round") as bar:
 
         def evaluate(policy: Any, entry: _PolicyToEvaluate) -> None:
@@ -134,7 +135,7 @@ def evaluate_policies(
                 bar.advance(note=f"{entry.name} {mode}")
 
         for entry in policies:
-            evaluate(sft if entry.name == "sft" else load(entry.parent), entry)
+            evaluate(sft if entry.name == "sft" else load_policy(entry.parent), entry)
         for draw in range(num_draws):
             draws.append(evaluator.evaluate("sft", "sampled", sft, sft, draw=draw + 1))
             bar.advance(note=f"best of {draw + 1}")
@@ -154,14 +155,14 @@ def _policies(config: EvalConfig, parents: Mapping[str, Parent], series: Snapsho
 
 
 def load_judges(
-    config: EvalConfig, options: Options, parents: Mapping[str, Parent], writing: models.Writing
+    config: EvalConfig, options: Options, parents: Mapping[str, Parent], writing: setup.Writing
 ) -> dict[str, JudgeFn | ModelReward]:
     """Load the judges by name: reward models and functions. `reward` is the model PPO was trained on."""
 
     def reward_model(parent: Parent) -> ModelReward:
-        own_tokenizer = models.own_tokenizer(config, options, writing.sft, parent)
-        model = models.scorer(config, options, parent, own_tokenizer or writing.tokenizer).to(devices.device()).eval()
-        return models.reward(config, parent.key, writing, model, own_tokenizer, rows=config.eval.per_device_batch_size)
+        own_tokenizer = setup.own_tokenizer(config, options, writing.sft, parent)
+        model = setup.scorer(config, options, parent, own_tokenizer or writing.tokenizer).to(devices.device()).eval()
+        return setup.reward(config, parent.key, writing, model, own_tokenizer, rows=config.eval.per_device_batch_size)
 
     functions = eval_setup.judge_functions(config)
     judges: dict[str, JudgeFn | ModelReward] = {}

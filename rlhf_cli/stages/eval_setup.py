@@ -4,17 +4,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints, data, terminal
 from rlhf_cli import config as configs
-from rlhf_cli.checkpoints import Parent
-from rlhf_cli.config import EvalConfig
+from rlhf_cli import data, runs, terminal
+from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.paths import FUNCTION
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation.responses import SamplingParams, SnapshotSeries
-from rlhf_cli.inputs import limits
 from rlhf_cli.models import load
-from rlhf_cli.ppo.settings import PPOSettings
-from rlhf_cli.rewards import RewardFn, load_function
+from rlhf_cli.rewards.function import load_function
+from rlhf_cli.rewards.source import RewardFn
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages import setup
 
 
 def ppo_settings(ppo: Parent) -> PPOSettings | None:
@@ -48,8 +49,8 @@ def find_snapshots(config: EvalConfig, ppo: Parent) -> SnapshotSeries:
         return SnapshotSeries()
     if ppo.stage != "ppo":
         return SnapshotSeries(missing=f"{shown(ppo.path)} is no folder that our PPO wrote")
-    folder = ppo.path / checkpoints.SNAPSHOTS
-    valid = checkpoints.whole_states(folder, instead="the frontier leaves it out")
+    folder = ppo.path / runs.SNAPSHOTS
+    valid = runs.whole_states(folder, instead="the frontier leaves it out")
     if not valid:
         return SnapshotSeries(missing=f"{shown(folder)} holds no policy on the way")
     last = ppo.manifest["step"]
@@ -76,7 +77,7 @@ def read_prompts(
     if model_config is not None:
         max_length = load.max_prompt_tokens(model_config, response_length, config.where("eval.response_length"))
     read = partial(data.prompt_rows, config.sources()["data.prompts"], tokenizer, max_length=max_length, sample=sample)
-    return limits.read_usable(config, "data.prompts", limits.longer_prompts("eval", max_length, response_length), read)
+    return setup.read_usable(config, "data.prompts", setup.longer_prompts("eval", max_length, response_length), read)
 
 
 def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:

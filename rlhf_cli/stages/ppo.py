@@ -6,19 +6,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli import checkpoints, data, terminal
-from rlhf_cli.config import Options, PPOConfig
+from rlhf_cli import data, runs, terminal
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_cards
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, UNPENALISED, format_reward
-from rlhf_cli.inputs import machine
 from rlhf_cli.models import devices, forward, load, save, tokenizers
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.models.parallel import ProcessGroup, open_process_group
 from rlhf_cli.ppo.metrics import Stats, rollout_histograms, rollout_metrics
 from rlhf_cli.ppo.monitor import Alert, NonFiniteError, StopTraining, TrainingMonitor, Watchdog
 from rlhf_cli.progress import Progress
-from rlhf_cli.signals import StopWish
+from rlhf_cli.stages import hardware
 from rlhf_cli.stages.ppo_samples import SampleTables, Snapshots
 from rlhf_cli.stages.ppo_setup import (
     PPOComponents,
@@ -27,8 +27,9 @@ from rlhf_cli.stages.ppo_setup import (
     restore_policy,
     scale_to_world_size,
 )
-from rlhf_cli.trackers import Trackers
-from rlhf_cli.tracking import Log, MetricsLog
+from rlhf_cli.system import StopWish
+from rlhf_cli.tracking import Trackers
+from rlhf_cli.tracking.metrics_log import Log, MetricsLog
 
 HEADLINE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
 RATIO_TOLERANCE = 1e-3  # exactly 0 in float32: scoring and update use the same micro-batches
@@ -45,20 +46,20 @@ def run(config: PPOConfig, options: Options) -> None:
 
 
 def _run(config: PPOConfig, options: Options, process_group: ProcessGroup) -> None:
-    parents = checkpoints.open_parents(config)
-    identity = checkpoints.identity(config, parents, config.sources())
-    if options.fresh or checkpoints.examine(config, identity).state != "finished":
+    parents = runs.open_parents(config)
+    identity = runs.identity(config, parents, config.sources())
+    if options.fresh or runs.examine(config, identity).state != "finished":
         reward_cards.check_required(config, parents)  # before --fresh archives anything
     status = process_group.run_on_main(
-        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
-        terminal.say(f"ppo      finished already: {checkpoints.shown(config.folder)}")
+        terminal.say(f"ppo      finished already: {runs.shown(config.folder)}")
         return
-    memory = machine.check(config, parents)
+    memory = hardware.check(config, parents)
     config = scale_to_world_size(config, process_group.world_size)
     components = load_components(config, options, parents, process_group)
-    checkpoints.require_unchanged(parents)
+    runs.require_unchanged(parents)
     if memory:
         terminal.say(f"ppo      {memory}")
     runner = PPORunner(config, components, resume=status == "resume")
@@ -69,7 +70,7 @@ def _run(config: PPOConfig, options: Options, process_group: ProcessGroup) -> No
     except StopTraining as stop:
         stopped, step = stop, runner.snapshots.best_step
         process_group.barrier()  # until the first rank has written the snapshot
-        restore_policy(config, options, components, checkpoints.state_at(runner.snapshots.folder, step))
+        restore_policy(config, options, components, runs.state_at(runner.snapshots.folder, step))
         outcome = {"model_is": "the best step", "stopped": stop.problems[0].text}
         runner.snapshots.prune(components.trainer.updates, finished=True)
     save_models(config, components, step)
@@ -82,7 +83,7 @@ def _run(config: PPOConfig, options: Options, process_group: ProcessGroup) -> No
         **runner.snapshots.manifest_fields(),
         "trust_remote_code": options.trust_remote_code,
     }
-    process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
     terminal.say(f"ppo      {format_reward(metrics, TRAINING)} ({UNPENALISED}), KL {metrics['objective/kl_k1']:.2f}")
     if stopped:
         raise _stop_error(stopped, config, step)
@@ -93,10 +94,10 @@ class PPORunner:
 
     def __init__(self, config: PPOConfig, components: PPOComponents, *, resume: bool):
         self.config, self.components, self.trainer = config, components, components.trainer
-        self.state_folder, self.monitor, self.cost = config.folder / "state", TrainingMonitor(), checkpoints.Cost()
+        self.state_folder, self.monitor, self.cost = config.folder / "state", TrainingMonitor(), runs.Cost()
         self.watchdog = Watchdog(config.ppo, config.held_out)
         self.snapshots = Snapshots(config, components, self.cost)
-        state = checkpoints.latest_state(self.state_folder) if resume else None
+        state = runs.latest_state(self.state_folder) if resume else None
         log_positions: dict[str, Any] = {}
         if state:
             tree = save.load_tree(state)
@@ -212,7 +213,7 @@ class PPORunner:
             save.save_tree(self.trainer.process_group.all_gather_object(path)[0], tree)
 
         with self.cost.one():
-            checkpoints.commit_state(self.state_folder, f"step_{step:06d}", write, keep=self.config.output.keep)
+            runs.commit_state(self.state_folder, f"step_{step:06d}", write, keep=self.config.output.keep)
             self.snapshots.prune(step)
 
     @contextmanager
@@ -225,7 +226,7 @@ class PPORunner:
             yield
         except NonFiniteError as error:
             (problem,) = error.problems
-            text, last = problem.text, checkpoints.latest_state(self.state_folder)
+            text, last = problem.text, runs.latest_state(self.state_folder)
             if batch and error.row is not None:
                 ids = batch[error.row // self.config.ppo.num_samples_per_prompt].ids
                 text += f"; its prompt: {self.components.tokenizer.decode(ids)[:80]!r}"
@@ -273,5 +274,5 @@ def headline_metrics(config: PPOConfig, components: PPOComponents) -> Stats:
 def _stop_error(stop: StopTraining, config: PPOConfig, step: int) -> RLHFError:
     """Return the error of a stopped run, whose hint names the policy that was kept."""
     (problem,) = stop.problems
-    kept = f"{checkpoints.shown(config.folder / 'model')} holds the best policy, of step {step}"
+    kept = f"{runs.shown(config.folder / 'model')} holds the best policy, of step {step}"
     return RLHFError(problem.code, problem.text, where=config.where(stop.key), hint=f"{problem.hint}; {kept}")

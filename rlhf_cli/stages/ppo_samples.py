@@ -5,17 +5,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlhf_cli import checkpoints, data, terminal
-from rlhf_cli.config import PPOConfig
+from rlhf_cli import data, runs, terminal
+from rlhf_cli.config.ppo import PPOConfig
+from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import hub, save
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo.experience import Experience
 from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.scores import unscaled_scores
-from rlhf_cli.ppo.settings import PPOSettings
 from rlhf_cli.stages.ppo_setup import PPOComponents
-from rlhf_cli.trackers import Trackers
-from rlhf_cli.tracking import Log, Mark
+from rlhf_cli.tracking import Trackers
+from rlhf_cli.tracking.metrics_log import Log, Mark
 
 ROWS_LOGGED = 8
 ROWS_PRINTED = 3
@@ -153,8 +153,8 @@ class BestPolicy:
 class Snapshots:
     """RUN/ppo/snapshots: the best policy, and `output.snapshots` evenly spaced ones with the last among them."""
 
-    def __init__(self, config: PPOConfig, components: PPOComponents, cost: checkpoints.Cost):
-        self.folder, self.components, self.cost = config.folder / checkpoints.SNAPSHOTS, components, cost
+    def __init__(self, config: PPOConfig, components: PPOComponents, cost: runs.Cost):
+        self.folder, self.components, self.cost = config.folder / runs.SNAPSHOTS, components, cost
         self.best, self.push_to, self.settings = BestPolicy(), config.ppo.push_to_hub_if_best, config.ppo
         self.judge = next(iter(config.held_out), None)
         self.metric = f"objective/score/{self.judge}" if self.judge else _describe_objective(config.ppo)
@@ -195,10 +195,10 @@ class Snapshots:
         Call it only after a checkpoint of `step`: a run resumed from an older one may end with the best policy of that
         one.
         """
-        for saved in checkpoints.state_steps(self.folder):
+        for saved in runs.state_steps(self.folder):
             undecided = saved == step and saved in self.candidates and not finished  # the next update measures it
             if saved > step or not (saved in self.schedule or saved == self.best.step or undecided):
-                checkpoints.drop_state(self.path(saved))
+                runs.drop_state(self.path(saved))
 
     @property
     def best_step(self) -> int:
@@ -222,7 +222,7 @@ class Snapshots:
         card = f"Policy after {step} of {self.components.num_updates} PPO updates."
         policy, tokenizer = self.components.policy, self.components.tokenizer
         with self.cost.one():
-            checkpoints.commit_state(
+            runs.commit_state(
                 self.folder,
                 self.path(step).name,
                 lambda path: save.save_model(policy, tokenizer, path, card),

@@ -11,17 +11,21 @@ from typing import Any
 from pydantic import ValidationError
 
 from rlhf_cli import config as configs
-from rlhf_cli import data, rewards, terminal
-from rlhf_cli.checkpoints import Parent
-from rlhf_cli.config import Options, PPOConfig
+from rlhf_cli import data, terminal
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, all_of
-from rlhf_cli.inputs import batches, limits, machine, models, one_base
-from rlhf_cli.inputs.one_base import OneBase
 from rlhf_cli.models import devices, forward, hub, load, lora, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.ppo.trainer import PPOTrainer
-from rlhf_cli.rewards import EnsembleReward, FunctionReward, ModelReward, RewardFn, RewardSource
+from rlhf_cli.rewards import source as rewards_source
+from rlhf_cli.rewards.function import FunctionReward
+from rlhf_cli.rewards.model import EnsembleReward, ModelReward
+from rlhf_cli.rewards.source import RewardFn, RewardSource
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages import hardware, setup, shared_base, trl_common
+from rlhf_cli.stages.shared_base import OneBase
 
 
 @dataclass(frozen=True)
@@ -47,16 +51,16 @@ def load_components(
 
     Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09.
     """
-    settings, sft = machine.usable_here(config.ppo), parents["models.sft"]
+    settings, sft = hardware.usable_here(config.ppo), parents["models.sft"]
     check_hub_push(config, sft)
-    models.check_alike(config, options, parents)
+    setup.check_alike(config, options, parents)
     reward_fns = build_reward_fns(config, options, parents)
-    tokenizer = models.tokenizer(config, options, sft)
-    start = models.causal(config, options, sft, tokenizer)
+    tokenizer = setup.tokenizer(config, options, sft)
+    start = setup.causal(config, options, sft, tokenizer)
     ref = start if config.models.adapters else copy.deepcopy(start)  # copied on the CPU: offload keeps it off the GPU
     if not settings.fsdp:
         start.to(devices.device())
-    base = one_base.of(config, options, sft, start)
+    base = shared_base.of(config, options, sft, start)
     saved_policy = base.policy() if base else start
     policy = lora.unwrap(saved_policy)
     check_num_shared_layers(config, policy.config)
@@ -65,7 +69,7 @@ def load_components(
     has_eval = "data.eval_prompts" in config.sources()
     eval_prompts = read_prompts(config, "eval_prompts", tokenizer, policy.config) if has_eval else None
     check_prompt_counts(config, prompts, eval_prompts)
-    writing = models.Writing(sft, tokenizer, stop_id, [*prompts, *(eval_prompts or [])])
+    writing = setup.Writing(sft, tokenizer, stop_id, [*prompts, *(eval_prompts or [])])
     cache = RewardModelCache(config, options, parents, writing, base, settings.offload, settings.fsdp)
     cache.check_probes()
     batch_size, pad_id = settings.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
@@ -119,7 +123,7 @@ class RewardModelCache:
     config: PPOConfig
     options: Options
     parents: Mapping[str, Parent]
-    writing: models.Writing
+    writing: setup.Writing
     base: OneBase | None = None
     offload: bool = False
     fsdp: bool = False
@@ -129,8 +133,8 @@ class RewardModelCache:
         """Load a new copy of a model. `own_tokenizer`: the one it reads if that is not the policy's."""
         tokenizer = own_tokenizer or self.writing.tokenizer
         if self.base:
-            return one_base.reward(self.base, self.parents[key], tokenizer)
-        return models.scorer(self.config, self.options, self.parents[key], tokenizer)
+            return shared_base.reward(self.base, self.parents[key], tokenizer)
+        return setup.scorer(self.config, self.options, self.parents[key], tokenizer)
 
     def frozen_model(self, key: str) -> Any:
         """Return a cached model that is not trained."""
@@ -141,7 +145,7 @@ class RewardModelCache:
         settings = self.config.ppo
         rows = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
         model, own_tokenizer = self._load_frozen(key)
-        return models.reward(
+        return setup.reward(
             self.config,
             key,
             self.writing,
@@ -156,7 +160,7 @@ class RewardModelCache:
         """Return a frozen model and its own tokenizer, None if it reads the policy's tokens."""
         parent = self.parents[key]
         if parent.model not in self.loaded:
-            own_tokenizer = models.own_tokenizer(self.config, self.options, self.writing.sft, parent)
+            own_tokenizer = setup.own_tokenizer(self.config, self.options, self.writing.sft, parent)
             model = self.load(key, own_tokenizer).eval().requires_grad_(False)
             if not self.offload:
                 model.to(devices.device())
@@ -185,7 +189,7 @@ class RewardModelCache:
             if parent.manifest.get("probes"):
                 model = self.frozen_model(key)
                 with sharding.on_device(model, devices.device()) if self.offload else nullcontext():
-                    models.check_probes(model, parent, where=self.config.where(key))
+                    setup.check_probes(model, parent, where=self.config.where(key))
 
 
 def build_reward_sources(
@@ -205,9 +209,9 @@ def build_reward_sources(
 
 
 def build_reward_fns(
-    config: PPOConfig, options: Options, parents: Mapping[str, Parent], *, load: bool = True
+    config: PPOConfig, options: Options, parents: Mapping[str, Parent], *, load_models: bool = True
 ) -> dict[str, RewardFn]:
-    """Build the reward sources that read text, by name; without `load` they are validated and no weights are read.
+    """Build the reward sources that read text, by name; without `load_models` they are only validated.
 
     A source whose model is not among `parents` is skipped. Raises RLHFError with the problems of all sources: C01,
     C05-C07, C17, and M01, M03, M07, M08 of a model.
@@ -218,14 +222,14 @@ def build_reward_fns(
         section, key = config.rewards[name], f"rewards.{name}"
         model = parents.get(f"{key}.pipeline")
         if not section.pipeline or model:
-            context = rewards.RewardContext(
+            context = rewards_source.RewardContext(
                 config.file.parent,
                 lambda option: config.where(f"{key}.{option}"),
                 model.model if model else None,
                 options.trust_remote_code,
-                load,
+                load_models,
             )
-            reward_fns[name] = rewards.make_reward_fn(section.kind, section, context)
+            reward_fns[name] = rewards_source.make_reward_fn(section.kind, section, context)
 
     names = [name for name, section in config.rewards.items() if section.kind not in ("model", "models")]
     all_of(*(partial(build, name) for name in names))
@@ -288,7 +292,7 @@ def read_prompts(
         max_length = load.max_prompt_tokens(model_config, response_length, config.where("ppo.response_length"))
     source, on_long = config.sources()[f"data.{key}"], config.data.on_long
     read = partial(data.prompt_rows, source, tokenizer, max_length=max_length, on_long=on_long, sample=sample)
-    return limits.read_usable(config, f"data.{key}", limits.longer_prompts("ppo", max_length, response_length), read)
+    return setup.read_usable(config, f"data.{key}", setup.longer_prompts("ppo", max_length, response_length), read)
 
 
 def read_ptx(config: PPOConfig, tokenizer: Any, model_config: Any) -> data.Rows[dict[str, list[int]]]:
@@ -299,7 +303,7 @@ def read_ptx(config: PPOConfig, tokenizer: Any, model_config: Any) -> data.Rows[
     key, max_length = "data.ptx_data", None if model_config is None else load.context_length(model_config)
     remedy = f"take a model with a longer context than {max_length} positions, or shorten the rows"
     source, on_long = config.sources()[key], config.data.on_long
-    return limits.read_usable(
+    return setup.read_usable(
         config, key, remedy, partial(data.sft_rows, source, tokenizer, max_length=max_length, on_long=on_long)
     )
 
@@ -339,8 +343,8 @@ def check_prompt_counts(config: PPOConfig, prompts: data.Rows[Any], eval_prompts
     if eval_prompts is not None:
         data.warn_shared(prompts, eval_prompts, where=config.where("data.eval_prompts"))
     num_updates = config.ppo.num_updates(len(prompts))
-    all_of(lambda: limits.check_prompts(config, prompts), lambda: _check_value_only_updates(config, num_updates))
-    limits.warn_intervals(config, num_updates)
+    all_of(lambda: setup.check_prompts(config, prompts), lambda: _check_value_only_updates(config, num_updates))
+    setup.warn_intervals(config, num_updates)
 
 
 def _check_value_only_updates(config: PPOConfig, num_updates: int) -> None:
@@ -353,10 +357,10 @@ def describe_batches(config: PPOConfig, prompts: Sequence[data.Prompt], world_si
     """Return the batch arithmetic as one line; `config` has the batch sizes of all processes together."""
     settings, num_updates = config.ppo, config.ppo.num_updates(len(prompts))
     rows, episodes = settings.per_device_train_batch_size, settings.episodes_per_update
-    update = batches.product(rows, settings.gradient_accumulation_steps // world_size, world_size, "episodes")
+    update = trl_common.product(rows, settings.gradient_accumulation_steps // world_size, world_size, "episodes")
     epochs, minibatches = settings.num_ppo_epochs, settings.num_mini_batches
     return (
-        f"{batches.counted(prompts, 'prompts')}; an update: {update}, {settings.num_samples_per_prompt} to a prompt; "
+        f"{trl_common.counted(prompts, 'prompts')}; an update: {update}, {settings.num_samples_per_prompt} per prompt; "
         f"{epochs} epochs x {minibatches} minibatches = {epochs * minibatches} optimizer steps; "
         f"in all {num_updates} updates, {num_updates * episodes} episodes"
     )

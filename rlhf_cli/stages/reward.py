@@ -15,22 +15,76 @@ import torch
 import trl
 from transformers import set_seed
 
-from rlhf_cli import checkpoints, data, terminal
-from rlhf_cli.checkpoints import Parent
-from rlhf_cli.config import Options, RewardConfig
+from rlhf_cli import data, runs, terminal
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.training import RewardConfig
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.errors import RLHFError, all_of, shown
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
 from rlhf_cli.evaluation.reward_model_table import print_card
-from rlhf_cli.inputs import machine, models
-from rlhf_cli.inputs import reward as inputs
-from rlhf_cli.models import devices, load, lora, save, tokenizers
+from rlhf_cli.models import devices, load, lora, save, tokenizers, weights
 from rlhf_cli.models.batch import Prompts, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, counted
-from rlhf_cli.stages import trl_training
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages import hardware, setup, trl_common
+
+
+def reward_tokenizer(config: RewardConfig, given: Any, parent_stage: str) -> Any:
+    """The tokenizer as training has it: `given`, that of model.path, with a pad of its own.
+
+    Raises RLHFError C17, T05.
+    """
+    template, before = tokenizers.template_sha256(given), len(given)
+    if config.model.chat_template is not None:
+        tokenizers.set_chat_template(given, config.model.chat_template)
+        if parent_stage == "sft" and tokenizers.template_sha256(given) != template:
+            text = f"model.chat_template is not that of the SFT stage ({(template or 'none')[:12]} there)"
+            hint = "take it out: the template comes with the SFT model"
+            raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
+    lora.refuse_new_tokens(config, given, before)
+    tokenizers.ensure_pad_token(given, stop_token_id=data.stop_token_id(given))
+    return given
+
+
+def check_body(config: RewardConfig, body: Any) -> None:
+    """Raises RLHFError C17 where no answers could be sampled from model.path."""
+    if config.reward.normalize == "sft" and weights.is_classifier(body):
+        text = "reward.normalize: sft samples from model.path, which is no causal model"
+        raise RLHFError("C17", text, where=config.where("reward.normalize"), hint="set reward.normalize: none")
+
+
+def read_data(
+    config: RewardConfig, key: str, tokenizer: Any, body: Any = None, *, sample: int | None = None
+) -> data.Rows[Any]:
+    """Pairs of data.train or data.eval, for a model `body`; of more than `sample` a sample.
+
+    Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
+    """
+    read_data = partial(
+        data.preference_rows,
+        config.sources()[f"data.{key}"],
+        reward_tokenizer,
+        max_length=config.reward.max_length,
+        on_long=config.data.on_long,
+        on_identical=config.data.on_identical,
+        sample=sample,
+    )
+    return setup.read_usable(config, f"data.{key}", setup.longer_rows(config, body), read_data)
+
+
+def check_rows(config: RewardConfig, rows: data.Rows[Any], held_out: data.Rows[Any] | None, body: Any) -> None:
+    """Warns D13. Raises RLHFError C13 (`body` None: the context is not known), D11."""
+    if held_out is not None:
+        data.warn_shared(rows, held_out, where=config.where("data.eval"))
+    longest = max(rows.longest, held_out.longest if held_out else 0)
+    all_of(
+        lambda: setup.check_context(config, body, longest),
+        lambda: setup.check_batch(config, rows, len(rows)),
+    )
+
 
 PROBES = 8
 SAMPLED_AT_ONCE = 64
@@ -40,7 +94,7 @@ HEADLINE = (
 Rows = list[dict[str, Any]]
 
 
-class RewardTrainer(trl_training.PlainTrainer, trl.RewardTrainer):
+class RewardTrainer(trl_common.PlainTrainer, trl.RewardTrainer):
     """TRL's, with our batches."""
 
 
@@ -54,25 +108,25 @@ def run(config: RewardConfig, options: Options) -> None:
 
 
 def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) -> None:
-    parents = checkpoints.open_parents(config)
+    parents = runs.open_parents(config)
     parent = parents["model.path"]
-    identity = checkpoints.identity(config, parents, config.sources())
+    identity = runs.identity(config, parents, config.sources())
     status = process_group.run_on_main(
-        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"reward   finished already: {shown(config.folder)}")
         return
-    memory = machine.check(config, parents)
+    memory = hardware.check(config, parents)
     tokenizer, model = start(config, options, parent)
-    checkpoints.require_unchanged(parents)
+    runs.require_unchanged(parents)
     stop = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
         rows, eval_rows = read(config, tokenizer, model.config)
     if memory:
         terminal.say(f"reward   {memory}")
     with ExitStack() as trackers:
-        steps, log = trl_training.train(
+        steps, log = trl_common.train(
             make_trainer(config, model, tokenizer, rows, eval_rows, process_group), config, "reward", rows, trackers
         )
         save.set_special_token_ids(model, tokenizer, stop)
@@ -83,7 +137,7 @@ def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) ->
         scorer = saved_scorer(config, options)
         card, measured = report_card(config, scorer, tokenizer, eval_rows, process_group)
         if card:
-            trl_training.log_last(log, steps, measured)
+            trl_common.log_last(log, steps, measured)
     scale = {}
     if config.reward.normalize == "sft":
         with Progress("reward: normalize", 2, "pass", brief=True) as bar:
@@ -101,26 +155,26 @@ def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) ->
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
     if card:
         print_card({**card, "ci95": card["accuracy_ci95"]})
 
 
 def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
     """Tokenizer and scorer before training. Raises RLHFError C07, C17, M01-M03, M06-M08, T05."""
-    given = models.tokenizer(config, options, parent)
+    given = setup.tokenizer(config, options, parent)
     set_seed(config.seed)  # the fresh head is drawn here
-    model = models.scorer_to_train(config, options, parent, given)
-    inputs.check_body(config, load.read_config(parent.model, options.trust_remote_code))
-    tokenizer = inputs.tokenizer(config, given, parent.stage)
+    model = setup.scorer_to_train(config, options, parent, given)
+    check_body(config, load.read_config(parent.model, options.trust_remote_code))
+    tokenizer = reward_tokenizer(config, given, parent.stage)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
 
 def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:
     """Pairs of data.train and of the evaluation data; [] where there is none."""
-    rows = inputs.read(config, "train", tokenizer, body)
-    held_out = inputs.read(config, "eval", tokenizer, body) if "data.eval" in config.sources() else None
-    inputs.check_rows(config, rows, held_out, body)
+    rows = read_data(config, "train", tokenizer, body)
+    held_out = read_data(config, "eval", tokenizer, body) if "data.eval" in config.sources() else None
+    check_rows(config, rows, held_out, body)
     return rows, held_out if held_out is not None else []
 
 
@@ -134,7 +188,7 @@ def make_trainer(
 ) -> Any:
     """TRL's trainer on {chosen_ids, rejected_ids[, margin]}, which it takes for tokens already; none is too long."""
     coefficient = config.reward.center_rewards_coefficient or None
-    args = trl_training.arguments(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
+    args = trl_common.arguments(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
     lengths = [max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
     train, evaluation = (
         data.as_dataset([{name: value for name, value in row.items() if name != "prompt_ids"} for row in part])
@@ -142,7 +196,7 @@ def make_trainer(
         else None
         for part in (rows, eval_rows)
     )
-    return trl_training.build(
+    return trl_common.build(
         RewardTrainer,
         config,
         lengths if config.reward.group_by_length else None,
@@ -312,7 +366,7 @@ def readme(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
     """The model's README."""
     ours = config.reward
     text = (
-        f"A reward model, trained from {trl_training.name_of(parent)} on {rows} pairs of "
+        f"A reward model, trained from {trl_common.name_of(parent)} on {rows} pairs of "
         f"{Path(config.data.train).name}: {steps} steps, learning rate {ours.learning_rate:g}. It scores a prompt with "
         "its answer at the last token."
     )
@@ -321,4 +375,4 @@ def readme(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
             "\n\nThe raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the SFT "
             "model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`."
         )
-    return trl_training.card(config, "reward-model", text)
+    return trl_common.card(config, "reward-model", text)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,23 +18,127 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers import set_seed
 
-from rlhf_cli import checkpoints, data, terminal
-from rlhf_cli.checkpoints import Parent
-from rlhf_cli.config import Options, SFTConfig
-from rlhf_cli.errors import RLHFError, placed, shown
-from rlhf_cli.inputs import machine, models
-from rlhf_cli.inputs import sft as inputs
-from rlhf_cli.inputs.sft import IGNORED
+from rlhf_cli import data, runs, terminal
+from rlhf_cli.config.base import Options
+from rlhf_cli.config.training import SFTConfig
+from rlhf_cli.errors import RLHFError, all_of, placed, shown
 from rlhf_cli.models import build, devices, load, lora, save, tokenizers
 from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.progress import Progress, counted
-from rlhf_cli.stages import trl_training
+from rlhf_cli.runs.parents import Parent
+from rlhf_cli.stages import hardware, setup, trl_common
+
+TRAINED_ON = "model.new.tokenizer.train"
+CUT = ("wrapped", "bfd_split")  # packing strategies that cut long rows, so that none is too long
+IGNORED = -100  # label of a token that is not trained
+
+
+def sft_tokenizer(config: SFTConfig, given: Any) -> Any:
+    """The tokenizer as training has it: `given`, that of model.path, or for None a new one; with a pad of its own.
+
+    Raises RLHFError C06, C07, C17, D01-D05.
+    """
+    if given is None:
+        assert config.model.new is not None
+        with placed(config.where("model.new.tokenizer")):
+            given = tokenizers.train_tokenizer(config.sources()[TRAINED_ON], config.model.new.tokenizer.vocab_size)
+    before = len(given)
+    if config.model.chat_template is not None:
+        tokenizers.set_chat_template(given, config.model.chat_template)
+    lora.refuse_new_tokens(config, given, before)
+    tokenizers.ensure_pad_token(given, stop_token_id=data.stop_token_id(given))
+    return given
+
+
+def new_body(config: SFTConfig, vocab_size: int) -> Any:
+    """The transformers config of model.new, special tokens left out. Raises RLHFError C01, C07, C13, C17."""
+    assert config.model.new is not None
+    with placed(config.where("model.new")):
+        unknown = dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos"))
+        body = build.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **unknown)
+    setup.check_context(config, body, 0, strict=True)
+    return body
+
+
+def packing_strategy(config: SFTConfig, *, say: bool = True) -> str | None:
+    """How rows are packed into sequences of max_length; None where they are not.
+
+    `bfd` keeps whole rows apart, by flash attention or by a mask as large as the batch's tokens squared. `wrapped` cuts
+    one long text, in which neighbours see each other: the usual way for plain text, and about twice as fast on a CPU.
+    """
+    if not config.sft.packing:
+        return None
+    plain = data.is_plain_text(config.sources()["data.train"])
+    strategy = config.trainer.get("packing_strategy", "wrapped" if plain else "bfd")
+    apart = "cut out of one long text, neighbours see each other" if strategy == "wrapped" else "rows stay apart"
+    if say:
+        terminal.say(f"sft      packing: {strategy} ({apart}; trainer.packing_strategy changes it)")
+    return strategy
+
+
+def read_data(
+    config: SFTConfig, key: str, tokenizer: Any, strategy: str | None, body: Any = None, *, sample: int | None = None
+) -> data.Rows[Any]:
+    """Rows of data.train or data.eval for a model `body`, within max_length unless packing cuts them.
+
+    Of more rows than `sample` a sample. Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
+    """
+    read_data = partial(
+        data.sft_rows,
+        config.sources()[f"data.{key}"],
+        sft_tokenizer,
+        max_length=None if strategy in CUT else config.sft.max_length,
+        on_long=config.data.on_long,
+        sample=sample,
+    )
+    return setup.read_usable(config, f"data.{key}", setup.longer_rows(config, body), read_data)
+
+
+def check_rows(
+    config: SFTConfig, rows: data.Rows[Any], held_out: data.Rows[Any] | None, body: Any, strategy: str | None
+) -> None:
+    """Warns D13. Raises RLHFError C13 (`body` None: the context is not known), D11."""
+    if held_out is not None:
+        data.warn_shared(rows, held_out, where=config.where("data.eval"))
+    longest, strict = max(rows.longest, held_out.longest if held_out else 0), config.model.new is not None
+    all_of(
+        lambda: setup.check_context(config, body, longest, strict=strict or strategy in CUT),
+        lambda: _check_batch(config, rows, strategy),
+    )
+
+
+def _check_batch(config: SFTConfig, rows: data.Rows[Any], strategy: str | None) -> None:
+    if strategy not in CUT:
+        setup.check_batch(config, rows, len(rows))
+    elif rows.longest:
+        setup.check_batch(config, rows, sequences(config, rows), "packed sequences")
+
+
+def sequences(config: SFTConfig, rows: data.Rows[Any]) -> int:
+    """How many sequences of max_length the rows fill: with packing there are about so many, or some more."""
+    return -(-sum(len(row["input_ids"]) for row in rows) // config.sft.max_length)
+
+
+def labelled(config: SFTConfig, rows: data.Rows[Any]) -> data.Rows[dict[str, list[int]]]:
+    """{input_ids, labels} of each row."""
+    only = config.sft.completion_only_loss
+    return rows.holding(
+        {
+            "input_ids": row["input_ids"],
+            "labels": [
+                token if wanted or not only else IGNORED
+                for token, wanted in zip(row["input_ids"], row["completion_mask"], strict=True)
+            ],
+        }
+        for row in rows
+    )
+
 
 Rows = list[dict[str, list[int]]]
 
 
-class SFTTrainer(trl_training.PlainTrainer, trl.SFTTrainer):
+class SFTTrainer(trl_common.PlainTrainer, trl.SFTTrainer):
     """TRL's, with our batches, and on a CPU with the model's own head."""
 
     def __init__(self, **parts: Any) -> None:
@@ -97,25 +202,25 @@ def run(config: SFTConfig, options: Options) -> None:
 
 
 def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> None:
-    parents = checkpoints.open_parents(config)
-    identity = checkpoints.identity(config, parents, config.sources())
+    parents = runs.open_parents(config)
+    identity = runs.identity(config, parents, config.sources())
     status = process_group.run_on_main(
-        lambda: checkpoints.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"sft      finished already: {shown(config.folder)}")
         return
-    memory = machine.check(config, parents)
+    memory = hardware.check(config, parents)
     tokenizer, model = start(config, options, parents)
-    checkpoints.require_unchanged(parents)
+    runs.require_unchanged(parents)
     stop = data.stop_token_id(tokenizer)
-    strategy = inputs.packing_strategy(config)
+    strategy = packing_strategy(config)
     with process_group.main_process_first():
         rows, eval_rows = read(config, tokenizer, model.config, strategy)
     if memory:
         terminal.say(f"sft      {memory}")
     with ExitStack() as trackers:
-        steps, log = trl_training.train(
+        steps, log = trl_common.train(
             make_trainer(config, model, tokenizer, rows, eval_rows, strategy, process_group),
             config,
             "sft",
@@ -132,14 +237,14 @@ def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> No
         measured = headline(config, options, eval_rows, tokenizer.pad_token_id, process_group) if eval_rows else {}
         if measured:
             own = {name: measured[f"eval_{name}"] for name in ("loss", "entropy")}
-            trl_training.log_last(log, steps, {**own, "mean_token_accuracy": measured["eval_token_accuracy"]})
+            trl_common.log_last(log, steps, {**own, "mean_token_accuracy": measured["eval_token_accuracy"]})
     fields = {
         **tokenizers.manifest_fields(tokenizer, stop),
         "metrics": measured,
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    process_group.run_on_main(lambda: checkpoints.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
 
 
 def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
@@ -151,11 +256,11 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
     new, parent = config.model.new, parents.get("model.path")
     given = model = None
     if parent is not None:
-        given = models.tokenizer(config, options, parent)
-        model = models.causal(config, options, parent, given)
+        given = setup.tokenizer(config, options, parent)
+        model = setup.causal(config, options, parent, given)
     elif new is not None:
-        inputs.new_body(config, new.tokenizer.vocab_size)
-    tokenizer = inputs.tokenizer(config, given)
+        new_body(config, new.tokenizer.vocab_size)
+    tokenizer = sft_tokenizer(config, given)
     set_seed(config.seed)
     if model is None:
         assert new is not None
@@ -167,10 +272,10 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
 
 def read(config: SFTConfig, tokenizer: Any, body: Any, strategy: str | None) -> tuple[Rows, Rows]:
     """Token rows {input_ids, labels} of data.train and of the evaluation data; [] where there is none."""
-    rows = inputs.read(config, "train", tokenizer, strategy, body)
-    held_out = inputs.read(config, "eval", tokenizer, strategy, body) if "data.eval" in config.sources() else None
-    inputs.check_rows(config, rows, held_out, body, strategy)
-    return inputs.labelled(config, rows), inputs.labelled(config, held_out) if held_out is not None else []
+    rows = read_data(config, "train", tokenizer, strategy, body)
+    held_out = read_data(config, "eval", tokenizer, strategy, body) if "data.eval" in config.sources() else None
+    check_rows(config, rows, held_out, body, strategy)
+    return labelled(config, rows), labelled(config, held_out) if held_out is not None else []
 
 
 def make_trainer(
@@ -187,9 +292,9 @@ def make_trainer(
     if strategy:
         packing = {"packing": True, "packing_strategy": strategy}
         random.Random(config.seed).shuffle(rows)  # neighbours in the file may be alike
-    args = trl_training.arguments(trl.SFTConfig, config, max_length=config.sft.max_length, **packing)
+    args = trl_common.arguments(trl.SFTConfig, config, max_length=config.sft.max_length, **packing)
     lengths = [len(row["input_ids"]) for row in rows] if config.sft.group_by_length and not strategy else None
-    return trl_training.build(
+    return trl_common.build(
         SFTTrainer,
         config,
         lengths,
@@ -254,10 +359,10 @@ def _sums(model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad
 
 def card(config: SFTConfig, parents: Mapping[str, Parent], rows: int, steps: int) -> str:
     """The model's README."""
-    origin = "fresh weights" if config.model.new else trl_training.name_of(parents["model.path"])
+    origin = "fresh weights" if config.model.new else trl_common.name_of(parents["model.path"])
     ours = config.sft
     loss = "the answers alone" if ours.completion_only_loss else "whole rows"
-    return trl_training.card(
+    return trl_common.card(
         config,
         "sft",
         f"A causal language model, fine-tuned from {origin} on {rows} rows of {Path(config.data.train).name}: "

@@ -12,10 +12,10 @@ from chaos import faults
 from chaos.faults import Point
 from chaos.kills import finished
 from chaos.runs import STEPS, Run, World
-from rlhf_cli import tracking
-from rlhf_cli.checkpoints import states
 from rlhf_cli.ppo.trainer import PPOTrainer
-from rlhf_cli.stages import trl_training
+from rlhf_cli.runs import checkpoints
+from rlhf_cli.stages import trl_common
+from rlhf_cli.tracking import metrics_log
 
 Undo = Callable[[], None]
 
@@ -46,23 +46,23 @@ def coefficient_forgotten() -> Undo:
 
 def log_not_cut() -> Undo:
     """Lines of steps that are made again stay in the logs."""
-    return _replace(tracking, "_cut", lambda path, mark: path.read_bytes() if path.exists() else b"")
+    return _replace(metrics_log, "_cut", lambda path, mark: path.read_bytes() if path.exists() else b"")
 
 
 def state_believed() -> Undo:
     """The newest folder is the state, whatever is in it."""
-    return _replace(states, "_problem", lambda state, content=True: None)
+    return _replace(checkpoints, "_problem", lambda state, content=True: None)
 
 
 def random_numbers_forgotten() -> Undo:
     """A checkpoint does not bring the generators back, which draw the dropout."""
-    trl_training.PlainTrainer._load_rng_state = lambda self, checkpoint: None
-    return partial(delattr, trl_training.PlainTrainer, "_load_rng_state")
+    trl_common.PlainTrainer._load_rng_state = lambda self, checkpoint: None
+    return partial(delattr, trl_common.PlainTrainer, "_load_rng_state")
 
 
 def litter_left() -> Undo:
     """What a killed process left half written stays."""
-    return _replace(sys.modules["rlhf_cli.checkpoints.outputs"], "clear_leftovers", lambda folder: None)
+    return _replace(sys.modules["rlhf_cli.runs.stage_folder"], "clear_leftovers", lambda folder: None)
 
 
 LATE = Point("write metrics.jsonl", "half", STEPS - 1)  # a run that has few steps left, which more than one fault needs

@@ -11,7 +11,7 @@ from chaos import faults
 from chaos.faults import Point
 from chaos.kills import finished
 from chaos.runs import Run, World, record, recorded
-from rlhf_cli import checkpoints, terminal
+from rlhf_cli import runs, terminal
 
 KILLS = {
     "write": ("before", "half", "after"),
@@ -130,7 +130,7 @@ def _safe(folder: Path) -> set[str]:
 
 def _none_whole(folder: Path) -> bool:
     with terminal.muted_warnings():
-        return checkpoints.latest_state(folder / "state") is None
+        return runs.latest_state(folder / "state") is None
 
 
 def _amiss(run: Run, code: int, point: Point, safe: set[str]) -> list[str]:

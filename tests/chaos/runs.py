@@ -96,10 +96,10 @@ class World:
 
 def make_world(folder: Path) -> World:
     """The data of `rlhf init ci`, cut short, configs of our own, and a straight run of each stage, recorded."""
-    from rlhf_cli import presets
+    from rlhf_cli.commands import init
 
     world = World(folder)
-    presets.init("ci", world.origin, seed=0)
+    init.init("ci", world.origin, seed=0)
     for path in (world.origin / "data").iterdir():
         rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
         path.write_text("".join(rows[: 16 if path.stem.endswith("_eval") else ROWS]), encoding="utf-8")

@@ -17,7 +17,7 @@ from pathlib import Path
 from chaos.kills import Outcome, finished
 from chaos.points import unclean
 from chaos.runs import STEPS, Run, World
-from rlhf_cli import checkpoints, terminal
+from rlhf_cli import runs, terminal
 
 
 def full_disk(world: World, stage: str, seed: int) -> Outcome:
@@ -131,7 +131,7 @@ def stopped(world: World, stage: str, seed: int, *, number: int, twice: bool) ->
     if code not in ({asked, -number} if twice else {asked}):
         outcome.wrong.append(f"exit code {code}, not {asked}: {run.said()[-300:]}")
     with terminal.muted_warnings():
-        state = checkpoints.latest_state(run.folder / "state")
+        state = runs.latest_state(run.folder / "state")
     if not twice and (state is None or int(state.name.replace("-", "_").rpartition("_")[2]) != run.step()):
         outcome.wrong.append(f"stopped at step {run.step()}, the newest state is {state}")
     if "Traceback" in run.said():

@@ -20,14 +20,14 @@ _below = os.path.realpath(os.environ.get("WATCH_BELOW", "/"))
 # Module: its functions that are a phase, and whose calls are counted under what they are given.
 WATCHED = {
     "hashlib": [("file_digest", "hashing", "hashes")],
-    "rlhf_cli.sources.readers": [("read", "reading rows", "reads")],
+    "rlhf_cli.data.readers": [("read", "reading rows", "reads")],
     "transformers.modeling_utils": [("PreTrainedModel.from_pretrained", "loading models", "models")],
     "transformers.models.auto.tokenization_auto": [
         ("AutoTokenizer.from_pretrained", "loading tokenizers", "tokenizers")
     ],
     "transformers.trainer": [("Trainer.train", "training", None), ("Trainer.evaluate", "evaluating", None)],
-    "rlhf_cli.checkpoints.states": [("commit_state", "saving", None)],
-    "rlhf_cli.data.examples": [(name, "reading rows", None) for name in ("sft_rows", "preference_rows", "prompt_rows")],
+    "rlhf_cli.runs.checkpoints": [("commit_state", "saving", None)],
+    "rlhf_cli.data.datasets": [(name, "reading rows", None) for name in ("sft_rows", "preference_rows", "prompt_rows")],
     "rlhf_cli.data.tokens": [("encode_many", "tokenising", "tokenised")],
     "rlhf_cli.models.save": [("save_model", "saving", None)],
     "rlhf_cli.models.forward": [("rollout_scores", "judge", None)],

@@ -1,0 +1,136 @@
+"""Commands that train and evaluate: one per stage, and `run` for the whole chain."""
+
+import io
+import os
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rlhf_cli import distributed, system, terminal
+from rlhf_cli.cli import completion
+from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode, config_of, heavy_imports
+from rlhf_cli.errors import RLHFError, quoted, shown
+from rlhf_cli.system import end_with
+
+
+def stage_command(stage: str) -> Callable[..., None]:
+    """Return the command function of one stage."""
+
+    def command(
+        config: ConfigFile,
+        assignments: Trailing = None,
+        set_: Set = None,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Print the resolved config, inputs and outputs, and exit.")
+        ] = False,
+        fresh: Annotated[
+            bool, typer.Option("--fresh", help="Move existing output to RUN/.old/ and start over.")
+        ] = False,
+        nproc: Nproc = None,
+        trust_remote_code: TrustRemoteCode = False,
+        debug: Debug = False,
+    ) -> None:
+        from rlhf_cli.config.base import Options
+        from rlhf_cli.config.eval import EvalConfig
+        from rlhf_cli.config.loading import load
+
+        if os.path.isdir(config):
+            raise _folder_for_a_file(stage, config)
+        overrides = [*(set_ or []), *(assignments or [])]
+        loaded = load(stage, config, overrides)
+        options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
+        if dry_run:
+            from rlhf_cli.commands import run as pipeline
+
+            pipeline.preview(loaded, fresh=fresh)
+            return
+        distributed.check_group()
+        if nproc and (count := distributed.resolve_num_processes(nproc)) > 1:
+            from rlhf_cli.commands import run as pipeline
+
+            _, *arguments = pipeline.child_command(loaded, overrides, options, fresh=fresh)
+            raise typer.Exit(distributed.launch_group(count, arguments))
+        if distributed.world_size() > 1:
+            end_with(os.getppid())
+            terminal.say(f"{stage:<8} {distributed.world_size()} processes")
+        from rlhf_cli import runs
+
+        with system.explained(loaded.folder), runs.in_place(loaded.folder):
+            _runner(stage)(loaded, options)
+            if isinstance(loaded, EvalConfig):
+                from rlhf_cli.commands.report import show_evaluation
+
+                show_evaluation(loaded)
+
+    return command
+
+
+def _runner(stage: str) -> Callable[[Any, Any], None]:
+    """Import and return the `run(config, options)` of a stage. This import loads torch."""
+    import importlib
+
+    with heavy_imports(), redirect_stdout(io.StringIO()):  # transformers prints there that WANDB_MODE is offline
+        return importlib.import_module(f"rlhf_cli.stages.{stage}").run
+
+
+def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:
+    inside = config_of(stage, folder)
+    hint = f"--config {quoted(inside)}" if inside else "give the stage's YAML file"
+    more = f"; for all stages: rlhf run {quoted(folder)}" if inside else ""
+    return RLHFError("C09", f"{shown(folder)} is a folder, --config takes a file", hint=hint + more)
+
+
+def run(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Run folder with sft.yaml, reward.yaml, ppo.yaml, eval.yaml.",
+            autocompletion=completion.runs,
+        ),
+    ],
+    assignments: Trailing = None,
+    set_: Set = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="STAGE",
+            help="Run only this stage. Repeatable.",
+            autocompletion=completion.stages,
+        ),
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", metavar="STAGE", help="Start at this stage.", autocompletion=completion.stages),
+    ] = None,
+    force: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--force",
+            metavar="STAGE",
+            help="Run this stage even if it is up to date. Repeatable.",
+            autocompletion=completion.stages,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which stages would run, and why.")] = False,
+    nproc: Nproc = None,
+    trust_remote_code: TrustRemoteCode = False,
+    debug: Debug = False,
+) -> None:
+    """Run all stages of a folder that are not up to date.
+
+    --set applies a key to the stage that has its section; '*.seed=3' applies to every stage.
+    """
+    from rlhf_cli.commands import run as pipeline
+    from rlhf_cli.config.base import Options
+
+    distributed.require_single_process("run")
+    selection = pipeline.Selection(tuple(only or ()), start, tuple(force or ()))
+    options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
+    with terminal.together():
+        code = pipeline.run(folder, [*(set_ or []), *(assignments or [])], selection, options)
+    raise typer.Exit(code)

@@ -1,0 +1,362 @@
+"""Sections of the four configs."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from rlhf_cli.config.adapters import Adapters
+from rlhf_cli.config.base import PROJECT, DataPath, ModelPath, Section
+from rlhf_cli.config.paths import PathKey
+from rlhf_cli.config.ppo_base import Range
+from rlhf_cli.config.sources import DataSource, HoldoutSplit
+
+MAX_DROPPED = 0.8  # default share of the rows of a data source that may be dropped
+STAGE = f"Stage of this file; it must match the command. Default: the stage of the command. {PROJECT}"
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Columns = dict[str, str]
+REVISION = (
+    "Branch, tag or commit of a model on the Hugging Face Hub. Default: the main branch. [huggingface_hub 2.4, "
+    "src/huggingface_hub/_snapshot_download.py]"
+)
+DTYPE = (
+    "Data type (dtype) of the weights. auto: float32, also if a GPU computes in bfloat16 (see bf16), because pure "
+    "bfloat16 weights lose small updates; bfloat16 halves the memory of the weights. [Micikevicius et al. 2018, arXiv "
+    "1710.03740, section 3.1]"
+)
+ATTENTION = (
+    "Attention implementation, such as sdpa, eager or flash_attention_2. Default: the choice of transformers for the "
+    "model. [transformers 5.23, src/transformers/modeling_utils.py]"
+)
+COLUMNS = (
+    "Mapping from a column name of rlhf to the name in the file, for example {prompt: question}. Columns that are not "
+    f"listed keep their name. {PROJECT}"
+)
+NAMES = (
+    "a file (.jsonl, .json, .csv, .tsv, .parquet, .txt; .gz too), a folder of such files, or a dataset of the Hugging "
+    "Face Hub, OWNER/NAME; append [SPLIT] to choose a split"
+)
+ON_LONG = (
+    "Handling of rows above the token limit: drop them with a warning, or stop with an error. The default drops them, "
+    f"so that a few long rows do not stop a run; data.max_dropped limits how many. {PROJECT}"
+)
+
+
+class NewTokenizer(Section):
+    """New byte-level BPE tokenizer."""
+
+    train: DataPath = Field(
+        description=(
+            "Data to train the tokenizer on: all texts of any data that data.train accepts. If it equals data.train, "
+            "then data.subset, data.revision and data.max_rows apply to it too."
+        )
+    )
+    vocab_size: int = Field(
+        gt=0,
+        description=(
+            "Maximum vocabulary size in tokens, including special tokens. Larger vocabularies give shorter sequences "
+            "and larger embeddings."
+        ),
+    )
+
+
+class NewModel(Section):
+    """New model. All other keys are fields of the transformers config of `model_type`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model_type: str = Field(
+        "llama",
+        description=f"Architecture of transformers, such as llama, qwen2 or gpt2. {PROJECT}",
+    )
+    tokenizer: NewTokenizer = Field(description="Tokenizer to train for the new model.")
+
+    def config_fields(self) -> dict[str, Any]:
+        """Return the fields of the transformers config, including model_type."""
+        return {"model_type": self.model_type, **(self.model_extra or {})}
+
+
+class _ModelKeys(Section):
+    revision: str | None = Field(None, description=REVISION)
+    dtype: Dtype = Field("auto", description=DTYPE)
+    attn_implementation: str | None = Field(None, description=ATTENTION)
+    chat_template: Annotated[str, PathKey("template")] | None = Field(
+        None,
+        description=(
+            "Chat template that replaces the model's own: a Jinja file, the text of a template, or chatml. Default: "
+            "the model's own template. [TRL 1.16, trl/trainer/sft_config.py; it is called chat_template_path there]"
+        ),
+    )
+    adapters: Adapters | None = Field(
+        None,
+        description=(
+            "LoRA adapters to train instead of all weights: less memory and smaller checkpoints. The base weights "
+            "stay frozen, and only the adapters are saved. Default: all weights are trained. [TRL 1.16, "
+            "trl/trainer/model_config.py; use_peft is false there]"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _template_is_one(self) -> Self:
+        template = self.chat_template
+        if template is None or template == "chatml" or "{{" in template or "{%" in template or os.path.isfile(template):
+            return self
+        raise PydanticCustomError(
+            "C07",
+            "chat_template `{template}` is not a file, the text of a template, or chatml",
+            {"template": template[:80], "key": "chat_template"},
+        )
+
+
+class SFTModel(_ModelKeys):
+    """Initial model of supervised fine-tuning."""
+
+    path: ModelPath | None = Field(
+        None,
+        description=(
+            f"Model to start from: a folder or an id on the Hugging Face Hub. Set either this or new. {PROJECT}"
+        ),
+    )
+    new: NewModel | None = Field(
+        None, description=f"Model with random weights to start from. Set either this or path. {PROJECT}"
+    )
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if (self.path is None) == (self.new is None):
+            text = "set model.path or model.new, not both" if self.path else "set model.path or model.new"
+            raise PydanticCustomError(
+                "C17", text, {"hint": "path starts from an existing model, new from random weights"}
+            )
+        if self.new is not None and self.adapters is not None:
+            text = "model.adapters needs a trained model, but model.new creates random weights"
+            raise PydanticCustomError("C17", text, {"hint": "remove model.adapters", "key": "adapters"})
+        return self
+
+
+class RewardModel(_ModelKeys):
+    """Initial model of reward training."""
+
+    path: ModelPath = Field(
+        "RUN/sft",
+        description=(
+            "Model to start from: a folder or an id on the Hugging Face Hub. RUN/sft is the result of the SFT stage "
+            f"in the run folder. {PROJECT}"
+        ),
+    )
+
+
+class _Data(Section):
+    """Options for reading rows; the stages add the keys that name the data."""
+
+    LEARNT: ClassVar[str | None] = "train"  # key of the training data
+    HELD_OUT: ClassVar[str] = "eval"  # key of the held-out data
+
+    columns: Columns = Field(default_factory=dict, description=COLUMNS)
+    format: Literal["auto", "plain", "transcripts"] = Field(
+        "auto",
+        description=(
+            "Format of the texts. transcripts: dialogues in the format of hh-rlhf, with alternating Human: and "
+            "Assistant: turns, become conversations. plain: texts are used unchanged. auto: transcripts if the first "
+            f"row looks like one, otherwise plain. {PROJECT}"
+        ),
+    )
+    subset: str | None = Field(
+        None,
+        description=(
+            "Subset (config) of a dataset that has several, on the Hugging Face Hub or in a folder of the same "
+            "layout. Default: the dataset's default subset. [datasets 5.2, src/datasets/load.py]"
+        ),
+    )
+    revision: str | None = Field(
+        None,
+        description=(
+            "Branch, tag or commit of a dataset on the Hugging Face Hub. Default: the main branch. [huggingface_hub "
+            "2.4, src/huggingface_hub/_snapshot_download.py]"
+        ),
+    )
+    max_rows: int | None = Field(
+        None,
+        gt=0,
+        description=(
+            "Maximum number of rows to read from the start of each data source. A dataset that is not in the Hub "
+            f"cache is streamed up to this row instead of being downloaded. Default: all rows. {PROJECT}"
+        ),
+    )
+    eval_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description=(
+            "Share of the prompts that is held out, with all their rows: training never reads them, and evaluation "
+            "reads only them. The same share and split_seed hold out the same prompts in every stage. The prompt of a "
+            "conversation is its first user message, of a {text} row the whole text, and of a {chosen, rejected} pair "
+            f"of texts their common prefix. Default: the held-out data is named in a separate key. {PROJECT}"
+        ),
+    )
+    split_seed: int | None = Field(
+        None,
+        ge=0,
+        description=f"Seed that selects the held-out prompts; only with eval_fraction. Default: 0. {PROJECT}",
+    )
+    on_bad: Literal["error", "drop"] = Field(
+        "error",
+        description=(
+            "Handling of unusable rows: stop with an error, or drop them and report a count per fault. on_long covers "
+            "long rows and on_identical identical answers; a file that cannot be parsed is always an error. The "
+            f"default stops, because bad rows usually mean a wrong file or column. {PROJECT}"
+        ),
+    )
+
+    max_dropped: float = Field(
+        MAX_DROPPED,
+        ge=0,
+        le=1,
+        description=(
+            "Maximum share of the rows of a data source that may be dropped as too long, bad or identical. The stage "
+            f"stops above it (D16) and warns above 0.2; 1 never stops. {PROJECT}"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_hold_out(self) -> Self:
+        named = self.LEARNT and getattr(self, self.HELD_OUT) is not None
+        if self.eval_fraction is not None and named:
+            text = f"data.{self.HELD_OUT} and data.eval_fraction both define the held-out data"
+            raise PydanticCustomError("C17", text, {"hint": "remove one of them", "key": "eval_fraction"})
+        if self.split_seed is not None and self.eval_fraction is None:
+            text = "data.split_seed has no effect without data.eval_fraction"
+            raise PydanticCustomError("C17", text, {"hint": "add eval_fraction: 0.05", "key": "split_seed"})
+        return self
+
+    def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
+        """Return the data sources by key path, including the split of eval_fraction."""
+        keys = [key for key in (self.LEARNT, self.HELD_OUT) if key]
+        return {f"data.{key}": source for key in keys if (source := self._source(key, where))}
+
+    def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
+        held_out, share = key == self.HELD_OUT, None
+        name = getattr(self, key)
+        if self.eval_fraction is not None:
+            name = name or getattr(self, self.LEARNT or key)
+            share = HoldoutSplit(self.eval_fraction, self.split_seed or 0, held_out)
+        if name is None:
+            return None
+        return DataSource(
+            name,
+            where(f"data.{key}"),
+            subset=self.subset,
+            revision=self.revision,
+            max_rows=self.max_rows,
+            columns=self.columns,
+            format=self.format,
+            on_bad=self.on_bad,
+            share=share,
+            splits=("validation", "test") if held_out and share is None else ("train",),
+        )
+
+
+class SFTData(_Data):
+    """Rows {prompt, completion}, {text} or {messages}."""
+
+    train: DataPath = Field(description=f"Rows to train on: {NAMES}.")
+    eval: DataPath | None = Field(
+        None,
+        description=(
+            "Held-out rows for the evaluation loss, in the same forms as train. Default: no evaluation. [TRL 1.16, "
+            "trl/trainer/sft_trainer.py; its eval_dataset]"
+        ),
+    )
+    on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
+
+
+class RewardData(_Data):
+    """Preference pairs {prompt, chosen, rejected} or {chosen, rejected}."""
+
+    train: DataPath = Field(description=f"Pairs to train on: {NAMES}.")
+    eval: DataPath | None = Field(
+        None,
+        description=(
+            "Held-out pairs for the accuracy, in the same forms as train. Default: no evaluation. [TRL 1.16, "
+            "trl/trainer/reward_trainer.py; its eval_dataset]"
+        ),
+    )
+    on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
+    on_identical: Literal["error", "drop"] = Field(
+        "error",
+        description=(
+            "Handling of pairs whose chosen and rejected answers are equal: stop with an error, or drop them. The "
+            f"default stops, because such pairs usually mean a fault in the data. {PROJECT}"
+        ),
+    )
+
+
+class WordRange(Range):
+    """Number of words, sampled uniformly from min..max (inclusive) for each text."""
+
+    min: int = Field(ge=1, description="Minimum number of words.")
+    max: int = Field(ge=1, description="Maximum number of words.")
+
+
+class _PromptData(_Data):
+    """Prompts, optionally cut to their first words."""
+
+    first_words: Annotated[int, Field(ge=1)] | WordRange | None = Field(
+        None,
+        description=(
+            "Number of words that each prompt is cut to, so that any text can serve as a prompt: a number, or {min, "
+            f"max}}, chosen per text by its hash. Default: prompts are not cut. {PROJECT}"
+        ),
+    )
+
+    def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
+        source, words = super()._source(key, where), self.first_words
+        if source is None or words is None:
+            return source
+        return replace(source, first_words=(words, words) if isinstance(words, int) else (words.min, words.max))
+
+
+class PPOData(_PromptData):
+    """Prompts; pairs give their distinct prompts."""
+
+    LEARNT = "prompts"
+    HELD_OUT = "eval_prompts"
+
+    prompts: DataPath = Field(description=f"Prompts to train on, or pairs, whose distinct prompts are used: {NAMES}.")
+    eval_prompts: DataPath | None = Field(
+        None,
+        description=(
+            "Held-out prompts for the sample tables that are printed during training. Default: the tables show the "
+            f"prompts of the current rollout. {PROJECT}"
+        ),
+    )
+    ptx_data: DataPath | None = Field(
+        None,
+        description=(
+            "Rows in the form that SFT reads, {prompt, completion}, {text} or {messages}, for the language-model loss "
+            "of ppo.ptx_coef. Same sources as prompts. Default: no such loss. [TRL 1.12, "
+            "trl/experimental/ppo/ppo_config.py; it has no such loss]"
+        ),
+    )
+    on_long: Literal["drop", "error"] = Field("drop", description=ON_LONG)
+
+    def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
+        """Return the data sources by key path; first_words does not apply to ptx_data."""
+        found, ptx = super().sources(where), self.ptx_data and self._source("ptx_data", where)
+        return found | ({"data.ptx_data": replace(ptx, first_words=None)} if ptx else {})
+
+
+class EvalData(_PromptData):
+    """Prompts; pairs give their distinct prompts."""
+
+    LEARNT = None
+    HELD_OUT = "prompts"
+
+    prompts: DataPath = Field(
+        description=(
+            f"Prompts to answer, preferably none of the training prompts; pairs give their distinct prompts: {NAMES}."
+        )
+    )

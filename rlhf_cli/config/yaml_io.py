@@ -1,0 +1,261 @@
+"""YAML into plain values, with the line of every key.
+
+YAML 1.1 reads `off` as false, `012` as 10, `1:30` as 90 and `1e-5` as a text. Here only true and false are booleans,
+only plain decimal numbers are numbers (1e-5 too), and everything else stays the text that was written.
+Python tags, endless aliases and files beyond any honest config's size are refused.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
+
+MAX_BYTES = 250_000  # what the reader takes in less than a second, whatever it holds
+MAX_NODES = 10_000
+MAX_DEPTH = 40
+SUFFIXES = (".yaml", ".yml")
+NEWLINE = b"\n"
+# 18 digits: longer ones are ids, which a text key takes and a number key refuses.
+INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
+FLOAT = re.compile(
+    r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]{1,4})?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+
+# What YAML 1.1 converts and this module leaves as text: booleans, octal, binary, hex, 1_000, 1:30, dates.
+YAML_1_1 = re.compile(
+    r"yes|Yes|YES|no|No|NO|y|Y|n|N|True|TRUE|False|FALSE|on|On|ON|off|Off|OFF"
+    r"|[-+]?(0[0-9_]+|0b[01_]+|0x[0-9a-fA-F_]+|0o[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])*(\.[0-9_]*)?)"
+    r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].*)?"
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader for the structure only: `_scalar` reads the scalars. Bounded in size and depth, without tags."""
+
+    nodes = 0
+    depth = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        self.nodes += 1
+        self.depth += 1
+        event = self.peek_event()
+        where = f"{self.name}:{event.start_mark.line + 1}"
+        if self.nodes > MAX_NODES or self.depth > MAX_DEPTH:
+            raise RLHFError("S02", "the config is too large or too deeply nested", where=where)
+        if getattr(event, "tag", None) is not None:
+            raise RLHFError(
+                "S02", f"the tag {_short(event.tag)} is not allowed", where=where, hint="use plain keys and values"
+            )
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+@dataclass
+class Source:
+    """A parsed file: its values, the line of each key path ("data.train" -> 7), and the duplicate keys found."""
+
+    name: str
+    tree: dict[str, Any]
+    lines: dict[str, int]
+    problems: list[Problem]
+
+
+def read(path: str | Path) -> Source:
+    """Reads a config file. Raises RLHFError C08 (syntax), C09 (no such file, not a mapping...) or S02 (unsafe)."""
+    name = str(path)
+    text = text_of(path)
+    node = _compose(text, name)
+    if node is None:
+        raise RLHFError("C09", "the config is empty", where=name, hint="`rlhf init` writes example configs")
+    if not isinstance(node, MappingNode):
+        found = "a list" if isinstance(node, SequenceNode) else "a single value"
+        raise RLHFError("C09", f"the config is {found}, not keys and values", where=name)
+    reader = _Reader(name)
+    return Source(name, reader.value(node, ""), reader.lines, reader.problems)
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override, read as a YAML file would read it. Raises RLHFError."""
+    node = _compose(text, "")
+    reader = _Reader("")
+    value = reader.value(node, "") if node else None
+    if reader.problems:
+        raise RLHFError.of(reader.problems)
+    return value
+
+
+def is_number(text: str) -> bool:
+    """Whether this text would be a number if it stood there without quotes."""
+    return (INTEGER.fullmatch(text) or FLOAT.fullmatch(text)) is not None
+
+
+def is_yaml_1_1(value: Any) -> bool:
+    """Whether older YAML would have turned this text into a number, a boolean or a date."""
+    return isinstance(value, str) and YAML_1_1.fullmatch(value) is not None
+
+
+@dataclass
+class _Reader:
+    """Turns nodes into values, noting the line of each key path."""
+
+    name: str
+    lines: dict[str, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    size: int = 0
+
+    def value(self, node: Node, path: str, depth: int = 0) -> Any:
+        # An alias repeats its whole subtree here, so this bounds what a bomb unfolds to, and ends a loop.
+        self.size += 1
+        if self.size > MAX_NODES or depth > MAX_DEPTH:
+            raise RLHFError("S02", "the aliases expand to too many values", where=self._at(node))
+        if isinstance(node, MappingNode):
+            return dict(self._items(node, path, depth))
+        if isinstance(node, SequenceNode):
+            return [self._entry(item, f"{path}.{index}", depth) for index, item in enumerate(node.value)]
+        assert isinstance(node, ScalarNode)
+        return _scalar(node, self._at(node))
+
+    def _entry(self, node: Node, path: str, depth: int) -> Any:
+        self.lines[path] = node.start_mark.line + 1
+        return self.value(node, path, depth + 1)
+
+    def _items(self, node: MappingNode, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+        first: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, ScalarNode):
+                raise RLHFError("C08", "a key must be a single word", where=self._at(key_node))
+            key, line = key_node.value, key_node.start_mark.line + 1
+            full = f"{path}.{key}" if path else key
+            if key in first:
+                text = f"duplicate key {full}, first set on line {first[key]}"
+                self.problems.append(Problem("C03", text, self._at(key_node), "keep one of the two lines"))
+                continue
+            first[key] = self.lines[full] = line
+            yield key, self.value(value_node, full, depth + 1)
+
+    def _at(self, node: Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
+
+
+def _scalar(node: ScalarNode, where: str) -> Any:
+    text: str = node.value
+    if "\0" in text:  # no path, name or text of a config holds one, and files cannot be asked for by it
+        raise RLHFError("C08", "the character U+0000 is not allowed", where=where)
+    if node.style is not None:
+        return text
+    if text in ("true", "false"):
+        return text == "true"
+    if text in ("", "~", "null", "Null", "NULL"):
+        return None
+    if INTEGER.fullmatch(text):
+        return int(text)
+    if FLOAT.fullmatch(text):
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+def _compose(text: str, name: str) -> Node | None:
+    try:
+        loader = _Loader(text)
+        loader.name = name
+        return loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"the character U+{ord(text[error.position]):04X} is not allowed"
+        raise RLHFError("C08", problem, where=f"{name}:{line}") from error
+    except yaml.MarkedYAMLError as error:
+        raise _syntax_error(error, text, name) from error
+
+
+def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> RLHFError:
+    mark = error.problem_mark or error.context_mark
+    assert mark is not None
+    where = f"{name}:{mark.line + 1}:{mark.column + 1}"
+    problem = error.problem or error.context or "cannot be read"
+    if "\\t" in problem:
+        return RLHFError("C08", "tabs cannot be used for indentation or before a value", where=where, hint="use spaces")
+    line = "".join(text.splitlines()[mark.line : mark.line + 1])
+    quote = re.search(r":\s+[>|*&!%@`{}\[\]]", line)
+    hint = "put a value that starts with a special character in quotes" if quote else None
+    return RLHFError("C08", f"not valid YAML: {problem}", where=where, hint=hint)
+
+
+def text_of(file: str | Path) -> str:
+    """A file's text. Raises RLHFError C09 where it cannot be read, S02 where it is larger than any honest config."""
+    path, name = Path(file), str(file)
+    if os.path.isdir(path):
+        raise RLHFError("C09", "is a folder, not a config file", where=name, hint=_configs_in(path))
+    if not os.path.isfile(path):
+        raise RLHFError("C09", "no such file", where=name, hint=_configs_near(path))
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise RLHFError("C09", f"the config cannot be read: {error.strerror}", where=name) from error
+    if len(raw) > MAX_BYTES:
+        raise RLHFError("S02", "the config is larger than 250 kB", where=name, hint="pass a config, not a data file")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = f"{name}:{raw.count(NEWLINE, 0, error.start) + 1}"
+        raise RLHFError(
+            "C09",
+            f"byte 0x{raw[error.start]:02X} is not UTF-8",
+            where=where,
+            hint=f"convert it: iconv -f latin1 -t utf8 {name}",
+        ) from error
+
+
+def _configs_in(folder: Path) -> str | None:
+    names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIXES))
+    return f"configs in this folder: {', '.join(shown(folder / name) for name in names[:6])}" if names else None
+
+
+def _configs_near(path: Path) -> str | None:
+    near = nearest_file(path)
+    if near and near.endswith(SUFFIXES) and os.path.isfile(near):
+        return f"did you mean {near}?"
+    return _configs_in(path.parent) if os.path.isdir(path.parent) else None
+
+
+def _short(tag: str) -> str:
+    return tag.replace("tag:yaml.org,2002:", "!!")
+
+
+COLUMN = 34  # where comments stand
+PLAIN = re.compile(r"[A-Za-z./~][\w./~-]*")
+
+
+def written(value: Any) -> str:
+    """A value on one line, which reads back as it was; a text in quotes where it needs them."""
+    if isinstance(value, str):
+        plain = PLAIN.fullmatch(value) and parse_value(value) == value
+        return value if plain else json.dumps(value, ensure_ascii=not value.isprintable())
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return re.sub(r"e([+-])0", r"e\1", short if "e" in short and float(short) == value else str(value))
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{written(key)}: {written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(written, value)) + "]"
+    return json.dumps(value)
+
+
+def commented(line: str, comment: str) -> str:
+    """A line of a YAML with a comment behind it, in the column of all comments."""
+    return f"{line:<{COLUMN - 2}}  # {comment}" if comment else line
+
+
+def aligned(text: str) -> str:
+    """The YAML with its comments in one column, whatever the length of the values."""
+    lines = [re.fullmatch(r"( *[^# ].*?) {2,}# (.*)", line) or line for line in text.rstrip().splitlines()]
+    return "\n".join(line if isinstance(line, str) else commented(line[1], line[2]) for line in lines) + "\n"

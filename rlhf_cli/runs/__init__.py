@@ -1,0 +1,95 @@
+"""What stages leave on disk for one another: manifests, parents, states to resume from. Torch-free."""
+
+from rlhf_cli.errors import shown
+from rlhf_cli.files import file_sha256, write_json
+from rlhf_cli.runs.adapters import MERGED, SETTINGS, WEIGHTS, base_of
+from rlhf_cli.runs.checkpoints import (
+    commit_state,
+    drop_state,
+    latest_state,
+    make_room,
+    newest_step,
+    seal_state,
+    state_at,
+    state_steps,
+    whole_states,
+)
+from rlhf_cli.runs.locks import new_folder, passing_folder, release, require_free
+from rlhf_cli.runs.parents import (
+    FOREIGN,
+    SNAPSHOTS,
+    Parent,
+    is_here,
+    open_parent,
+    read_manifest,
+    require_unchanged,
+    stands_on,
+)
+from rlhf_cli.runs.quick_status import glance
+from rlhf_cli.runs.references import LAST, SELECTED, Chosen, Reference, choose, open_parents, open_reference, references
+from rlhf_cli.runs.stage_folder import (
+    Cost,
+    Status,
+    begin,
+    difference,
+    examine,
+    finish,
+    identity,
+    in_place,
+    processes_of,
+    usable,
+    versions,
+)
+from rlhf_cli.runs.tokenizers import check_same_tokenizer
+
+__all__ = [
+    "FOREIGN",
+    "LAST",
+    "MERGED",
+    "SELECTED",
+    "SETTINGS",
+    "SNAPSHOTS",
+    "WEIGHTS",
+    "Chosen",
+    "Cost",
+    "Parent",
+    "Reference",
+    "Status",
+    "base_of",
+    "begin",
+    "check_same_tokenizer",
+    "choose",
+    "commit_state",
+    "difference",
+    "drop_state",
+    "examine",
+    "file_sha256",
+    "finish",
+    "glance",
+    "identity",
+    "in_place",
+    "is_here",
+    "latest_state",
+    "make_room",
+    "new_folder",
+    "newest_step",
+    "open_parent",
+    "open_parents",
+    "open_reference",
+    "passing_folder",
+    "processes_of",
+    "read_manifest",
+    "references",
+    "release",
+    "require_free",
+    "require_unchanged",
+    "seal_state",
+    "shown",
+    "stands_on",
+    "state_at",
+    "state_steps",
+    "usable",
+    "versions",
+    "whole_states",
+    "write_json",
+]

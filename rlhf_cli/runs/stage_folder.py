@@ -1,0 +1,378 @@
+"""The folder that a stage writes: what made it, whether that is still what is asked for, and its manifest.
+
+Content decides, never dates: a stage is what its config says, the hashes of its data, and the hashes of its parents.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from rlhf_cli import __version__, distributed, terminal
+from rlhf_cli.config.base import TRACKERS
+from rlhf_cli.config.paths import default_of, field_at
+from rlhf_cli.config.sources import DataSource
+from rlhf_cli.data import sources
+from rlhf_cli.errors import RLHFError, shown
+from rlhf_cli.files import (
+    damage,
+    describe,
+    entries,
+    files_sha256,
+    is_there,
+    json_sha256,
+    model_sha256,
+    names_in,
+    read_object,
+    results,
+    sync_files,
+    write_json,
+    write_sealed,
+    write_text,
+)
+from rlhf_cli.runs.adapters import whole_sha256
+from rlhf_cli.runs.checkpoints import clear_leftovers, keep_newest, newest_step
+from rlhf_cli.runs.locks import hold, is_held, release, share, stop_sharing
+from rlhf_cli.runs.parents import SNAPSHOTS, Parent, own_stages, read_manifest, require_unchanged, told, verify
+
+PACKAGES = (
+    "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
+    "numpy",
+)  # fmt: skip
+_NONE = object()  # equal to nothing
+# What later stages and users rely on. Logs may be edited, and snapshots deleted for the room they take.
+_RESULT = ("model/", "value/", "report.json")
+_OF_A_START = {"identity.json", "config.yaml"}
+REPORT = "report.html"  # made from what is there, at any time: no part of any stage
+_OUTSIDE_THE_MANIFEST = ("manifest.json", REPORT)
+_APART = ("state/", *(f"{tracker}/" for tracker in TRACKERS))  # to go on from, and what trackers keep as they like
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a stage's folder stands to what is asked of it; `reasons` say why it is stale or damaged.
+
+    `sha256` is what a finished stage amounts to: the hash of its model, or of all its files where it has none. `unread`
+    are keys of what a `glance` took for unchanged without knowing.
+    """
+
+    state: Literal["new", "resume", "finished", "stale", "damaged"]
+    reasons: tuple[str, ...] = ()
+    step: int | None = None  # of the newest state to resume from
+    sha256: str | None = None
+    unread: tuple[str, ...] = ()
+
+
+def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, DataSource]) -> dict[str, Any]:
+    """All that can change a stage's result: its settings, the hashes of its parents' models, of its data and its code.
+
+    Raises D01 for all data that is not there.
+    """
+    files = sources.locate(data)
+    return identity_of(
+        config,
+        {key: parent.sha256 for key, parent in parents.items()},
+        {key: files_sha256(paths) for key, paths in files.items()},
+    )
+
+
+def identity_of(config: Any, parents: Mapping[str, str], data: Mapping[str, str]) -> dict[str, Any]:
+    """`identity` of hashes that are known."""
+    settings = json.loads(json.dumps(config.identity()))  # as it will be read back: tuples become lists
+    return {
+        "stage": config.stage,
+        "config": settings,
+        "config_sha256": json_sha256(settings),
+        "parents": dict(parents),
+        "data": {**data, **{key: files_sha256([path]) for key, path in config.code().items()}},
+    }
+
+
+def read_identity(folder: Path) -> dict[str, Any] | None:
+    """What made a stage's folder, as its identity.json tells; None where that is missing or damaged."""
+    made = read_object(folder / "identity.json")
+    tables = [made.get(name, {}) for name in ("config", "parents", "data", "environment")] if made else []
+    return made if tables and all(isinstance(table, dict) for table in tables) else None
+
+
+def difference(
+    old: Mapping[str, Any], new: Mapping[str, Any], default_of: Callable[[str], Any] = lambda key: _NONE
+) -> list[str]:
+    """What differs between two identities, a line each: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`.
+
+    A key that only the new one has, at what `default_of` gives for it, is no difference: it came with a newer version
+    of this package, whose default is what the older one did.
+    """
+    before, after = _flat(old.get("config", {})), _flat(new.get("config", {}))
+    lines = [] if old.get("stage") == new.get("stage") else [f"stage {old.get('stage')} -> {new.get('stage')}"]
+    for key in before | after:
+        if key not in before:
+            lines += [f"{key}: new key {_value(after[key])}"] if default_of(key) != after[key] else []
+        elif key not in after:
+            lines.append(f"{key}: no longer set (was {_value(before[key])})")
+        elif before[key] != after[key]:
+            lines.append(f"{key} {_value(before[key])} -> {_value(after[key])}")
+    for section, what in (("parents", "weights"), ("data", "content")):
+        was, now = old.get(section, {}), new.get(section, {})
+        for key in was | now:
+            if key not in was:
+                lines.append(f"{key}: was not set")
+            elif key not in now:
+                lines.append(f"{key}: no longer set")
+            elif was[key] != now[key]:
+                lines.append(f"{key}: other {what}")
+    return lines
+
+
+def _default(config: Any, key: str) -> Any:
+    field = field_at(type(config), tuple(key.split(".")))
+    return _NONE if field is None else default_of(field, _NONE)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _value(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> Status:
+    """How RUN/<stage> stands to the identity that is asked for. Reads only.
+
+    Of a finished stage's files the sizes are looked at, which costs nothing; their hashes too where `content` is set.
+    Raises RLHFError E08 where something cannot be read now, which says nothing about the stage.
+    """
+    folder = config.folder
+    names = {name for name in entries(folder) if not name.startswith(".tmp-") and name != REPORT}
+    if not names:
+        return Status("new")
+    made = read_identity(folder)
+    if made is None:
+        return Status("stale", ("it holds files of no run that is known (identity.json is missing or damaged)",))
+    if reasons := difference(made, wanted, lambda key: _default(config, key)):
+        # What a start left that came to nothing, by bad data say, is no run: mending the data must be enough.
+        return Status("stale", tuple(reasons)) if names - _OF_A_START else Status("new")
+    if not is_there(folder / "manifest.json"):
+        return Status("resume", step=newest_step(folder / "state"))
+    manifest, problem = read_manifest(folder)
+    if problem:
+        return Status("damaged", (problem,))
+    problem = damage(
+        folder, results(manifest["files"], _RESULT), where=shown(folder / "manifest.json"), content=content
+    )
+    if problem:
+        return Status("damaged", (problem,))
+    return Status("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
+
+
+def begin(
+    config: Any, wanted: dict[str, Any], parents: Mapping[str, Parent], *, fresh: bool, device: str | None = None
+) -> Literal["new", "resume", "finished"]:
+    """Take RUN/<stage> for this process and say how to go on: from the start, from its last state, or not at all.
+
+    A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
+    The folders of stages that it starts from are kept in their place until `finish`, or the end of the process.
+    `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
+    another process is writing or reading, and for a parent that another one is writing; M05 for a finished stage whose
+    files are damaged, M10 for parents whose weights are not what their stages wrote (hash by hash), E03 where nothing
+    can be written, E04 for a run that fewer or more processes began, E08 for what cannot be read now. Warns (E05) of a
+    run that another `device` or other versions go on with than those that it was started with.
+    """
+    folder = config.folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        hold(folder)
+    except RLHFError:
+        if not fresh and examine(config, wanted, content=True).state == "finished":
+            return "finished"  # whoever reads it may go on
+        raise
+    except OSError as error:
+        text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
+        hint = "set `run:` to another folder"
+        raise RLHFError("E03", text, where=config.where("run"), hint=hint) from error
+    if fresh:
+        _move_aside(folder)
+    status = usable(config, wanted, content=True)
+    if status.state == "finished":
+        release(folder)
+        return "finished"
+    for parent in own_stages(parents):
+        share(parent.path)
+    verify(parents)
+    folder.mkdir(exist_ok=True)
+    for place in (folder, folder / "state", folder / SNAPSHOTS):
+        clear_leftovers(place)
+    environment = {"versions": versions(), "device": device, "processes": distributed.world_size()}
+    if status.state == "resume":
+        if status.step is not None:
+            _refuse_another_group(config)
+        _warn_of_changes(folder, environment)
+    write_json(folder / "identity.json", wanted | {"environment": environment})
+    resolved = config.dump(relative_to=folder)
+    write_text(folder / "config.yaml", yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+    return "resume" if status.state == "resume" else "new"
+
+
+def processes_of(folder: Path) -> int:
+    """How many processes a stage was run in."""
+    told = (read_identity(folder) or {}).get("environment", {}).get("processes")
+    return told if isinstance(told, int) and told > 0 else 1
+
+
+def _refuse_another_group(config: Any) -> None:
+    """More or fewer processes make larger or smaller batches: another run."""
+    before, now = processes_of(config.folder), distributed.world_size()
+    if before != now:
+        text = f"{shown(config.folder)} was begun in {before} process{'es' * (before > 1)}, {now} would go on with it"
+        raise RLHFError("E04", text, hint=f"go on with --nproc {before}, or start over with --fresh")
+
+
+def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
+    before = _flat((read_identity(folder) or {}).get("environment", {}))
+    after = _flat(now)
+    changed = [
+        f"{key.removeprefix('versions.')} {was} -> {after.get(key)}"
+        for key, was in before.items()
+        if was != after.get(key)
+    ]
+    if changed:
+        text = f"{shown(folder)} goes on elsewhere than it was started: {', '.join(changed)}"
+        terminal.warn("E05", text, hint="the result is no longer byte for byte that of a run without interruption")
+
+
+def usable(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> Status:
+    """`examine`. Raises C15 for a folder that another config made, M05 for a finished one whose files are damaged."""
+    status = examine(config, wanted, content=content)
+    if status.state == "stale":
+        raise _of_another_config(config, status.reasons)
+    if status.state == "damaged":
+        text = f"{shown(config.folder)} is finished but damaged: {status.reasons[0]}"
+        raise RLHFError("M05", text, hint="--fresh makes it again; the old folder is kept in .old/")
+    return status
+
+
+def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:
+    more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+    text = f"{shown(config.folder)} holds another run: {'; '.join(reasons[:5])}{more}"
+    hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
+    if not (config.folder / "manifest.json").exists():
+        began = shown(config.folder / "config.yaml")
+        hint = f"with the settings that it began with ({began}) it goes on; {hint}"
+    return RLHFError("C15", text, where=shown(config.file), hint=hint)
+
+
+def _move_aside(folder: Path) -> Path | None:
+    """Move a stage's folder to RUN/.old/<stage>-<n>; None where there was nothing to move. Nothing is deleted.
+
+    Raises RLHFError C15 where .old is no folder.
+    """
+    if not is_there(folder):
+        return None
+    old = folder.parent / ".old"
+    if is_there(old) and not old.is_dir():
+        text = f"{shown(old)} is a file, so {shown(folder)} cannot be moved into it"
+        raise RLHFError("C15", text, hint="move that file away, then give the same command again")
+    old.mkdir(exist_ok=True)
+    found = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in entries(old))
+    return folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in found if match), default=0) + 1}")
+
+
+def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]) -> None:
+    """Write RUN/<stage>/manifest.json, last of all: from here on the stage is complete, and its folder is let go.
+
+    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top. Raises RLHFError M14
+    where `parents` are not what they were: the manifest names their hashes.
+    """
+    folder = config.folder
+    require_unchanged(parents, loaded=True)
+    keep_newest(folder / "state", config.output.keep)
+    names = [name for name in names_in(folder) if not name.startswith(_APART) and name not in _OUTSIDE_THE_MANIFEST]
+    files = describe(folder, names)
+    started = {key: told(parent, folder) for key, parent in parents.items()}
+    manifest = {
+        "schema": 2,
+        "stage": config.stage,
+        "parents": started,
+        "config_sha256": wanted["config_sha256"],
+        "data": wanted["data"],
+        "seed": config.seed,
+        "run_name": config.output.run_name,
+        "versions": versions(),
+        "git": _git_revision(config.file.parent),
+        "files": files,
+        "model_sha256": whole_sha256(files, started) if any(name.startswith("model/") for name in files) else None,
+    }
+    known = {key: value for key, value in manifest.items() if value is not None}
+    sync_files(folder, names)
+    write_sealed(folder / "manifest.json", {**known, **fields})
+    release(folder)
+    stop_sharing()
+
+
+@contextmanager
+def in_place(folder: Path) -> Iterator[None]:
+    """Within, whatever fails after the folder that this process writes was moved or deleted becomes E08."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RLHFError) or not is_held(folder) or os.path.exists(folder):
+            raise
+        text = f"{shown(folder)} was moved or deleted while this command wrote into it"
+        hint = "bring it back, and the same command goes on from its last state; else it starts over"
+        raise RLHFError("E08", text, hint=hint) from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package, of Python, and of the libraries that are installed. Imports none of them."""
+    found = {"rlhf": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_revision(folder: Path) -> str | None:
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class Cost:
+    """Counts checkpoints and snapshots, and their share of the wall time since it was made."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds, self._began = 0, 0.0, time.monotonic()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Within, one is written."""
+        start = time.monotonic()
+        yield
+        self.count, self.seconds = self.count + 1, self.seconds + time.monotonic() - start
+
+    def __str__(self) -> str:
+        share = self.seconds / max(time.monotonic() - self._began, 1e-9)
+        checkpoints = "1 checkpoint" if self.count == 1 else f"{self.count} checkpoints"
+        return f"{checkpoints} took {self.seconds:.1f} s, {share:.1%} of the time"
