@@ -63,16 +63,16 @@ def read_data(
 
     Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
     """
-    read_data = partial(
+    read = partial(
         data.preference_rows,
         config.sources()[f"data.{key}"],
-        reward_tokenizer,
+        tokenizer,
         max_length=config.reward.max_length,
         on_long=config.data.on_long,
         on_identical=config.data.on_identical,
         sample=sample,
     )
-    return setup.read_usable(config, f"data.{key}", setup.longer_rows(config, body), read_data)
+    return setup.read_usable(config, f"data.{key}", setup.longer_rows(config, body), read)
 
 
 def check_rows(config: RewardConfig, rows: data.Rows[Any], held_out: data.Rows[Any] | None, body: Any) -> None:

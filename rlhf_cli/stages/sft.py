@@ -84,15 +84,15 @@ def read_data(
 
     Of more rows than `sample` a sample. Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
     """
-    read_data = partial(
+    read = partial(
         data.sft_rows,
         config.sources()[f"data.{key}"],
-        sft_tokenizer,
+        tokenizer,
         max_length=None if strategy in CUT else config.sft.max_length,
         on_long=config.data.on_long,
         sample=sample,
     )
-    return setup.read_usable(config, f"data.{key}", setup.longer_rows(config, body), read_data)
+    return setup.read_usable(config, f"data.{key}", setup.longer_rows(config, body), read)
 
 
 def check_rows(
