@@ -152,7 +152,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path: Path, moment: str) 
     """A child process dies inside its second commit: the first state, or the whole second one, is what is found."""
     script = f"""
 import os, sys, pathlib
-from rlhf_cli.runs import states
+from rlhf_cli.runs import checkpoints as states
 folder = pathlib.Path(sys.argv[1])
 states.commit_state(folder, "step_000001", lambda path: (path / "weights").write_text("1"), keep=1)
 def die(*a, **k): os._exit(137)

@@ -203,18 +203,18 @@ def test_e09_what_bits_need_is_an_extra(
 # The limit comes with the second line of the log: one state is written by then.
 CHILD = """
 import resource, signal
-from rlhf_cli import tracking
+from rlhf_cli.tracking import metrics_log
 from rlhf_cli.cli import app
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-plain = tracking.MetricsLog.log
+plain = metrics_log.MetricsLog.log
 
 def log(self, step, *rest):
     plain(self, step, *rest)
     if step == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 
-tracking.MetricsLog.log = log
+metrics_log.MetricsLog.log = log
 app({command})
 """
 

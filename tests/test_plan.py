@@ -339,7 +339,7 @@ def test_ppo_is_planned_with_the_adapters_of_its_config(three: Path) -> None:
 
 def test_help_says_what_is_planned_without_a_mode() -> None:
     said = " ".join(plan("--help").stdout.replace("│", " ").split())
-    assert "each stage as its adapters say" in said
+    assert "Default: the adapters of each config" in said
 
 
 # Other machines.

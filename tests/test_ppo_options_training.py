@@ -228,7 +228,8 @@ def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
     made, alone = unlike(family, 2)
     micro = tiny.rollout().micro_batch(torch.arange(4))
     wanted = forward.response_logits(alone, micro)
-    assert torch.equal(forward.response_logits(made.ref, micro), wanted), "sharing changed the reference"
+    found = forward.response_logits(made.ref, micro)  # not to the last bit: kernels differ by the alignment of memory
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5), "sharing changed the reference"
     ours, theirs = (dict(model.named_parameters()) for model in (made.policy, made.ref))
     shared = {name for name in ours if ours[name] is theirs[name]}
     assert shared == {name for name in ours if not ours[name].requires_grad}
@@ -239,7 +240,7 @@ def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
     assert first["objective/kl"] == 0.0 and first["policy/first_ratio_error"] == 0.0
     for name, parameter in made.policy.named_parameters():
         assert torch.equal(parameter, before[name]) is (name in shared), name
-    assert torch.equal(forward.response_logits(made.ref, micro), wanted), "training changed the reference"
+    assert torch.allclose(forward.response_logits(made.ref, micro), found, rtol=0, atol=1e-5), "training changed the reference"
 
 
 def test_num_shared_layers_with_tied_embeddings_ties_the_references_head_too():
@@ -250,7 +251,8 @@ def test_num_shared_layers_with_tied_embeddings_ties_the_references_head_too():
     assert ref.lm_head.weight is ref.model.embed_tokens.weight is policy.lm_head.weight
     steps(made, 2)
     micro = tiny.rollout().micro_batch(torch.arange(4))
-    assert torch.equal(forward.response_logits(ref, micro), forward.response_logits(alone, micro))
+    found, wanted = forward.response_logits(ref, micro), forward.response_logits(alone, micro)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layers", [3, 4])

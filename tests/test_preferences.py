@@ -208,7 +208,7 @@ def test_comments_stand_in_one_column() -> None:
 def known_speed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is measured where a run is trained: beside other work that takes seconds."""
     if not request.node.get_closest_marker("training"):
-        monkeypatch.setattr(lengths, "measure", lambda folder: KNOWN.speed)
+        monkeypatch.setattr(lengths, "measure_speed", lambda folder: KNOWN.speed)
 
 
 def init(folder: Path, data: Path, base: Path, *more: str) -> Result:

@@ -168,7 +168,7 @@ def test_what_is_written_for_real_dialogues_is_so(tmp_path: Path, hh: Any) -> No
     run = tmp_path / "run"
     result = init(run, HH, STORIES)
     assert result.exit_code == 0 and "598 pairs (34 %) left out" in result.stderr
-    told = int(re.findall(r"response_length: 176 +# tokens, at most; (\d+) of 100", (run / "ppo.yaml").read_text())[0])
+    told = int(re.findall(r"response_length: 176 +# maximum tokens; (\d+) of 100", (run / "ppo.yaml").read_text())[0])
     prompts = {row["prompt"] for part in ("sft", "pairs", "prompts", "heldout") for row in read(run, part)}
     used = [length for pair, length in zip(*hh, strict=True) if pair.prompt in prompts]
     assert len(used) == 396 and abs(told - 100 * sum(length.chosen <= 176 for length in used) / len(used)) <= 0.5
@@ -214,7 +214,7 @@ def chat_model(tmp_path: Path) -> Path:
 @shared
 def test_many_pairs_of_a_prompt(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SFT learns four answers to a prompt at most, those chosen most often; evaluations are cut to the time."""
-    monkeypatch.setattr(lengths, "measure", lambda folder: Speed(trained=60.0, written=20.0))
+    monkeypatch.setattr(lengths, "measure_speed", lambda folder: Speed(trained=60.0, written=20.0))
     found = [json.loads(line) for line in gzip.decompress(ALPACA.read_bytes()).decode().splitlines()]
     asked = list(dict.fromkeys(row["prompt"] for row in found))[:100]
     found = [row for row in found if row["prompt"] in asked]
@@ -234,11 +234,11 @@ def test_many_pairs_of_a_prompt(chat_model: Path, tmp_path: Path, monkeypatch: p
         assert count == min(4, len(chosen))
         least = min(chosen[answer] for asked, answer in learned if asked == prompt)
         assert sorted(chosen.values(), reverse=True)[count - 1] == least
-    assert "# at most 4 answers to a prompt, those that were chosen most often" in (run / "sft.yaml").read_text()
+    assert "# at most 4 answers per prompt, those chosen most often" in (run / "sft.yaml").read_text()
     assert config.load("ppo", run / "ppo.yaml").ppo.response_length >= 32
     held_out = len(read(run, "sft_eval")), len(read(run, "pairs_eval"))
     assert held_out == (37, 64)  # of 10 prompts, up to 4 answers to each; of more than 200 pairs what the time allows
-    assert "# the same for held-out prompts, all 37 rows" in (run / "sft.yaml").read_text()
+    assert "# same form, held-out prompts, all 37 rows" in (run / "sft.yaml").read_text()
     assert re.search(r"64 of \d{3} pairs, as the time allows", (run / "reward.yaml").read_text())
 
 
@@ -307,7 +307,7 @@ def test_one_bad_second_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lies in the only call that a single measurement would time."""
     clock = Clock(0.3, 2.0, 0.1)  # the first one warms up
     monkeypatch.setattr(lengths.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(devices, "shared", lambda measure: (measure(), 1.0))
+    monkeypatch.setattr(devices, "measure_cpu_share", lambda measure: (measure(), 1.0))
     taken, share = lengths.best(clock.call)
     assert (taken, share) == (pytest.approx(0.1), 1.0)
 
@@ -316,7 +316,7 @@ def test_a_large_model_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
     """Its seconds are so many that a bad one among them changes little."""
     clock = Clock(30.0, 20.0, 0.1)
     monkeypatch.setattr(lengths.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(devices, "shared", lambda measure: (measure(), 0.5))
+    monkeypatch.setattr(devices, "measure_cpu_share", lambda measure: (measure(), 0.5))
     assert lengths.best(clock.call) == (pytest.approx(20.0), 0.5) and clock.now == 50.0
 
 
@@ -324,7 +324,7 @@ def test_beside_other_work_it_is_measured_again(monkeypatch: pytest.MonkeyPatch)
     for shares, taken, rounds in (([0.5, 0.95], 0.1, 2), ([0.5, 0.6, 0.4, 0.5, 0.3, 0.9], 0.1, 5)):
         clock, left = Clock(0.3, *[0.9] * lengths.CALLS, 0.1), list(shares)
         monkeypatch.setattr(lengths.time, "perf_counter", lambda clock=clock: clock.now)
-        monkeypatch.setattr(devices, "shared", lambda measure, left=left: (measure(), left.pop(0)))
+        monkeypatch.setattr(devices, "measure_cpu_share", lambda measure, left=left: (measure(), left.pop(0)))
         assert lengths.best(clock.call) == (pytest.approx(taken), max(shares[:rounds]))
         assert len(left) == len(shares) - rounds
 
@@ -334,7 +334,7 @@ def test_a_speed_beside_other_work_is_told_as_such(
 ) -> None:
     pairs = written(tmp_path / "pairs.jsonl", "Yes")
     for share, told in ((0.55, True), (0.97, False)):
-        monkeypatch.setattr(lengths, "measure", lambda folder, share=share: Speed(9000.0, 900.0, share))
+        monkeypatch.setattr(lengths, "measure_speed", lambda folder, share=share: Speed(9000.0, 900.0, share))
         result = init(tmp_path / f"run {share}", pairs, world.base)
         assert result.exit_code == 0
         assert ("other work left 55% of the processor to that measurement" in result.stdout) == told

@@ -309,7 +309,7 @@ def test_a_traceback_is_as_clean_as_any_line(folder: Path, monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise OSError(f"{HOSTILE} {TOKEN}")
 
-    monkeypatch.setattr("rlhf_cli.config.loading", fail)
+    monkeypatch.setattr("rlhf_cli.config.loading.load", fail)
     result = rlhf("sft", "--debug")
     assert "Traceback" in result.stderr and "error[R00]: OSError" in result.stderr
     assert not ACTIVE.search(result.stderr) and TOKEN not in result.stderr

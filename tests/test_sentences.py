@@ -27,8 +27,8 @@ EFFECTS, LEAST = 40, 0.2  # runs with an effect, and the share of them that says
 # Where it is concluded. What their texts say is here below, or in SILENT, a line each, where it claims no effect: it
 # tells a number, says that nothing can be told, names a file, or says what to do about what is claimed in another text.
 CONCLUDE = (
-    "report/findings", "report/glance", "report/health", "report/compare", "report/drawn", "evaluation/render",
-    "evaluation/reward_model",
+    "commands/report/findings", "commands/report/summary", "commands/report/health", "commands/report/compare",
+    "commands/report/charts", "evaluation/render", "evaluation/reward_model",
 )  # fmt: skip
 SILENT = Path(__file__).with_name("sentences.txt")
 # What says a direction or a judgement; texts of other modules that have such a word are listed as well.
@@ -157,7 +157,7 @@ def test_every_sentence_is_known_to_claim_an_effect_or_none() -> None:
     assert silent == sorted(set(silent)) and not set(silent) & {one.text for one in CLAIMS}
     root = Path(rlhf_cli.__file__).parent
     texts = set().union(*(texts_of(root / f"{name}.py") for name in CONCLUDE))
-    for folder in ("report", "evaluation"):
+    for folder in ("commands/report", "evaluation"):
         texts |= {text for path in (root / folder).glob("*.py") for text in texts_of(path) if WORDS.search(text)}
     known = {one.text for one in CLAIMS} | set(silent)
     assert sorted(texts - known) == [], "not sorted"

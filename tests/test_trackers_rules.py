@@ -14,7 +14,7 @@ from stand_in_wandb import stand_in
 from rlhf_cli import tracking
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import load
-from rlhf_cli.tracking import Trackers
+from rlhf_cli.tracking import Trackers, metrics_log
 from rlhf_cli.tracking.metrics_log import MetricsLog
 from rlhf_cli.tracking.tracker_run import Run
 from rlhf_cli.tracking.trackio import Trackio
@@ -174,11 +174,11 @@ def test_e06_a_library_that_is_missing(run_folder: Path, monkeypatch: pytest.Mon
 NAMELESS = """
 import sys
 from pathlib import Path
-from rlhf_cli import cli, tracking
+from rlhf_cli import cli
 from rlhf_cli.config import load
-from rlhf_cli.tracking import Trackers
+from rlhf_cli.tracking import Trackers, metrics_log
 with Trackers(load("sft", Path(sys.argv[1]), sys.argv[2:])) as trackers:
-    tracking.MetricsLog(Path("metrics.jsonl"), None, trackers)
+    metrics_log.MetricsLog(Path("metrics.jsonl"), None, trackers)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "trackio", "tensorboard", "torch"}))
 """
 
@@ -199,7 +199,7 @@ import sys
 from pathlib import Path
 from rlhf_cli.config import load
 from rlhf_cli.tracking.metrics_log import MetricsLog
-from rlhf_cli.tracking import Trackers
+from rlhf_cli.tracking import Trackers, metrics_log
 Path("sft").mkdir(exist_ok=True)
 trackers = Trackers(load("sft", Path("sft.yaml")))
 log = MetricsLog(Path("sft/metrics.jsonl"), None, trackers)

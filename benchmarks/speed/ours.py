@@ -68,7 +68,7 @@ def measure(job: Job) -> dict[str, Any]:
     """Updates, and between them the machine's rate, so that both meet the same neighbours on a shared machine."""
     ppo, laps = trainer(job), Laps()
     shape = floor.Shape.of(ppo.policy.config)
-    for method, phase in (("generate", "rollout"), ("judge", "judge"), ("update", "update")):
+    for method, phase in (("generate", "rollout"), ("make_experience", "judge"), ("update", "update")):
         laps.around(ppo, method, phase)
     real, padded, least, rates = [], [], [], []
     for rows in job.batches():
