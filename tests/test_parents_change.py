@@ -99,7 +99,7 @@ def swapped_before_loading(patch: pytest.MonkeyPatch, file: Path) -> None:
             swapped.append(swap(file))
         return load(*arguments)
 
-    patch.setattr(setup, "tokenizer", later)
+    patch.setattr(setup, "load_tokenizer", later)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])

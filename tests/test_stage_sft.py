@@ -166,7 +166,7 @@ def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
     ended = trl_common.TrainingCallback.on_evaluate
     monkeypatch.setattr(trl_common.TrainingCallback, "on_evaluate", note)
     monkeypatch.setattr(sft.SFTTrainer, "prediction_step", slow(sft.SFTTrainer.prediction_step))
-    monkeypatch.setattr(sft, "_sums", slow(sft._batch_sums))
+    monkeypatch.setattr(sft, "_batch_sums", slow(sft._batch_sums))
     sizes = {"num_train_epochs": 2, "max_steps": None, "per_device_eval_batch_size": 12}
     config = config_of(world, tmp_path, sft=sizes)
     headline = train(config)["metrics"]
@@ -505,7 +505,7 @@ def test_a_model_that_diverged_never_counts_as_finished(
 ) -> None:
     """Neither at once, nor when the same command finds the last step saved: the finished model's own loss decides."""
     config = config_of(world, tmp_path, sft={"max_steps": 1})
-    monkeypatch.setattr(sft, "_sums", lambda *_: (math.nan, 0.0, 0, 10))
+    monkeypatch.setattr(sft, "_batch_sums", lambda *_: (math.nan, 0.0, 0, 10))
     for _ in range(2):
         with pytest.raises(RLHFError, match="the training diverged") as caught:
             train(config)

@@ -125,12 +125,13 @@ def training_args(args_class: Any, config: SFTConfig | RewardConfig, **overrides
         "learning_rate num_train_epochs per_device_train_batch_size per_device_eval_batch_size weight_decay adam_beta1 "
         "gradient_accumulation_steps lr_scheduler_type max_grad_norm adam_beta2 adam_epsilon gradient_checkpointing"
     )
+    warmup = section.warmup_ratio if section.warmup_steps is None else section.warmup_steps
     fields = {
         **{name: getattr(section, name) for name in same_names.split()},
         "output_dir": str(config.folder / "state"),
         "seed": config.seed,
         "max_steps": section.max_steps or -1,
-        "warmup_steps": section.warmup_steps if section.warmup_steps is not None else section.warmup_ratio,
+        "warmup_steps": warmup,  # below 1: a ratio
         "bf16": devices.use_bf16(section.bf16),
         "use_cpu": not gpu,
         "ddp_find_unused_parameters": False,  # every pass uses all trained parameters; searching takes time
