@@ -115,10 +115,10 @@ def trainer_of(folder: Path, stage: str, *changes: str) -> Any:
     config = load(stage, folder / f"{stage}.yaml", changes)
     parents = runs.open_parents(config)
     if stage == "sft":
-        tokenizer, model = sft.start(config, Options(), parents)
-        return sft.make_trainer(config, model, tokenizer, *sft.read(config, tokenizer, model.config, None), None)
-    tokenizer, model = reward.start(config, Options(), parents["model.path"])
-    return reward.make_trainer(config, model, tokenizer, *reward.read(config, tokenizer, model.config))
+        tokenizer, model = sft.load_tokenizer_and_model(config, Options(), parents)
+        return sft.make_trainer(config, model, tokenizer, *sft.read_rows(config, tokenizer, model.config, None), None)
+    tokenizer, model = reward.load_tokenizer_and_model(config, Options(), parents["model.path"])
+    return reward.make_trainer(config, model, tokenizer, *reward.read_rows(config, tokenizer, model.config))
 
 
 KINDS = ("{kind: lora, r: 4}", "{kind: qlora, r: 4}", "{kind: lora, r: 4, use_dora: true}")
@@ -258,7 +258,7 @@ def test_a_stopped_stage_ends_in_the_bytes_of_a_straight_one(
     """Stopped behind an evaluation, between two regular checkpoints; then once more from a checkpoint after a kill."""
     folders = [write(tmp_path / name, world, parent="model") for name in ("straight", "stopped")]
     whole = run(folders[0], stage, *CASES[stage])
-    real = trl_common.Follower.on_step_end
+    real = trl_common.TrainingCallback.on_step_end
 
     def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 5:
@@ -266,7 +266,7 @@ def test_a_stopped_stage_ends_in_the_bytes_of_a_straight_one(
         real(self, args, state, control, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(trl_common.Follower, "on_step_end", on_step_end)
+        patched.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
         assert rlhf(stage, "-c", str(folders[1] / f"{stage}.yaml"), *CASES[stage]).exit_code == 143
     assert (folders[1] / stage / "state/checkpoint-5").is_dir()
     assert run(folders[1], stage, *CASES[stage])["model_sha256"] == whole["model_sha256"]
@@ -394,5 +394,5 @@ def test_memory_is_counted_through_adapters(adapters_copy: Path) -> None:
     numbers = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
     for stage, counts in (("sft", (0, numbers)), ("reward", (0, numbers)), ("ppo", (2 * numbers, 2 * numbers))):
         config = load(stage, adapters_copy / f"{stage}.yaml")
-        assert hardware._counts(config, runs.open_parents(config)) == counts
+        assert hardware._count_trained_and_frozen(config, runs.open_parents(config)) == counts
     assert count_parameters(adapters_copy / "reward/model") == numbers

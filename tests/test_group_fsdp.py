@@ -134,4 +134,4 @@ def test_what_cannot_be_cut_up_is_refused_and_one_process_has_nothing_to_cut(cut
         assert is_one_error(ppo(cut, "-s", more), "C17"), more
     result = ppo(cut)
     assert result.exit_code == 0 and "warning[E01]" in result.stderr
-    assert "fsdp cuts models up over several processes, and this is one: nothing is done for it" in result.stderr
+    assert "fsdp shards models over several processes, and this is one process: it has no effect" in result.stderr

@@ -160,8 +160,8 @@ def test_rows_that_do_not_fill_the_last_step_are_filled_up(world: World, tmp_pat
 
 def test_accelerate_must_have_found_the_same_processes(world: World, tmp_path: Path) -> None:
     loaded = load("sft", config(world, tmp_path / "run", ("sft", {}, {}), 2))
-    tokenizer, model = sft.start(loaded, Options(), runs.open_parents(loaded))
-    read = sft.read(loaded, tokenizer, model.config, None)
+    tokenizer, model = sft.load_tokenizer_and_model(loaded, Options(), runs.open_parents(loaded))
+    read = sft.read_rows(loaded, tokenizer, model.config, None)
     with pytest.raises(RLHFError, match="accelerate found 1 process, 2 train together"):
         sft.make_trainer(loaded, model, tokenizer, *read, None, ProcessGroup(0, 2))
 

@@ -72,9 +72,9 @@ def test_e03_a_disk_too_small_for_the_states(three: Path, stage: str, monkeypatc
     usage = shutil.disk_usage(three)._replace(free=needed - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     says = (
-        f"3 states of {system.size(needed / 3)} need {system.size(needed)} at least",
+        f"3 checkpoints of {system.size(needed / 3)} need at least {system.size(needed)}",
         "are free",
-        "hint: make room there",
+        "hint: free disk space",
     )
     assert refused(rlhf(stage), "E03", f"{stage}: ", *says)
     assert "error[E03]" in check(f"{stage}.yaml").stderr
@@ -92,7 +92,7 @@ def _numbers(folder: Path) -> int:
 def test_e03_a_memory_too_small(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = _numbers(three / "model")
     monkeypatch.setattr(system, "memory", lambda: 16 * numbers - 1)
-    says = (f"{numbers:,} numbers that are trained need", "the CPU has", "hint: use a smaller model")
+    says = (f"{numbers:,} trained parameters need", "the CPU has", "hint: use a smaller model")
     assert refused(rlhf("sft"), "E03", "sft.yaml:1: ", *says)
     # Where it is looked at is not always where it runs.
     assert warned(check("sft.yaml"), "E03", "sft.yaml:1: ", *says)
@@ -115,7 +115,7 @@ def test_e03_counts_what_is_loaded_and_trained(three: Path, monkeypatch: pytest.
     }
     monkeypatch.setattr(system, "memory", lambda: 16 * numbers - 1)
     save_file(weights, "model/consolidated.safetensors")
-    says = f": {numbers:,} numbers that are trained need"
+    says = f": {numbers:,} trained parameters need"
     assert says in check("sft.yaml").stderr
     Path("model/model.safetensors").unlink()
     assert "warning[E03]" not in check("sft.yaml").stderr  # nothing that would be loaded
@@ -137,7 +137,7 @@ def test_e03_counts_a_model_that_several_keys_name_once(three: Path, monkeypatch
     replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
     needed = 16 * (model + scorer) + 4 * (model + scorer)
     monkeypatch.setattr(system, "memory", lambda: needed - 1)
-    says = f"{model + scorer:,} numbers that are trained and {model + scorer:,} that are not"
+    says = f"{model + scorer:,} trained and {model + scorer:,} frozen parameters"
     assert warned(check("ppo.yaml"), "E03", "ppo.yaml:", says)
     monkeypatch.setattr(system, "memory", lambda: needed)
     assert "E03" not in check("ppo.yaml").stderr

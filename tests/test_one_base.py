@@ -158,7 +158,7 @@ def test_the_four_take_little_more_than_one(wide: Path, monkeypatch: pytest.Monk
 def test_the_base_is_counted_once_before_a_run(adapters_copy: Path) -> None:
     numbers = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
     config = load("ppo", adapters_copy / "ppo.yaml", ["models.adapters={kind: lora}"])
-    assert hardware._counts(config, runs.open_parents(config)) == (0, numbers)
+    assert hardware._count_trained_and_frozen(config, runs.open_parents(config)) == (0, numbers)
 
 
 # What PPO leaves
@@ -340,7 +340,7 @@ def test_a_whole_reward_model_is_held_once_more_and_said(adapters_copy: Path) ->
         assert not torch.allclose(read, models["reward"](input_ids=ids).logits, atol=1e-3)
     numbers = sum(tensor.numel() for tensor in load_file("model/model.safetensors").values())
     config = load("ppo", adapters_copy / "ppo.yaml", ["models.adapters={kind: lora}"])
-    assert hardware._counts(config, runs.open_parents(config)) == (0, 2 * numbers)
+    assert hardware._count_trained_and_frozen(config, runs.open_parents(config)) == (0, 2 * numbers)
 
 
 def test_a_reward_adapter_of_the_base_below_is_another_model(adapters_copy: Path) -> None:

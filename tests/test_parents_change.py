@@ -92,14 +92,14 @@ def test_m14_nothing_is_finished_on_a_parent_that_changed(tmp_path: Path) -> Non
 
 def swapped_before_loading(patch: pytest.MonkeyPatch, file: Path) -> None:
     """Somebody renames another file over a parent's weights, after the hashes and before the first model is loaded."""
-    load, swapped = setup.tokenizer, []
+    load, swapped = setup.load_tokenizer, []
 
     def later(*arguments: Any) -> Any:
         if not swapped:
             swapped.append(swap(file))
         return load(*arguments)
 
-    patch.setattr(setup, "tokenizer", later)
+    patch.setattr(setup, "load_tokenizer", later)
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward"])

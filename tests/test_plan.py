@@ -148,7 +148,7 @@ def test_uses_name_each_folder_of_a_frozen_model_once(three: Path) -> None:
     from rlhf_cli.config.loading import load
 
     replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
-    uses = hardware.uses(load("ppo", Path("ppo.yaml")))
+    uses = hardware.models_in_memory(load("ppo", Path("ppo.yaml")))
     assert [(use.role, use.trained) for use in uses] == [
         ("policy", True), ("reference", False), ("value", True), ("reward", False),
     ]  # fmt: skip

@@ -111,7 +111,7 @@ def test_on_a_cpu_there_is_nowhere_to_send_them_which_is_said(run_folder):
         pytest.skip("this machine computes on a GPU")
     result = ppo(run_folder, "-s", "ppo.offload=true")
     assert result.exit_code == 0 and result.stderr.count("warning[E01]") == 1
-    assert "ppo.offload: offload sends models from a GPU into the CPU's memory, where they are here" in result.stderr
+    assert "ppo.offload: offload moves models from a GPU to CPU memory, and this machine has no GPU" in result.stderr
 
 
 def test_what_the_policy_uses_cannot_be_sent_away(run_folder):

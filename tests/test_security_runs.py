@@ -15,7 +15,7 @@ from canaries import SECRETS, is_pickle, leaks, run
 from test_security import ACTIVE, HOSTILE, Code
 
 from rlhf_cli import jsonl, runs
-from rlhf_cli.stages.trl_common import Follower
+from rlhf_cli.stages.trl_common import TrainingCallback
 
 pytestmark = pytest.mark.training
 
@@ -29,12 +29,12 @@ def test_what_tells_pickles_apart_knows_them() -> None:
 
 KILLED = """
 import os
-from rlhf_cli.stages.trl_common import Follower
-real = Follower.on_save
+from rlhf_cli.stages.trl_common import TrainingCallback
+real = TrainingCallback.on_save
 def at(self, args, state, control, **more):
     if state.global_step == 3: os._exit(137)
     return real(self, args, state, control, **more)
-Follower.on_save = at
+TrainingCallback.on_save = at
 from rlhf_cli.cli import app
 app()
 """
@@ -54,7 +54,7 @@ def test_no_token_stays_however_a_training_ends(
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)
     if stage == "sft":
-        real = Follower.on_step_end
+        real = TrainingCallback.on_step_end
 
         def at(self: Any, args: Any, state: Any, control: Any, **more: Any) -> Any:
             if state.global_step == 3:
@@ -62,7 +62,7 @@ def test_no_token_stays_however_a_training_ends(
             return real(self, args, state, control, **more)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Follower, "on_step_end", at)
+            patched.setattr(TrainingCallback, "on_step_end", at)
             stopped = rlhf(stage)
         assert stopped.exit_code == code, stopped.stderr
         assert not any(secret in stopped.output for secret in SECRETS.values())
@@ -109,7 +109,7 @@ def test_a_pickle_that_would_run_code_is_refused_in_one_line(interrupted: Path, 
     result = rlhf("sft")
     errors = [line for line in result.stderr.splitlines() if line.startswith(("error", "hint"))]
     assert result.exit_code == 1 and "Traceback" not in result.stderr and len(errors) == 2, result.stderr
-    assert errors[0].startswith("error[M05]: sft/state/checkpoint-2 holds something else than numbers")
+    assert errors[0].startswith("error[M05]: sft/state/checkpoint-2 contains non-tensor objects")
     assert "weights_only" not in result.stderr, "nobody is told how to run it all the same"
     assert not (interrupted / "it ran").exists() and not Path("sft/manifest.json").exists()
 

@@ -87,8 +87,8 @@ def metrics_of(config: RewardConfig) -> list[dict[str, Any]]:
 
 def trainer_of(config: RewardConfig) -> tuple[Any, list[dict[str, Any]], Any]:
     """The stage's trainer before training, its token rows, and the tokenizer."""
-    tokenizer, model = reward.start(config, Options(), runs.open_parents(config)["model.path"])
-    token_rows, held_out = reward.read(config, tokenizer, model.config)
+    tokenizer, model = reward.load_tokenizer_and_model(config, Options(), runs.open_parents(config)["model.path"])
+    token_rows, held_out = reward.read_rows(config, tokenizer, model.config)
     trainer = reward.make_trainer(config, model, tokenizer, token_rows, held_out)
     shutil.rmtree(config.folder)  # transformers makes the folder at once
     return trainer, token_rows, tokenizer
@@ -186,7 +186,7 @@ def test_normalised_scores_of_the_sft_models_answers_have_mean_0_and_deviation_1
     assert (scorer.config.reward_mean, scorer.config.reward_std) == (manifest["reward_mean"], manifest["reward_std"])
     tokenizer = tokenizers.load_tokenizer(config.folder / "model")
     parent = runs.open_parents(config)["model.path"]
-    answers = reward.sampled(config, Options(), parent, tokenizer, reward.read_data(config, "train", tokenizer))
+    answers = reward.sample_answers(config, Options(), parent, tokenizer, reward.read_data(config, "train", tokenizer))
     prompts = {tuple(data.encode(tokenizer, row["prompt"], None)[0]) for _, row in jsonl.read_jsonl(world.pairs)}
     cut = [(ids[:length], ids[length:]) for ids in answers for length in [len(next(iter(prompts)))]]
     assert len(answers) == 24 and len({tuple(ids) for ids in answers}) > 12
@@ -286,7 +286,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
         if not folder.mkdir()
     ]
     straight = train(configs[0])
-    real = trl_common.Follower.on_step_end
+    real = trl_common.TrainingCallback.on_step_end
     with monkeypatch.context() as patched:
 
         def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -294,7 +294,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_metrics(
                 os.kill(os.getpid(), signal.SIGTERM)
             real(self, args, state, control, **kwargs)
 
-        patched.setattr(trl_common.Follower, "on_step_end", on_step_end)
+        patched.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
         with pytest.raises(SystemExit) as stopped:
             reward.run(configs[1], Options())
     assert stopped.value.code == 143

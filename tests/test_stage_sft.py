@@ -70,9 +70,9 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def trainer_of(config: SFTConfig) -> tuple[Any, list[dict[str, list[int]]], Any]:
     """The stage's trainer before training, its token rows, and the tokenizer."""
-    tokenizer, model = sft.start(config, Options(), runs.open_parents(config))
+    tokenizer, model = sft.load_tokenizer_and_model(config, Options(), runs.open_parents(config))
     strategy = sft.packing_strategy(config)
-    token_rows, held_out = sft.read(config, tokenizer, model.config, strategy)
+    token_rows, held_out = sft.read_rows(config, tokenizer, model.config, strategy)
     trainer = sft.make_trainer(config, model, tokenizer, token_rows, held_out, strategy)
     if not (config.folder / "manifest.json").exists():
         shutil.rmtree(config.folder)  # transformers makes the folder at once
@@ -163,10 +163,10 @@ def test_every_evaluation_shows_its_batches_and_the_last_is_made_once(
         evaluated.append(state.global_step)
         ended(self, args, state, control, **kwargs)
 
-    ended = trl_common.Follower.on_evaluate
-    monkeypatch.setattr(trl_common.Follower, "on_evaluate", note)
+    ended = trl_common.TrainingCallback.on_evaluate
+    monkeypatch.setattr(trl_common.TrainingCallback, "on_evaluate", note)
     monkeypatch.setattr(sft.SFTTrainer, "prediction_step", slow(sft.SFTTrainer.prediction_step))
-    monkeypatch.setattr(sft, "_sums", slow(sft._sums))
+    monkeypatch.setattr(sft, "_batch_sums", slow(sft._batch_sums))
     sizes = {"num_train_epochs": 2, "max_steps": None, "per_device_eval_batch_size": 12}
     config = config_of(world, tmp_path, sft=sizes)
     headline = train(config)["metrics"]
@@ -318,7 +318,7 @@ def test_the_models_own_head_gives_trls_numbers(world: World) -> None:
     found = []
     for attach in (
         lambda: add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1")),
-        lambda: sft._score_by_own_head(model),
+        lambda: sft._use_own_lm_head(model),
     ):
         model.__dict__.pop("forward", None)
         attach()
@@ -333,14 +333,14 @@ def test_the_models_own_head_gives_trls_numbers(world: World) -> None:
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Send this process a signal while step `step` is being made."""
-    real = trl_common.Follower.on_step_end
+    real = trl_common.TrainingCallback.on_step_end
 
     def on_step_end(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == step:
             os.kill(os.getpid(), number)
         real(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(trl_common.Follower, "on_step_end", on_step_end)
+    monkeypatch.setattr(trl_common.TrainingCallback, "on_step_end", on_step_end)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +505,7 @@ def test_a_model_that_diverged_never_counts_as_finished(
 ) -> None:
     """Neither at once, nor when the same command finds the last step saved: the finished model's own loss decides."""
     config = config_of(world, tmp_path, sft={"max_steps": 1})
-    monkeypatch.setattr(sft, "_sums", lambda *_: (math.nan, 0.0, 0, 10))
+    monkeypatch.setattr(sft, "_batch_sums", lambda *_: (math.nan, 0.0, 0, 10))
     for _ in range(2):
         with pytest.raises(RLHFError, match="the training diverged") as caught:
             train(config)

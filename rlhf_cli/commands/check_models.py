@@ -19,7 +19,7 @@ from rlhf_cli.evaluation import reward_cards
 from rlhf_cli.models import build, load, lora, tokenizers
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward, setup, sft, trl_common
-from rlhf_cli.stages.hardware import POLICIES
+from rlhf_cli.stages.hardware import POLICY_KEYS
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Trial:
         body = start.body if start else None
         with self.report.collecting():
             if config.model.new is not None:
-                body = sft.new_body(config, config.model.new.tokenizer.vocab_size)
+                body = sft.new_model_config(config, config.model.new.tokenizer.vocab_size)
                 tokenizer = self._new_tokenizer(stage)
             elif start and start.tokenizer and body:
                 lora.check_target_modules(config, body)
                 tokenizers.check_vocabulary_size(
                     body.get_text_config().vocab_size, start.tokenizer, config.where("model.path")
                 )
-                tokenizer = sft.sft_tokenizer(config, start.tokenizer)
+                tokenizer = sft.prepare_tokenizer(config, start.tokenizer)
         if "data.train" in stage.data:
             strategy = None
             with self.report.collecting():
@@ -82,10 +82,10 @@ class Trial:
         """The tokenizer of model.new takes its time, and so does a model: both are made where models are looked at."""
         if not self.deep:
             self.report.skip("sft model.new: its tokenizer, so no lengths in tokens; the stage trains it (or --deep)")
-        elif sft.TRAINED_ON in stage.data:
+        elif sft.TOKENIZER_DATA_KEY in stage.data:
             config = cast(SFTConfig, stage.config)
             assert config.model.new
-            tokenizer = sft.sft_tokenizer(config, None)
+            tokenizer = sft.prepare_tokenizer(config, None)
             with placed(config.where("model.new")):
                 build.new_causal_lm(config.model.new.config_fields(), tokenizer)
             return tokenizer
@@ -97,10 +97,10 @@ class Trial:
         body = start.body if start else None
         with self.report.collecting():
             if start and body is not None:
-                reward.check_body(config, body)
+                reward.check_can_sample(config, body)
                 lora.check_target_modules(config, body)
             if start and start.tokenizer:
-                tokenizer = reward.reward_tokenizer(config, start.tokenizer, start.parent.stage)
+                tokenizer = reward.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
         rows, held_out = (
             self._rows(stage, f"data.{key}", partial(reward.read_data, config, key, tokenizer, body))
             for key in ("train", "eval")
@@ -178,9 +178,9 @@ class Trial:
                 known[key] = replace(promised.parent, key=key)
         if "models.sft" in known:
             with self.report.collecting():
-                setup.check_alike(config, options, known)
+                setup.check_same_tokenization(config, options, known)
         for key, parent in stage.parents.items():
-            if key in POLICIES:
+            if key in POLICY_KEYS:
                 with self.report.collecting(), placed(config.where(key)):
                     body = load.read_causal_lm_config(parent.model, options.trust_remote_code)
                     if key != "models.sft":
@@ -199,11 +199,11 @@ class Trial:
         seen: set[Path] = set()
         start = self._policy(stage)
         for key, parent in stage.parents.items():
-            if hardware.is_scorer(key) and parent.path not in seen:
+            if hardware.is_scorer_key(key) and parent.path not in seen:
                 seen.add(parent.path)
                 with self.report.collecting(), placed(stage.config.where(key)):
                     scorer = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
-                    theirs = start and setup.own_tokenizer(stage.config, self.options, start, parent)
+                    theirs = start and setup.load_own_tokenizer(stage.config, self.options, start, parent)
                     how = "; encoded anew for it" if theirs else ""
                     told = f"{shown(parent.path)}: {scorer.model_type}, one label{how}"
                     self.report.add(stage.config.stage, key, told)
@@ -224,7 +224,7 @@ class Trial:
         """The prompts, as reward models with a tokenizer of their own will read them."""
         for key, theirs in own.items():
             with self.report.collecting():
-                setup.retold_prompts(stage.config, key, theirs, prompts, scorers[key])
+                setup.retokenize_prompts(stage.config, key, theirs, prompts, scorers[key])
 
     def _start(self, stage: Stage, key: str) -> Start | None:
         """What the stage starts from; the tokenizer is the caller's to change."""
@@ -239,7 +239,7 @@ class Trial:
             return None
         parent = stage.parents[key]
         with self.report.collecting():
-            tokenizer = setup.tokenizer(config, options, parent)
+            tokenizer = setup.load_tokenizer(config, options, parent)
             with placed(config.where(key)):
                 body = load.read_config(parent.model, options.trust_remote_code)
             self.report.add(config.stage, key, f"{shown(parent.path)}: {body.model_type}, {len(tokenizer)} tokens")
@@ -256,12 +256,14 @@ class Trial:
             if parent.path in seen:
                 continue
             seen.add(parent.path)
-            load_model = setup.causal if config.stage == "sft" or key in POLICIES else setup.scorer
-            load_model = setup.scorer_to_train if config.stage == "reward" else load_model
-            load_model = setup.classifier if key.endswith(".pipeline") else load_model
+            load_model = (
+                setup.load_causal_lm if config.stage == "sft" or key in POLICY_KEYS else setup.load_reward_model
+            )
+            load_model = setup.init_reward_model if config.stage == "reward" else load_model
+            load_model = setup.load_classifier if key.endswith(".pipeline") else load_model
             with self.report.collecting():
-                model = load_model(config, options, parent, setup.tokenizer(config, options, parent))
-                if parent.manifest.get("probes") and load_model is setup.scorer:
+                model = load_model(config, options, parent, setup.load_tokenizer(config, options, parent))
+                if parent.manifest.get("probes") and load_model is setup.load_reward_model:
                     setup.check_probes(model, parent, where=config.where(key))
                 self.report.add(config.stage, key, f"loaded, {model.num_parameters():,} parameters")
 
@@ -295,5 +297,7 @@ class Trial:
         """What the batch sizes come to. How many sequences packed rows make is known once they are packed."""
         settings = config.sft if isinstance(config, SFTConfig) else config.reward
         if not packed or settings.max_steps:
-            setup.warn_intervals(config, settings.steps(len(rows)))
-        self.report.add(config.stage, "batches", trl_common.arithmetic(config, rows, packed=0 if packed else None))
+            setup.warn_long_intervals(config, settings.steps(len(rows)))
+        self.report.add(
+            config.stage, "batches", trl_common.describe_batches(config, rows, packed=0 if packed else None)
+        )

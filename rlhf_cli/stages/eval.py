@@ -64,16 +64,16 @@ def _evaluate(
 ) -> dict[str, Any]:
     """Write samples.jsonl and report.json; return the report. All ranks sample, the first rank writes."""
     hardware.check(config, parents)
-    setup.check_alike(config, options, parents)
+    setup.check_same_tokenization(config, options, parents)
     sft, ppo = parents["models.sft"], parents["models.ppo"]
-    tokenizer = setup.tokenizer(config, options, sft)
+    tokenizer = setup.load_tokenizer(config, options, sft)
     settings = eval_setup.ppo_settings(ppo)
     sampling = eval_setup.sampling_params(config, settings, ppo.path, data.stop_token_id(tokenizer))
     model_config = load.read_config(sft.model, options.trust_remote_code)
     with process_group.main_process_first():
         usable = eval_setup.read_prompts(config, tokenizer, model_config, sampling.response_length)
     if usable.left_out or len(usable) < config.eval.n:
-        available = trl_common.counted(usable, "held-out prompts")
+        available = trl_common.describe_rows(usable, "held-out prompts")
         terminal.say(f"eval     {available}; eval.n asks for {config.eval.n}")
     prompts = usable[: config.eval.n]
     eval_setup.warn_of_selection_by_reward(config)
@@ -116,15 +116,15 @@ def evaluate_policies(
 
     At most one other policy is in memory beside the SFT policy. Each rank samples a part of the prompts.
     """
-    writing = setup.Writing(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts)
-    judges = load_judges(config, options, parents, writing)
+    policy_text = setup.PolicyText(parents["models.sft"], tokenizer, sampling.stop_token_id, prompts)
+    judges = load_judges(config, options, parents, policy_text)
     evaluator = PolicyEvaluator(config, tokenizer, prompts, sampling, judges, process_group)
     policies, num_draws = _policies(config, parents, series), max(config.eval.best_of, default=0)
     evaluated: list[EvalResponses] = []
     draws: list[EvalResponses] = []
 
     def load_policy(parent: Parent) -> Any:
-        return setup.causal(config, options, parent, tokenizer).to(devices.device()).eval()
+        return setup.load_causal_lm(config, options, parent, tokenizer).to(devices.device()).eval()
 
     sft = load_policy(parents["models.sft"])
     with Progress("eval", sum(len(entry.modes) for entry in policies) + num_draws, "round") as bar:
@@ -155,14 +155,20 @@ def _policies(config: EvalConfig, parents: Mapping[str, Parent], series: Snapsho
 
 
 def load_judges(
-    config: EvalConfig, options: Options, parents: Mapping[str, Parent], writing: setup.Writing
+    config: EvalConfig, options: Options, parents: Mapping[str, Parent], policy_text: setup.PolicyText
 ) -> dict[str, JudgeFn | ModelReward]:
     """Load the judges by name: reward models and functions. `reward` is the model PPO was trained on."""
 
     def reward_model(parent: Parent) -> ModelReward:
-        own_tokenizer = setup.own_tokenizer(config, options, writing.sft, parent)
-        model = setup.scorer(config, options, parent, own_tokenizer or writing.tokenizer).to(devices.device()).eval()
-        return setup.reward(config, parent.key, writing, model, own_tokenizer, rows=config.eval.per_device_batch_size)
+        own_tokenizer = setup.load_own_tokenizer(config, options, policy_text.sft, parent)
+        model = (
+            setup.load_reward_model(config, options, parent, own_tokenizer or policy_text.tokenizer)
+            .to(devices.device())
+            .eval()
+        )
+        return setup.build_model_reward(
+            config, parent.key, policy_text, model, own_tokenizer, rows=config.eval.per_device_batch_size
+        )
 
     functions = eval_setup.judge_functions(config)
     judges: dict[str, JudgeFn | ModelReward] = {}

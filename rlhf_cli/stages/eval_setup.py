@@ -77,7 +77,7 @@ def read_prompts(
     if model_config is not None:
         max_length = load.max_prompt_tokens(model_config, response_length, config.where("eval.response_length"))
     read = partial(data.prompt_rows, config.sources()["data.prompts"], tokenizer, max_length=max_length, sample=sample)
-    return setup.read_usable(config, "data.prompts", setup.longer_prompts("eval", max_length, response_length), read)
+    return setup.read_rows(config, "data.prompts", setup.longer_prompts_hint("eval", max_length, response_length), read)
 
 
 def judge_functions(config: EvalConfig) -> dict[str, RewardFn]:

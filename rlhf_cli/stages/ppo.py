@@ -259,7 +259,7 @@ def save_models(config: PPOConfig, components: PPOComponents, step: int) -> None
     save.save_model(policy, components.tokenizer, config.folder / "model", f"Policy after {trained}.")
     if isinstance(value, forward.ValueHead):
         head, base = value.score, components.base
-        value = base.with_head(policy, head) if base else load.reward_model_from_backbone(policy, head)
+        value = base.value_from_head(policy, head) if base else load.reward_model_from_backbone(policy, head)
     save.save_model(value, components.tokenizer, config.folder / "value", f"Value model after {trained}.")
 
 

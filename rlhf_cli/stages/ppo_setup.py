@@ -25,7 +25,7 @@ from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 from rlhf_cli.rewards.source import RewardFn, RewardSource
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup, shared_base, trl_common
-from rlhf_cli.stages.shared_base import OneBase
+from rlhf_cli.stages.shared_base import SharedBaseModels
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PPOComponents:
     num_updates: int
     policy: Any
     value: Any
-    base: OneBase | None
+    base: SharedBaseModels | None
 
 
 def load_components(
@@ -51,17 +51,17 @@ def load_components(
 
     Raises RLHFError: C06, C07, C13, D01-D14, T04, T05, M01-M09.
     """
-    settings, sft = hardware.usable_here(config.ppo), parents["models.sft"]
+    settings, sft = hardware.settings_for_this_machine(config.ppo), parents["models.sft"]
     check_hub_push(config, sft)
-    setup.check_alike(config, options, parents)
+    setup.check_same_tokenization(config, options, parents)
     reward_fns = build_reward_fns(config, options, parents)
-    tokenizer = setup.tokenizer(config, options, sft)
-    start = setup.causal(config, options, sft, tokenizer)
+    tokenizer = setup.load_tokenizer(config, options, sft)
+    start = setup.load_causal_lm(config, options, sft, tokenizer)
     ref = start if config.models.adapters else copy.deepcopy(start)  # copied on the CPU: offload keeps it off the GPU
     if not settings.fsdp:
         start.to(devices.device())
-    base = shared_base.of(config, options, sft, start)
-    saved_policy = base.policy() if base else start
+    base = shared_base.build_shared_base(config, options, sft, start)
+    saved_policy = base.make_policy() if base else start
     policy = lora.unwrap(saved_policy)
     check_num_shared_layers(config, policy.config)
     stop_id = stop_token_id(config, tokenizer, policy.get_input_embeddings().weight.shape[0])
@@ -69,8 +69,8 @@ def load_components(
     has_eval = "data.eval_prompts" in config.sources()
     eval_prompts = read_prompts(config, "eval_prompts", tokenizer, policy.config) if has_eval else None
     check_prompt_counts(config, prompts, eval_prompts)
-    writing = setup.Writing(sft, tokenizer, stop_id, [*prompts, *(eval_prompts or [])])
-    cache = RewardModelCache(config, options, parents, writing, base, settings.offload, settings.fsdp)
+    policy_text = setup.PolicyText(sft, tokenizer, stop_id, [*prompts, *(eval_prompts or [])])
+    cache = RewardModelCache(config, options, parents, policy_text, base, settings.offload, settings.fsdp)
     cache.check_probes()
     batch_size, pad_id = settings.local_rollout_forward_batch_size, tokenizer.pad_token_id or 0
     engine = HFEngine(policy, stop_id, pad_id, settings.temperature, batch_size, bf16=settings.bf16)
@@ -123,18 +123,18 @@ class RewardModelCache:
     config: PPOConfig
     options: Options
     parents: Mapping[str, Parent]
-    writing: setup.Writing
-    base: OneBase | None = None
+    policy_text: setup.PolicyText
+    base: SharedBaseModels | None = None
     offload: bool = False
     fsdp: bool = False
     loaded: dict[Path, tuple[Any, Any]] = field(default_factory=dict)  # folder -> (model, own tokenizer)
 
     def load(self, key: str, own_tokenizer: Any = None) -> Any:
         """Load a new copy of a model. `own_tokenizer`: the one it reads if that is not the policy's."""
-        tokenizer = own_tokenizer or self.writing.tokenizer
+        tokenizer = own_tokenizer or self.policy_text.tokenizer
         if self.base:
-            return shared_base.reward(self.base, self.parents[key], tokenizer)
-        return setup.scorer(self.config, self.options, self.parents[key], tokenizer)
+            return shared_base.load_reward_model(self.base, self.parents[key], tokenizer)
+        return setup.load_reward_model(self.config, self.options, self.parents[key], tokenizer)
 
     def frozen_model(self, key: str) -> Any:
         """Return a cached model that is not trained."""
@@ -145,10 +145,10 @@ class RewardModelCache:
         settings = self.config.ppo
         rows = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
         model, own_tokenizer = self._load_frozen(key)
-        return setup.reward(
+        return setup.build_model_reward(
             self.config,
             key,
-            self.writing,
+            self.policy_text,
             model,
             own_tokenizer,
             rows=rows,
@@ -160,12 +160,12 @@ class RewardModelCache:
         """Return a frozen model and its own tokenizer, None if it reads the policy's tokens."""
         parent = self.parents[key]
         if parent.model not in self.loaded:
-            own_tokenizer = setup.own_tokenizer(self.config, self.options, self.writing.sft, parent)
+            own_tokenizer = setup.load_own_tokenizer(self.config, self.options, self.policy_text.sft, parent)
             model = self.load(key, own_tokenizer).eval().requires_grad_(False)
             if not self.offload:
                 model.to(devices.device())
             self.loaded[parent.model] = model, own_tokenizer
-            stop_id = data.stop_token_id(own_tokenizer) if own_tokenizer else self.writing.stop_token_id
+            stop_id = data.stop_token_id(own_tokenizer) if own_tokenizer else self.policy_text.stop_token_id
             warn_pad_is_stop_token(model.config, stop_id, self.config.where(key))
         return self.loaded[parent.model]
 
@@ -177,8 +177,9 @@ class RewardModelCache:
         key = "models.reward" if source == "reward" else "models.value"
         if self.base:
             parent = self.parents[key]
-            separate = self.base.apart(parent, self.writing.tokenizer)
-            return self.base.beside(self.frozen_model(key), parent) if separate else self.base.scorer(parent)
+            if self.base.own_weights_reason(parent, self.policy_text.tokenizer):
+                return self.base.value_from_reward_model(self.frozen_model(key), parent)
+            return self.base.load_scorer(parent)
         copied = source == "reward"
         model = copy.deepcopy(self.frozen_model(key)).requires_grad_(True) if copied else self.load(key)
         return model if self.fsdp else model.to(devices.device())
@@ -199,7 +200,7 @@ def build_reward_sources(
     sources: dict[str, RewardSource] = {}
     for name, section in config.rewards.items():
         if name in reward_fns:
-            sources[name] = FunctionReward(name, reward_fns[name], cache.writing.tokenizer)
+            sources[name] = FunctionReward(name, reward_fns[name], cache.policy_text.tokenizer)
         elif section.models:
             members = {member: cache.reward(f"rewards.{name}.models.{member}") for member in section.models}
             sources[name] = EnsembleReward(members, section.combine, section.std_coef)
@@ -292,7 +293,7 @@ def read_prompts(
         max_length = load.max_prompt_tokens(model_config, response_length, config.where("ppo.response_length"))
     source, on_long = config.sources()[f"data.{key}"], config.data.on_long
     read = partial(data.prompt_rows, source, tokenizer, max_length=max_length, on_long=on_long, sample=sample)
-    return setup.read_usable(config, f"data.{key}", setup.longer_prompts("ppo", max_length, response_length), read)
+    return setup.read_rows(config, f"data.{key}", setup.longer_prompts_hint("ppo", max_length, response_length), read)
 
 
 def read_ptx(config: PPOConfig, tokenizer: Any, model_config: Any) -> data.Rows[dict[str, list[int]]]:
@@ -303,7 +304,7 @@ def read_ptx(config: PPOConfig, tokenizer: Any, model_config: Any) -> data.Rows[
     key, max_length = "data.ptx_data", None if model_config is None else load.context_length(model_config)
     remedy = f"take a model with a longer context than {max_length} positions, or shorten the rows"
     source, on_long = config.sources()[key], config.data.on_long
-    return setup.read_usable(
+    return setup.read_rows(
         config, key, remedy, partial(data.sft_rows, source, tokenizer, max_length=max_length, on_long=on_long)
     )
 
@@ -343,8 +344,8 @@ def check_prompt_counts(config: PPOConfig, prompts: data.Rows[Any], eval_prompts
     if eval_prompts is not None:
         data.warn_shared(prompts, eval_prompts, where=config.where("data.eval_prompts"))
     num_updates = config.ppo.num_updates(len(prompts))
-    all_of(lambda: setup.check_prompts(config, prompts), lambda: _check_value_only_updates(config, num_updates))
-    setup.warn_intervals(config, num_updates)
+    all_of(lambda: setup.check_prompt_count(config, prompts), lambda: _check_value_only_updates(config, num_updates))
+    setup.warn_long_intervals(config, num_updates)
 
 
 def _check_value_only_updates(config: PPOConfig, num_updates: int) -> None:
@@ -357,10 +358,11 @@ def describe_batches(config: PPOConfig, prompts: Sequence[data.Prompt], world_si
     """Return the batch arithmetic as one line; `config` has the batch sizes of all processes together."""
     settings, num_updates = config.ppo, config.ppo.num_updates(len(prompts))
     rows, episodes = settings.per_device_train_batch_size, settings.episodes_per_update
-    update = trl_common.product(rows, settings.gradient_accumulation_steps // world_size, world_size, "episodes")
+    update = trl_common.batch_product(rows, settings.gradient_accumulation_steps // world_size, world_size, "episodes")
     epochs, minibatches = settings.num_ppo_epochs, settings.num_mini_batches
     return (
-        f"{trl_common.counted(prompts, 'prompts')}; an update: {update}, {settings.num_samples_per_prompt} per prompt; "
+        f"{trl_common.describe_rows(prompts, 'prompts')}; "
+        f"an update: {update}, {settings.num_samples_per_prompt} per prompt; "
         f"{epochs} epochs x {minibatches} minibatches = {epochs * minibatches} optimizer steps; "
         f"in all {num_updates} updates, {num_updates * episodes} episodes"
     )

@@ -1,4 +1,4 @@
-"""`rlhf reward`: a one-label head on the SFT model, trained on pairs by TRL's RewardTrainer on our tokens."""
+"""`rlhf reward`: train a one-label head on the SFT model with TRL's RewardTrainer, and evaluate it."""
 
 import gc
 import math
@@ -31,75 +31,20 @@ from rlhf_cli.progress import Progress, counted
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup, trl_common
 
-
-def reward_tokenizer(config: RewardConfig, given: Any, parent_stage: str) -> Any:
-    """The tokenizer as training has it: `given`, that of model.path, with a pad of its own.
-
-    Raises RLHFError C17, T05.
-    """
-    template, before = tokenizers.template_sha256(given), len(given)
-    if config.model.chat_template is not None:
-        tokenizers.set_chat_template(given, config.model.chat_template)
-        if parent_stage == "sft" and tokenizers.template_sha256(given) != template:
-            text = f"model.chat_template is not that of the SFT stage ({(template or 'none')[:12]} there)"
-            hint = "take it out: the template comes with the SFT model"
-            raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
-    lora.refuse_new_tokens(config, given, before)
-    tokenizers.ensure_pad_token(given, stop_token_id=data.stop_token_id(given))
-    return given
-
-
-def check_body(config: RewardConfig, body: Any) -> None:
-    """Raises RLHFError C17 where no answers could be sampled from model.path."""
-    if config.reward.normalize == "sft" and weights.is_classifier(body):
-        text = "reward.normalize: sft samples from model.path, which is no causal model"
-        raise RLHFError("C17", text, where=config.where("reward.normalize"), hint="set reward.normalize: none")
-
-
-def read_data(
-    config: RewardConfig, key: str, tokenizer: Any, body: Any = None, *, sample: int | None = None
-) -> data.Rows[Any]:
-    """Pairs of data.train or data.eval, for a model `body`; of more than `sample` a sample.
-
-    Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
-    """
-    read = partial(
-        data.preference_rows,
-        config.sources()[f"data.{key}"],
-        tokenizer,
-        max_length=config.reward.max_length,
-        on_long=config.data.on_long,
-        on_identical=config.data.on_identical,
-        sample=sample,
-    )
-    return setup.read_usable(config, f"data.{key}", setup.longer_rows(config, body), read)
-
-
-def check_rows(config: RewardConfig, rows: data.Rows[Any], held_out: data.Rows[Any] | None, body: Any) -> None:
-    """Warns D13. Raises RLHFError C13 (`body` None: the context is not known), D11."""
-    if held_out is not None:
-        data.warn_shared(rows, held_out, where=config.where("data.eval"))
-    longest = max(rows.longest, held_out.longest if held_out else 0)
-    all_of(
-        lambda: setup.check_context(config, body, longest),
-        lambda: setup.check_batch(config, rows, len(rows)),
-    )
-
-
-PROBES = 8
-SAMPLED_AT_ONCE = 64
+NUM_PROBES = 8
+SAMPLING_BATCH_SIZE = 64
 HEADLINE = (
     "accuracy", "accuracy_ci95", "n", "margin", "ece", "length_correlation", "length_correlation_ci95",
 )  # fmt: skip
-Rows = list[dict[str, Any]]
+PairRows = list[dict[str, Any]]
 
 
-class RewardTrainer(trl_common.PlainTrainer, trl.RewardTrainer):
-    """TRL's, with our batches."""
+class RewardTrainer(trl_common.TrainerMixin, trl.RewardTrainer):
+    """TRL's trainer with length-grouped batches."""
 
 
 def run(config: RewardConfig, options: Options) -> None:
-    """Train and leave RUN/reward. Goes on from the last checkpoint where there is one.
+    """Train a reward model and write RUN/reward; resume from the last checkpoint if there is one.
 
     Raises RLHFError E04 and R14 as `ProcessGroup` does.
     """
@@ -118,99 +63,159 @@ def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) ->
         terminal.say(f"reward   finished already: {shown(config.folder)}")
         return
     memory = hardware.check(config, parents)
-    tokenizer, model = start(config, options, parent)
+    tokenizer, model = load_tokenizer_and_model(config, options, parent)
     runs.require_unchanged(parents)
-    stop = data.stop_token_id(tokenizer)
+    stop_id = data.stop_token_id(tokenizer)
     with process_group.main_process_first():
-        rows, eval_rows = read(config, tokenizer, model.config)
+        rows, eval_rows = read_rows(config, tokenizer, model.config)
     if memory:
         terminal.say(f"reward   {memory}")
     with ExitStack() as trackers:
         steps, log = trl_common.train(
             make_trainer(config, model, tokenizer, rows, eval_rows, process_group), config, "reward", rows, trackers
         )
-        save.set_special_token_ids(model, tokenizer, stop)
-        text = readme(config, parent, len(rows), steps)
+        save.set_special_token_ids(model, tokenizer, stop_id)
+        text = model_card(config, parent, len(rows), steps)
         process_group.gather_results(partial(save.save_model, model, tokenizer, config.folder / "model", text))
         del model
-        gc.collect()  # it is read again
-        scorer = saved_scorer(config, options)
-        card, measured = report_card(config, scorer, tokenizer, eval_rows, process_group)
-        if card:
-            trl_common.log_last(log, steps, measured)
+        gc.collect()  # before it is loaded again
+        scorer = load_saved_model(config, options)
+        report_card, metrics = make_report_card(config, scorer, tokenizer, eval_rows, process_group)
+        if report_card:
+            trl_common.log_final_evaluation(log, steps, metrics)
     scale = {}
     if config.reward.normalize == "sft":
         with Progress("reward: normalize", 2, "pass", brief=True) as bar:
-            answers = sampled(config, options, parent, tokenizer, rows, process_group)
+            answers = sample_answers(config, options, parent, tokenizer, rows, process_group)
             bar.advance()
-            scale = normalise(config, scorer, answers, process_group)
+            scale = normalize_scores(config, scorer, answers, process_group)
             bar.advance()
         process_group.run_on_main(lambda: save.save_config(scorer, config.folder / "model"))
     fields = {
-        **tokenizers.manifest_fields(tokenizer, stop),
-        "metrics": {name: card[name] for name in HEADLINE} if card else {},
-        **({"card": card} if card else {}),
-        "probes": probes(scorer, eval_rows or rows),
+        **tokenizers.manifest_fields(tokenizer, stop_id),
+        "metrics": {name: report_card[name] for name in HEADLINE} if report_card else {},
+        **({"card": report_card} if report_card else {}),
+        "probes": reference_probes(scorer, eval_rows or rows),
         **scale,
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
     process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
-    if card:
-        print_card({**card, "ci95": card["accuracy_ci95"]})
+    if report_card:
+        print_card({**report_card, "ci95": report_card["accuracy_ci95"]})
 
 
-def start(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
-    """Tokenizer and scorer before training. Raises RLHFError C07, C17, M01-M03, M06-M08, T05."""
-    given = setup.tokenizer(config, options, parent)
-    set_seed(config.seed)  # the fresh head is drawn here
-    model = setup.scorer_to_train(config, options, parent, given)
-    check_body(config, load.read_config(parent.model, options.trust_remote_code))
-    tokenizer = reward_tokenizer(config, given, parent.stage)
+# Tokenizer and model
+
+
+def load_tokenizer_and_model(config: RewardConfig, options: Options, parent: Parent) -> tuple[Any, Any]:
+    """Load the tokenizer and the model to train. Raises RLHFError C07, C17, M01-M03, M06-M08, T05."""
+    tokenizer = setup.load_tokenizer(config, options, parent)
+    set_seed(config.seed)  # for the random initial head
+    model = setup.init_reward_model(config, options, parent, tokenizer)
+    check_can_sample(config, load.read_config(parent.model, options.trust_remote_code))
+    tokenizer = prepare_tokenizer(config, tokenizer, parent.stage)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
 
-def read(config: RewardConfig, tokenizer: Any, body: Any) -> tuple[Rows, Rows]:
-    """Pairs of data.train and of the evaluation data; [] where there is none."""
-    rows = read_data(config, "train", tokenizer, body)
-    held_out = read_data(config, "eval", tokenizer, body) if "data.eval" in config.sources() else None
-    check_rows(config, rows, held_out, body)
-    return rows, held_out if held_out is not None else []
+def prepare_tokenizer(config: RewardConfig, tokenizer: Any, parent_stage: str) -> Any:
+    """Return model.path's tokenizer for training, with its own pad token. Raises RLHFError C17, T05."""
+    template, original_size = tokenizers.template_sha256(tokenizer), len(tokenizer)
+    if config.model.chat_template is not None:
+        tokenizers.set_chat_template(tokenizer, config.model.chat_template)
+        if parent_stage == "sft" and tokenizers.template_sha256(tokenizer) != template:
+            text = f"model.chat_template is not that of the SFT stage ({(template or 'none')[:12]} there)"
+            hint = "take it out: the template comes with the SFT model"
+            raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
+    lora.refuse_new_tokens(config, tokenizer, original_size)
+    tokenizers.ensure_pad_token(tokenizer, stop_token_id=data.stop_token_id(tokenizer))
+    return tokenizer
+
+
+def check_can_sample(config: RewardConfig, model_config: Any) -> None:
+    """Raise RLHFError C17 if reward.normalize samples from model.path and it is not a causal model."""
+    if config.reward.normalize == "sft" and weights.is_classifier(model_config):
+        text = "reward.normalize: sft samples from model.path, which is not a causal model"
+        raise RLHFError("C17", text, where=config.where("reward.normalize"), hint="set reward.normalize: none")
+
+
+# Rows and trainer
+
+
+def read_rows(config: RewardConfig, tokenizer: Any, model_config: Any) -> tuple[PairRows, PairRows]:
+    """Return the training pairs and the evaluation pairs ([] without evaluation data)."""
+    rows = read_data(config, "train", tokenizer, model_config)
+    eval_rows = read_data(config, "eval", tokenizer, model_config) if "data.eval" in config.sources() else None
+    check_rows(config, rows, eval_rows, model_config)
+    return rows, eval_rows if eval_rows is not None else []
+
+
+def read_data(
+    config: RewardConfig, key: str, tokenizer: Any, model_config: Any = None, *, sample: int | None = None
+) -> data.Rows[Any]:
+    """Read the pairs of data.train or data.eval; of more than `sample` only a sample is read.
+
+    Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
+    """
+    read = partial(
+        data.preference_rows,
+        config.sources()[f"data.{key}"],
+        tokenizer,
+        max_length=config.reward.max_length,
+        on_long=config.data.on_long,
+        on_identical=config.data.on_identical,
+        sample=sample,
+    )
+    return setup.read_rows(config, f"data.{key}", setup.longer_rows_hint(config, model_config), read)
+
+
+def check_rows(config: RewardConfig, rows: data.Rows[Any], eval_rows: data.Rows[Any] | None, model_config: Any) -> None:
+    """Raise RLHFError C13 or D11 if rows are too long or too few; `model_config` None: unknown context. Warns D13."""
+    if eval_rows is not None:
+        data.warn_shared(rows, eval_rows, where=config.where("data.eval"))
+    longest = max(rows.longest, eval_rows.longest if eval_rows else 0)
+    all_of(
+        lambda: setup.check_context_length(config, model_config, longest),
+        lambda: setup.check_batch_size(config, rows, len(rows)),
+    )
 
 
 def make_trainer(
     config: RewardConfig,
     model: Any,
     tokenizer: Any,
-    rows: Rows,
-    eval_rows: Rows,
+    rows: PairRows,
+    eval_rows: PairRows,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Any:
-    """TRL's trainer on {chosen_ids, rejected_ids[, margin]}, which it takes for tokens already; none is too long."""
+    """Return the trainer. The rows {chosen_ids, rejected_ids[, margin]} are tokenized, and none is too long."""
     coefficient = config.reward.center_rewards_coefficient or None
-    args = trl_common.arguments(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
+    args = trl_common.training_args(trl.RewardConfig, config, max_length=None, center_rewards_coefficient=coefficient)
     lengths = [max(len(row["chosen_ids"]), len(row["rejected_ids"])) for row in rows]
-    train, evaluation = (
-        data.as_dataset([{name: value for name, value in row.items() if name != "prompt_ids"} for row in part])
-        if part
+    train_dataset, eval_dataset = (
+        data.as_dataset([{name: value for name, value in row.items() if name != "prompt_ids"} for row in pairs])
+        if pairs
         else None
-        for part in (rows, eval_rows)
+        for pairs in (rows, eval_rows)
     )
-    return trl_common.build(
+    return trl_common.build_trainer(
         RewardTrainer,
         config,
         lengths if config.reward.group_by_length else None,
         process_group,
         model=model,
         args=args,
-        train_dataset=train,
-        eval_dataset=evaluation,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer,
     )
 
 
-def saved_scorer(config: RewardConfig, options: Options) -> Any:
-    """What was written to model/: what is measured from here on is what a reader of the folder gets."""
+# Scores of the saved model
+
+
+def load_saved_model(config: RewardConfig, options: Options) -> Any:
+    """Load the reward model from model/, so that everything measured describes the saved files."""
     scorer = load.load_reward_model(
         config.folder / "model", **load.load_kwargs(config.model, options.trust_remote_code)
     )
@@ -221,56 +226,83 @@ def saved_scorer(config: RewardConfig, options: Options) -> Any:
 def raw_scores(
     scorer: Any, rows: Sequence[list[int]], size: int, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> list[float]:
-    """The scorer's own pooled logit of each row of tokens, in batches of `size` rows of like length, shared by all."""
-    scores: dict[int, float] = {}
+    """Return the pooled logit of each row of token ids, in batches of `size` rows of similar length, on all ranks."""
+    rank_scores: dict[int, float] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     batches = [order[first : first + size] for first in range(0, len(rows), size)]
-    for picked in counted("score: batch", process_group.shard(batches)):
-        ids, mask = right_pad([rows[i] for i in picked], scorer.config.pad_token_id)
-        given = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
-        logits = scorer(**given, use_cache=False).logits
-        scores |= zip(picked, logits[:, 0].float().tolist(), strict=True)
-    found = {i: score for each in process_group.all_gather_object(scores) for i, score in each.items()}
-    return [found[i] for i in range(len(rows))]
+    for batch in counted("score: batch", process_group.shard(batches)):
+        ids, mask = right_pad([rows[i] for i in batch], scorer.config.pad_token_id)
+        inputs = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
+        logits = scorer(**inputs, use_cache=False).logits
+        rank_scores |= zip(batch, logits[:, 0].float().tolist(), strict=True)
+    scores: dict[int, float] = {}
+    for part in process_group.all_gather_object(rank_scores):
+        scores |= part
+    return [scores[i] for i in range(len(rows))]
 
 
-def sampled(
+def finite_scores(
+    config: RewardConfig, scorer: Any, rows: Sequence[list[int]], process_group: ProcessGroup
+) -> list[float]:
+    """Return `raw_scores`. Raises RLHFError R01 if a score is not finite."""
+    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group)
+    if not all(map(math.isfinite, scores)):
+        text = "the finished model gives scores that are not finite: the training diverged"
+        raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
+    return scores
+
+
+def reference_probes(scorer: Any, rows: PairRows) -> list[dict[str, Any]]:
+    """Return some rows, chosen and rejected alternating, with the normalized scores PPO must reproduce (M09)."""
+    mean, deviation = getattr(scorer.config, "reward_mean", 0.0), getattr(scorer.config, "reward_std", 1.0)
+    probes = []
+    for number, row in enumerate(rows[:NUM_PROBES]):
+        ids, start = row["rejected_ids" if number % 2 else "chosen_ids"], len(row["prompt_ids"])
+        score = (raw_scores(scorer, [ids], 1)[0] - mean) / deviation
+        probes.append({"prompt_ids": ids[:start], "response_ids": ids[start:], "score": score})
+    return probes
+
+
+# Normalization
+
+
+def sample_answers(
     config: RewardConfig,
     options: Options,
     parent: Parent,
     tokenizer: Any,
-    rows: Rows,
+    rows: PairRows,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[list[int]]:
-    """Prompt and response tokens: answers of the model that training started from, to prompts of the training pairs.
+    """Sample answers of model.path to prompts of the training pairs. Return prompt and answer token ids.
 
-    Each rank writes a part.
+    Each rank samples a part.
     """
     model = load.load_causal_lm(parent.model, **load.load_kwargs(config.model, options.trust_remote_code))
     tokenizers.resize_to_tokenizer(model, tokenizer)
     model.to(devices.device()).eval()
     prompts = [list(ids) for ids in dict.fromkeys(tuple(row["prompt_ids"]) for row in rows)]
-    picked = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
+    selected = [prompts[i] for i in data.prompt_batch(len(prompts), 1, config.reward.normalize_samples, config.seed)]
     length = max(len(row["chosen_ids"]) - len(row["prompt_ids"]) for row in rows)
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None:
-        length = max(1, min(length, context - max(map(len, picked))))
-    stop, pad = data.stop_token_id(tokenizer), tokenizer.pad_token_id
-    engine = HFEngine(model, stop, pad, temperature=1.0, batch_size=SAMPLED_AT_ONCE)
-    seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(picked)))
-    asked = replace(Prompts.from_lists(picked, pad), seeds=seeds, response_length=length)
+        length = max(1, min(length, context - max(map(len, selected))))
+    stop_id, pad_id = data.stop_token_id(tokenizer), tokenizer.pad_token_id
+    engine = HFEngine(model, stop_id, pad_id, temperature=1.0, batch_size=SAMPLING_BATCH_SIZE)
+    seeds = tuple(derive_seed(config.seed, "normalize", number) for number in range(len(selected)))
+    batch = replace(Prompts.from_lists(selected, pad_id), seeds=seeds, response_length=length)
 
-    def write(part: slice) -> list[list[int]]:
-        rollout = engine.generate(asked.rows(part))
+    def generate(part: slice) -> list[list[int]]:
+        rollout = engine.generate(batch.rows(part))
         return [rollout.prompt_tokens(i) + rollout.response_tokens(i) for i in range(len(rollout))]
 
-    return list(chain.from_iterable(process_group.map_rows(len(picked), write)))
+    return list(chain.from_iterable(process_group.map_rows(len(selected), generate)))
 
 
-def normalise(
+def normalize_scores(
     config: RewardConfig, scorer: Any, rows: list[list[int]], process_group: ProcessGroup
 ) -> dict[str, float]:
-    """Put mean and deviation of the raw scores of `rows` into the scorer's config, where every reader finds them."""
+    """Store mean and deviation of the raw scores of `rows` in the model's config; return them for the manifest."""
     raw = torch.tensor(
         raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group), dtype=torch.float64
     )
@@ -282,97 +314,79 @@ def normalise(
     return {"reward_mean": mean, "reward_std": deviation}
 
 
-def report_card(
-    config: RewardConfig, scorer: Any, tokenizer: Any, rows: Rows, process_group: ProcessGroup
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """What the finished scorer is worth on the evaluation pairs, in raw scores, and TRL's metrics of it.
+# Report card
 
-    Both are {} without such pairs, which is said.
-    Warns R10-R12 of faults. Raises RLHFError R01 for scores that are not finite.
+
+def make_report_card(
+    config: RewardConfig, scorer: Any, tokenizer: Any, rows: PairRows, process_group: ProcessGroup
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the report card on the evaluation pairs, in raw scores, and TRL's metrics; both {} without pairs.
+
+    Warns R10-R12 of the card's flags. Raises RLHFError R01 if scores are not finite.
     """
     if not rows:
         terminal.say("reward   no report card: there are no evaluation pairs (data.eval or data.eval_fraction)")
         return {}, {}
-    picked = reward_model.probe_rows(rows)
-    asked = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
-    asked |= adversarial(tokenizer, [rows[i] for i in picked], load.context_length(scorer.config), config.seed)
+    probed = reward_model.probe_rows(rows)
+    inputs = {key: [row[key] for row in rows] for key in ("chosen_ids", "rejected_ids")}
+    inputs |= build_probes(tokenizer, [rows[i] for i in probed], load.context_length(scorer.config), config.seed)
     scores = {}
-    with Progress("reward: report card", len(asked), "pass", brief=True) as bar:
-        for name, answers in asked.items():
+    with Progress("reward: report card", len(inputs), "pass", brief=True) as bar:
+        for name, answers in inputs.items():
             scores[name] = finite_scores(config, scorer, answers, process_group)
             bar.advance()
     chosen, rejected = scores.pop("chosen_ids"), scores.pop("rejected_ids")
     lengths = [[len(row[key]) - len(row["prompt_ids"]) for key in ("chosen_ids", "rejected_ids")] for row in rows]
     pairs = [ScoredPair(good, bad, *length) for good, bad, length in zip(chosen, rejected, lengths, strict=True)]
     card = reward_model.evaluate_pairs(pairs, seed=config.seed)
-    card["adversarial"] = reward_model.score_probes(scores, [chosen[i] for i in picked])
-    faults = reward_model.flags(card)
-    for fault in faults:
-        terminal.warn(fault.code, fault.text, where=shown(config.folder), hint=fault.hint)
-    card["flags"] = [{"code": fault.code, "text": fault.text} for fault in faults]
-    loss = _loss(config, pairs, [row.get("margin", 0.0) for row in rows])
-    measured = {"loss": loss, "accuracy": card["accuracy"], "margin": card["margin"]}
-    return card, measured | _range(pairs, config.reward.per_device_eval_batch_size * process_group.world_size)
+    card["adversarial"] = reward_model.score_probes(scores, [chosen[i] for i in probed])
+    flags = reward_model.flags(card)
+    for flag in flags:
+        terminal.warn(flag.code, flag.text, where=shown(config.folder), hint=flag.hint)
+    card["flags"] = [{"code": flag.code, "text": flag.text} for flag in flags]
+    loss = _evaluation_loss(config, pairs, [row.get("margin", 0.0) for row in rows])
+    metrics = {"loss": loss, "accuracy": card["accuracy"], "margin": card["margin"]}
+    batch_size = config.reward.per_device_eval_batch_size * process_group.world_size
+    return card, metrics | _score_range(pairs, batch_size)
 
 
-def _range(pairs: Sequence[ScoredPair], batch: int) -> dict[str, float]:
-    """The least, mean and greatest score of a batch, as means over the batches: as TRL's reward trainer logs them."""
-    scores = [
-        [score for pair in pairs[at : at + batch] for score in (pair.chosen, pair.rejected)]
-        for at in range(0, len(pairs), batch)
-    ]
-    return {f"{name}_reward": fmean(map(of, scores)) for name, of in (("min", min), ("mean", fmean), ("max", max))}
-
-
-def _loss(config: RewardConfig, pairs: Sequence[ScoredPair], wanted: Sequence[float]) -> float:
-    """Training's loss: -log sigmoid(margin - the row's own margin), and center_rewards_coefficient's penalty."""
-    margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64) - torch.tensor(wanted)
-    sums = torch.tensor([pair.chosen + pair.rejected for pair in pairs], dtype=torch.float64)
-    centred = config.reward.center_rewards_coefficient or 0.0
-    return float((torch.nn.functional.softplus(-margins) + centred * sums**2).mean())
-
-
-def adversarial(tokenizer: Any, rows: Rows, context: int | None, seed: int) -> dict[str, list[list[int]]]:
-    """Probe -> tokens of each row. Politeness begins as the chosen answer does: after a space, or not."""
+def build_probes(tokenizer: Any, rows: PairRows, context: int | None, seed: int) -> dict[str, list[list[int]]]:
+    """Return probe name -> token ids per row. The polite answer starts with the chosen answer's whitespace."""
     answers = tokenizer.batch_decode([row["chosen_ids"][len(row["prompt_ids"]) :] for row in rows])
     texts = [answer[: len(answer) - len(answer.lstrip())] + POLITE_ANSWER for answer in answers]
     polite = [ids[:-1] for _, ids in data.encode_many(tokenizer, [None] * len(texts), texts)]
     return reward_model.build_probes(rows, polite, context=context, seed=seed)
 
 
-def finite_scores(
-    config: RewardConfig, scorer: Any, rows: Sequence[list[int]], process_group: ProcessGroup
-) -> list[float]:
-    """`raw_scores`. Raises RLHFError R01 where one is not finite."""
-    scores = raw_scores(scorer, rows, config.reward.per_device_eval_batch_size, process_group)
-    if not all(map(math.isfinite, scores)):
-        text = "the finished model gives scores that are not finite: the training diverged"
-        raise RLHFError("R01", text, hint="lower reward.learning_rate and start over with --fresh")
-    return scores
+def _score_range(pairs: Sequence[ScoredPair], batch_size: int) -> dict[str, float]:
+    """Return minimum, mean and maximum score per batch, averaged over batches as TRL's reward trainer does."""
+    batches = [
+        [score for pair in pairs[first : first + batch_size] for score in (pair.chosen, pair.rejected)]
+        for first in range(0, len(pairs), batch_size)
+    ]
+    reductions = (("min", min), ("mean", fmean), ("max", max))
+    return {f"{name}_reward": fmean(map(reduction, batches)) for name, reduction in reductions}
 
 
-def probes(scorer: Any, rows: Rows) -> list[dict[str, Any]]:
-    """Some rows, chosen and rejected in turn, with the scores that readers see: PPO has to find the same."""
-    mean, deviation = getattr(scorer.config, "reward_mean", 0.0), getattr(scorer.config, "reward_std", 1.0)
-    found = []
-    for number, row in enumerate(rows[:PROBES]):
-        ids, start = row["rejected_ids" if number % 2 else "chosen_ids"], len(row["prompt_ids"])
-        score = (raw_scores(scorer, [ids], 1)[0] - mean) / deviation
-        found.append({"prompt_ids": ids[:start], "response_ids": ids[start:], "score": score})
-    return found
+def _evaluation_loss(config: RewardConfig, pairs: Sequence[ScoredPair], row_margins: Sequence[float]) -> float:
+    """Return the training loss: -log sigmoid(margin - the row's margin), plus center_rewards_coefficient's penalty."""
+    margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64) - torch.tensor(row_margins)
+    sums = torch.tensor([pair.chosen + pair.rejected for pair in pairs], dtype=torch.float64)
+    coefficient = config.reward.center_rewards_coefficient or 0.0
+    return float((torch.nn.functional.softplus(-margins) + coefficient * sums**2).mean())
 
 
-def readme(config: RewardConfig, parent: Parent, rows: int, steps: int) -> str:
-    """The model's README."""
-    ours = config.reward
+def model_card(config: RewardConfig, parent: Parent, num_pairs: int, steps: int) -> str:
+    """Return the text of the model card."""
+    settings = config.reward
     text = (
-        f"A reward model, trained from {trl_common.name_of(parent)} on {rows} pairs of "
-        f"{Path(config.data.train).name}: {steps} steps, learning rate {ours.learning_rate:g}. It scores a prompt with "
-        "its answer at the last token."
+        f"A reward model, trained from {trl_common.parent_label(parent)} on {num_pairs} pairs of "
+        f"{Path(config.data.train).name}: {steps} steps, learning rate {settings.learning_rate:g}. It scores a prompt "
+        "with its answer at the last token."
     )
-    if ours.normalize == "sft":
+    if settings.normalize == "sft":
         text += (
             "\n\nThe raw score is `logits[:, 0]`. `reward_mean` and `reward_std` in config.json are those of the SFT "
             "model's own answers; the score that PPO uses is `(raw - reward_mean) / reward_std`."
         )
-    return trl_common.card(config, "reward-model", text)
+    return trl_common.model_card(config, "reward-model", text)

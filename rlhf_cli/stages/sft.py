@@ -1,12 +1,11 @@
-"""`rlhf sft`: a causal model, from a folder or from fresh weights, fine-tuned by TRL's SFTTrainer on our tokens."""
+"""`rlhf sft`: fine-tune a causal language model, loaded or newly initialised, with TRL's SFTTrainer."""
 
-import functools
 import gc
 import math
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,154 +28,52 @@ from rlhf_cli.progress import Progress, counted
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup, trl_common
 
-TRAINED_ON = "model.new.tokenizer.train"
-CUT = ("wrapped", "bfd_split")  # packing strategies that cut long rows, so that none is too long
-IGNORED = -100  # label of a token that is not trained
+TOKENIZER_DATA_KEY = "model.new.tokenizer.train"
+SPLITTING_STRATEGIES = ("wrapped", "bfd_split")  # packing strategies that split long rows
+IGNORE_INDEX = -100  # label of a token that is not trained
+TokenRows = list[dict[str, list[int]]]
 
 
-def sft_tokenizer(config: SFTConfig, given: Any) -> Any:
-    """The tokenizer as training has it: `given`, that of model.path, or for None a new one; with a pad of its own.
+class SFTTrainer(trl_common.TrainerMixin, trl.SFTTrainer):
+    """TRL's trainer with length-grouped batches, a per-token evaluation loss, and a faster loss on a CPU."""
 
-    Raises RLHFError C06, C07, C17, D01-D05.
-    """
-    if given is None:
-        assert config.model.new is not None
-        with placed(config.where("model.new.tokenizer")):
-            given = tokenizers.train_tokenizer(config.sources()[TRAINED_ON], config.model.new.tokenizer.vocab_size)
-    before = len(given)
-    if config.model.chat_template is not None:
-        tokenizers.set_chat_template(given, config.model.chat_template)
-    lora.refuse_new_tokens(config, given, before)
-    tokenizers.ensure_pad_token(given, stop_token_id=data.stop_token_id(given))
-    return given
-
-
-def new_body(config: SFTConfig, vocab_size: int) -> Any:
-    """The transformers config of model.new, special tokens left out. Raises RLHFError C01, C07, C13, C17."""
-    assert config.model.new is not None
-    with placed(config.where("model.new")):
-        unknown = dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos"))
-        body = build.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **unknown)
-    setup.check_context(config, body, 0, strict=True)
-    return body
-
-
-def packing_strategy(config: SFTConfig, *, say: bool = True) -> str | None:
-    """How rows are packed into sequences of max_length; None where they are not.
-
-    `bfd` keeps whole rows apart, by flash attention or by a mask as large as the batch's tokens squared. `wrapped` cuts
-    one long text, in which neighbours see each other: the usual way for plain text, and about twice as fast on a CPU.
-    """
-    if not config.sft.packing:
-        return None
-    plain = data.is_plain_text(config.sources()["data.train"])
-    strategy = config.trainer.get("packing_strategy", "wrapped" if plain else "bfd")
-    apart = "cut out of one long text, neighbours see each other" if strategy == "wrapped" else "rows stay apart"
-    if say:
-        terminal.say(f"sft      packing: {strategy} ({apart}; trainer.packing_strategy changes it)")
-    return strategy
-
-
-def read_data(
-    config: SFTConfig, key: str, tokenizer: Any, strategy: str | None, body: Any = None, *, sample: int | None = None
-) -> data.Rows[Any]:
-    """Rows of data.train or data.eval for a model `body`, within max_length unless packing cuts them.
-
-    Of more rows than `sample` a sample. Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
-    """
-    read = partial(
-        data.sft_rows,
-        config.sources()[f"data.{key}"],
-        tokenizer,
-        max_length=None if strategy in CUT else config.sft.max_length,
-        on_long=config.data.on_long,
-        sample=sample,
-    )
-    return setup.read_usable(config, f"data.{key}", setup.longer_rows(config, body), read)
-
-
-def check_rows(
-    config: SFTConfig, rows: data.Rows[Any], held_out: data.Rows[Any] | None, body: Any, strategy: str | None
-) -> None:
-    """Warns D13. Raises RLHFError C13 (`body` None: the context is not known), D11."""
-    if held_out is not None:
-        data.warn_shared(rows, held_out, where=config.where("data.eval"))
-    longest, strict = max(rows.longest, held_out.longest if held_out else 0), config.model.new is not None
-    all_of(
-        lambda: setup.check_context(config, body, longest, strict=strict or strategy in CUT),
-        lambda: _check_batch(config, rows, strategy),
-    )
-
-
-def _check_batch(config: SFTConfig, rows: data.Rows[Any], strategy: str | None) -> None:
-    if strategy not in CUT:
-        setup.check_batch(config, rows, len(rows))
-    elif rows.longest:
-        setup.check_batch(config, rows, sequences(config, rows), "packed sequences")
-
-
-def sequences(config: SFTConfig, rows: data.Rows[Any]) -> int:
-    """How many sequences of max_length the rows fill: with packing there are about so many, or some more."""
-    return -(-sum(len(row["input_ids"]) for row in rows) // config.sft.max_length)
-
-
-def labelled(config: SFTConfig, rows: data.Rows[Any]) -> data.Rows[dict[str, list[int]]]:
-    """{input_ids, labels} of each row."""
-    only = config.sft.completion_only_loss
-    return rows.holding(
-        {
-            "input_ids": row["input_ids"],
-            "labels": [
-                token if wanted or not only else IGNORED
-                for token, wanted in zip(row["input_ids"], row["completion_mask"], strict=True)
-            ],
-        }
-        for row in rows
-    )
-
-
-Rows = list[dict[str, list[int]]]
-
-
-class SFTTrainer(trl_common.PlainTrainer, trl.SFTTrainer):
-    """TRL's, with our batches, and on a CPU with the model's own head."""
-
-    def __init__(self, **parts: Any) -> None:
-        super().__init__(**parts)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         if self.args.device.type == "cpu" and not self.aux_loss_enabled:
-            _score_by_own_head(self.model.get_base_model() if is_peft_model(self.model) else self.model)
+            _use_own_lm_head(self.model.get_base_model() if is_peft_model(self.model) else self.model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Transformers', whose loss is the mean of its batches' means: by token here, as the headline has it."""
+        """Replace transformers' mean of batch means by the mean over tokens."""
         self._batches: list[tuple[float, int]] = []
-        found = super().evaluation_loop(*args, **kwargs)
+        output = super().evaluation_loop(*args, **kwargs)
         loss, tokens = map(sum, zip(*self._batches, strict=True))
-        return found._replace(metrics={**found.metrics, "eval_loss": loss / max(tokens, 1)})
+        return output._replace(metrics={**output.metrics, "eval_loss": loss / max(tokens, 1)})
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's; of all ranks' rows, none of them twice, the loss and the tokens are kept."""
-        tokens = (inputs["labels"][:, 1:] != IGNORED).sum(1)
-        found = super().prediction_step(model, inputs, *args, **kwargs)
-        loss, tokens = self.accelerator.gather_for_metrics((found[0] * tokens.to(found[0].device), tokens))
+        """Record the loss and the tokens of all ranks' rows, each row once."""
+        tokens = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum(1)
+        output = super().prediction_step(model, inputs, *args, **kwargs)
+        loss, tokens = self.accelerator.gather_for_metrics((output[0] * tokens.to(output[0].device), tokens))
         self._batches.append((float(loss.sum()), int(tokens.sum())))
-        return found
+        return output
 
 
-def _score_by_own_head(model: Any) -> None:
-    """Serve TRL's `model(..., labels=, fused_lm_head=True)` on a CPU: the same numbers in less than half the time.
+def _use_own_lm_head(model: Any) -> None:
+    """Make `model(..., labels=, fused_lm_head=True)` use the model's own LM head, for a CPU.
 
-    TRL's fused head saves a GPU's memory by computing the logits twice, and on a CPU also those of unlabelled tokens.
+    TRL's fused head saves GPU memory by computing the logits twice, on a CPU also those of unlabelled tokens. The own
+    head gives the same values in less than half the time.
     """
-    plain = type(model).forward
+    original = type(model).forward
 
     def forward(*args: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any) -> Any:
         if not fused_lm_head or labels is None:
-            return plain(model, *args, labels=labels, **inputs)
-        mask = labels[:, 1:] != IGNORED
+            return original(model, *args, labels=labels, **inputs)
+        mask = labels[:, 1:] != IGNORE_INDEX
         head = model.get_output_embeddings()
         hook = head.register_forward_pre_hook(lambda _, hidden: (hidden[0][:, :-1][mask][None],))
         try:
-            logits = plain(model, *args, **inputs).logits[0].float()
+            logits = original(model, *args, **inputs).logits[0].float()
         finally:
             hook.remove()
         targets = labels[:, 1:][mask]
@@ -184,16 +81,16 @@ def _score_by_own_head(model: Any) -> None:
         with torch.no_grad():
             entropy, top = -(logprobs.exp() * logprobs).sum(-1), (logits.argmax(-1) == targets).float()
         zeros = torch.zeros(mask.shape)
-        picked, entropy, top = (
+        target_logprobs, entropy, top = (
             zeros.masked_scatter(mask, values) for values in (logprobs.gather(-1, targets[:, None]), entropy, top)
         )
-        return SimpleNamespace(log_probs=picked, entropy=entropy, is_top1=top, label_mask=mask)
+        return SimpleNamespace(log_probs=target_logprobs, entropy=entropy, is_top1=top, label_mask=mask)
 
-    model.forward = functools.wraps(plain)(forward)
+    model.forward = wraps(original)(forward)
 
 
 def run(config: SFTConfig, options: Options) -> None:
-    """Train and leave RUN/sft. Goes on from the last checkpoint where there is one.
+    """Train a model and write RUN/sft; resume from the last checkpoint if there is one.
 
     Raises RLHFError E04 and R14 as `ProcessGroup` does.
     """
@@ -211,12 +108,12 @@ def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> No
         terminal.say(f"sft      finished already: {shown(config.folder)}")
         return
     memory = hardware.check(config, parents)
-    tokenizer, model = start(config, options, parents)
+    tokenizer, model = load_tokenizer_and_model(config, options, parents)
     runs.require_unchanged(parents)
-    stop = data.stop_token_id(tokenizer)
+    stop_id = data.stop_token_id(tokenizer)
     strategy = packing_strategy(config)
     with process_group.main_process_first():
-        rows, eval_rows = read(config, tokenizer, model.config, strategy)
+        rows, eval_rows = read_rows(config, tokenizer, model.config, strategy)
     if memory:
         terminal.say(f"sft      {memory}")
     with ExitStack() as trackers:
@@ -227,40 +124,43 @@ def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> No
             rows,
             trackers,
         )
-        save.set_special_token_ids(model, tokenizer, stop)
-        text = card(config, parents, len(rows), steps)
-        process_group.gather_results(
-            functools.partial(save.save_model, model, tokenizer, config.folder / "model", text)
-        )
+        save.set_special_token_ids(model, tokenizer, stop_id)
+        card = model_card(config, parents, len(rows), steps)
+        process_group.gather_results(partial(save.save_model, model, tokenizer, config.folder / "model", card))
         del model
-        gc.collect()  # it is read again
-        measured = headline(config, options, eval_rows, tokenizer.pad_token_id, process_group) if eval_rows else {}
-        if measured:
-            own = {name: measured[f"eval_{name}"] for name in ("loss", "entropy")}
-            trl_common.log_last(log, steps, {**own, "mean_token_accuracy": measured["eval_token_accuracy"]})
+        gc.collect()  # before it is loaded again
+        metrics: dict[str, float] = {}
+        if eval_rows:
+            metrics = evaluate_saved_model(config, options, eval_rows, tokenizer.pad_token_id, process_group)
+            logged = {name: metrics[f"eval_{name}"] for name in ("loss", "entropy")}
+            logged["mean_token_accuracy"] = metrics["eval_token_accuracy"]
+            trl_common.log_final_evaluation(log, steps, logged)
     fields = {
-        **tokenizers.manifest_fields(tokenizer, stop),
-        "metrics": measured,
+        **tokenizers.manifest_fields(tokenizer, stop_id),
+        "metrics": metrics,
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
     process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
 
 
-def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
-    """Tokenizer and model before training, with a pad token that is nothing else.
+# Tokenizer and model
+
+
+def load_tokenizer_and_model(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
+    """Load or create the tokenizer and the model to train; the pad token is used for nothing else.
 
     Raises RLHFError C01, C06, C07, C13 and C17 for model.new, M01 and M06-M08 for model.path, C07 and C17 for
     model.adapters.
     """
     new, parent = config.model.new, parents.get("model.path")
-    given = model = None
+    parent_tokenizer = model = None
     if parent is not None:
-        given = setup.tokenizer(config, options, parent)
-        model = setup.causal(config, options, parent, given)
+        parent_tokenizer = setup.load_tokenizer(config, options, parent)
+        model = setup.load_causal_lm(config, options, parent, parent_tokenizer)
     elif new is not None:
-        new_body(config, new.tokenizer.vocab_size)
-    tokenizer = sft_tokenizer(config, given)
+        new_model_config(config, new.tokenizer.vocab_size)
+    tokenizer = prepare_tokenizer(config, parent_tokenizer)
     set_seed(config.seed)
     if model is None:
         assert new is not None
@@ -270,31 +170,149 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
 
-def read(config: SFTConfig, tokenizer: Any, body: Any, strategy: str | None) -> tuple[Rows, Rows]:
-    """Token rows {input_ids, labels} of data.train and of the evaluation data; [] where there is none."""
-    rows = read_data(config, "train", tokenizer, strategy, body)
-    held_out = read_data(config, "eval", tokenizer, strategy, body) if "data.eval" in config.sources() else None
-    check_rows(config, rows, held_out, body, strategy)
-    return labelled(config, rows), labelled(config, held_out) if held_out is not None else []
+def prepare_tokenizer(config: SFTConfig, tokenizer: Any) -> Any:
+    """Return the tokenizer for training: model.path's, or a newly trained one if None, with its own pad token.
+
+    Raises RLHFError C06, C07, C17, D01-D05.
+    """
+    if tokenizer is None:
+        assert config.model.new is not None
+        with placed(config.where("model.new.tokenizer")):
+            corpus, vocab_size = config.sources()[TOKENIZER_DATA_KEY], config.model.new.tokenizer.vocab_size
+            tokenizer = tokenizers.train_tokenizer(corpus, vocab_size)
+    original_size = len(tokenizer)
+    if config.model.chat_template is not None:
+        tokenizers.set_chat_template(tokenizer, config.model.chat_template)
+    lora.refuse_new_tokens(config, tokenizer, original_size)
+    tokenizers.ensure_pad_token(tokenizer, stop_token_id=data.stop_token_id(tokenizer))
+    return tokenizer
+
+
+def new_model_config(config: SFTConfig, vocab_size: int) -> Any:
+    """Return the transformers config of model.new without special tokens. Raises RLHFError C01, C07, C13, C17."""
+    assert config.model.new is not None
+    with placed(config.where("model.new")):
+        no_special_tokens = dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos"))
+        model_config = build.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **no_special_tokens)
+    setup.check_context_length(config, model_config, 0, strict=True)
+    return model_config
+
+
+# Rows
+
+
+def packing_strategy(config: SFTConfig, *, log: bool = True) -> str | None:
+    """Return how rows are packed into sequences of max_length, None without packing.
+
+    `bfd` keeps rows separate, by flash attention or a mask of (tokens of the batch)^2. `wrapped` splits one long text
+    whose neighbouring rows attend to each other: usual for plain text, and about twice as fast on a CPU.
+    """
+    if not config.sft.packing:
+        return None
+    plain = data.is_plain_text(config.sources()["data.train"])
+    strategy = config.trainer.get("packing_strategy", "wrapped" if plain else "bfd")
+    effect = "cut out of one long text, neighbours see each other" if strategy == "wrapped" else "rows stay apart"
+    if log:
+        terminal.say(f"sft      packing: {strategy} ({effect}; trainer.packing_strategy changes it)")
+    return strategy
+
+
+def read_rows(
+    config: SFTConfig, tokenizer: Any, model_config: Any, strategy: str | None
+) -> tuple[TokenRows, TokenRows]:
+    """Return {input_ids, labels} of each training row and each evaluation row ([] without evaluation data)."""
+    rows = read_data(config, "train", tokenizer, strategy, model_config)
+    has_eval = "data.eval" in config.sources()
+    eval_rows = read_data(config, "eval", tokenizer, strategy, model_config) if has_eval else None
+    check_rows(config, rows, eval_rows, model_config, strategy)
+    return add_labels(config, rows), add_labels(config, eval_rows) if eval_rows is not None else []
+
+
+def read_data(
+    config: SFTConfig,
+    key: str,
+    tokenizer: Any,
+    strategy: str | None,
+    model_config: Any = None,
+    *,
+    sample: int | None = None,
+) -> data.Rows[Any]:
+    """Read data.train or data.eval, up to max_length unless packing splits long rows.
+
+    Of more than `sample` rows only a sample is read. Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
+    """
+    read = partial(
+        data.sft_rows,
+        config.sources()[f"data.{key}"],
+        tokenizer,
+        max_length=None if strategy in SPLITTING_STRATEGIES else config.sft.max_length,
+        on_long=config.data.on_long,
+        sample=sample,
+    )
+    return setup.read_rows(config, f"data.{key}", setup.longer_rows_hint(config, model_config), read)
+
+
+def check_rows(
+    config: SFTConfig, rows: data.Rows[Any], eval_rows: data.Rows[Any] | None, model_config: Any, strategy: str | None
+) -> None:
+    """Raise RLHFError C13 or D11 if rows are too long or too few; `model_config` None: unknown context. Warns D13."""
+    if eval_rows is not None:
+        data.warn_shared(rows, eval_rows, where=config.where("data.eval"))
+    longest = max(rows.longest, eval_rows.longest if eval_rows else 0)
+    strict = config.model.new is not None or strategy in SPLITTING_STRATEGIES
+    all_of(
+        lambda: setup.check_context_length(config, model_config, longest, strict=strict),
+        lambda: _check_batch_size(config, rows, strategy),
+    )
+
+
+def _check_batch_size(config: SFTConfig, rows: data.Rows[Any], strategy: str | None) -> None:
+    if strategy not in SPLITTING_STRATEGIES:
+        setup.check_batch_size(config, rows, len(rows))
+    elif rows.longest:
+        setup.check_batch_size(config, rows, num_sequences(config, rows), "packed sequences")
+
+
+def num_sequences(config: SFTConfig, rows: data.Rows[Any]) -> int:
+    """Return the least number of sequences of max_length that hold all tokens; packing may make a few more."""
+    return -(-sum(len(row["input_ids"]) for row in rows) // config.sft.max_length)
+
+
+def add_labels(config: SFTConfig, rows: data.Rows[Any]) -> data.Rows[dict[str, list[int]]]:
+    """Return {input_ids, labels} per row; completion_only_loss ignores the prompt tokens."""
+    completion_only = config.sft.completion_only_loss
+    return rows.holding(
+        {
+            "input_ids": row["input_ids"],
+            "labels": [
+                token if in_completion or not completion_only else IGNORE_INDEX
+                for token, in_completion in zip(row["input_ids"], row["completion_mask"], strict=True)
+            ],
+        }
+        for row in rows
+    )
+
+
+# Training and evaluation
 
 
 def make_trainer(
     config: SFTConfig,
     model: Any,
     tokenizer: Any,
-    rows: Rows,
-    eval_rows: Rows,
+    rows: TokenRows,
+    eval_rows: TokenRows,
     strategy: str | None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Any:
-    """TRL's trainer on tokens and labels of ours: without packing it prepares nothing, with it only packs."""
+    """Return the trainer. The rows are tokenized and labelled, so that TRL at most packs them."""
     packing: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
     if strategy:
         packing = {"packing": True, "packing_strategy": strategy}
-        random.Random(config.seed).shuffle(rows)  # neighbours in the file may be alike
-    args = trl_common.arguments(trl.SFTConfig, config, max_length=config.sft.max_length, **packing)
+        random.Random(config.seed).shuffle(rows)  # adjacent rows of a file may be similar
+    args = trl_common.training_args(trl.SFTConfig, config, max_length=config.sft.max_length, **packing)
     lengths = [len(row["input_ids"]) for row in rows] if config.sft.group_by_length and not strategy else None
-    return trl_common.build(
+    return trl_common.build_trainer(
         SFTTrainer,
         config,
         lengths,
@@ -307,26 +325,30 @@ def make_trainer(
     )
 
 
-def headline(
-    config: SFTConfig, options: Options, rows: Rows, pad: int, process_group: ProcessGroup
+def evaluate_saved_model(
+    config: SFTConfig, options: Options, rows: TokenRows, pad_id: int, process_group: ProcessGroup
 ) -> dict[str, float]:
-    """Loss per trained token of the saved model over the evaluation rows, in nats, by our own pass, shared by all."""
+    """Return loss (nats), perplexity, entropy and accuracy per trained token of the saved model, on all ranks.
+
+    Raises RLHFError R01 if the loss is not finite.
+    """
     model = load.load_causal_lm(config.folder / "model", **load.load_kwargs(config.model, options.trust_remote_code))
     model.to(devices.device()).eval()
     width = config.sft.max_length
-    cut = [
+    windows = [
         (row["input_ids"][i : i + width], row["labels"][i : i + width])
         for row in rows
         for i in range(0, len(row["input_ids"]), width)
     ]
-    cut.sort(key=lambda window: len(window[0]))
+    windows.sort(key=lambda window: len(window[0]))
     size = config.sft.per_device_eval_batch_size
-    batches = [zip(*cut[first : first + size], strict=True) for first in range(0, len(cut), size)]
+    batches = [zip(*windows[first : first + size], strict=True) for first in range(0, len(windows), size)]
     with Progress("sft: held-out loss", 1, "pass", brief=True) as bar:
-        own = [_sums(model, ids, labels, pad) for ids, labels in counted("score: batch", process_group.shard(batches))]
+        rank_batches = counted("score: batch", process_group.shard(batches))
+        rank_sums = [_batch_sums(model, ids, labels, pad_id) for ids, labels in rank_batches]
         bar.advance()
     loss, entropy, correct, tokens = map(
-        sum, zip(*chain.from_iterable(process_group.all_gather_object(own)), strict=True)
+        sum, zip(*chain.from_iterable(process_group.all_gather_object(rank_sums)), strict=True)
     )
     mean = loss / max(tokens, 1)
     if not math.isfinite(mean):
@@ -343,28 +365,30 @@ def headline(
 
 
 @torch.no_grad()
-def _sums(model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad: int) -> tuple[float, float, int, int]:
-    """Summed loss, summed entropy, tokens predicted right, and tokens, of one batch; loss and entropy in nats."""
-    inputs, mask = right_pad(ids, pad)
-    targets = right_pad(labels, IGNORED)[0][:, 1:]
-    given = {"input_ids": inputs.to(model.device), "attention_mask": mask.long().to(model.device)}
-    logits = model(**given, use_cache=False).logits[:, :-1]
-    row, column = (targets != IGNORED).nonzero(as_tuple=True)
-    wanted = targets[row, column].to(model.device)
+def _batch_sums(
+    model: Any, ids: Sequence[list[int]], labels: Sequence[list[int]], pad_id: int
+) -> tuple[float, float, int, int]:
+    """Return a batch's summed loss and entropy in nats, correctly predicted tokens, and trained tokens."""
+    input_ids, mask = right_pad(ids, pad_id)
+    labels_tensor = right_pad(labels, IGNORE_INDEX)[0][:, 1:]
+    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.long().to(model.device)}
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    row, column = (labels_tensor != IGNORE_INDEX).nonzero(as_tuple=True)
+    targets = labels_tensor[row, column].to(model.device)
     logprobs = logits[row, column].float().log_softmax(-1)
-    loss = torch.nn.functional.nll_loss(logprobs, wanted, reduction="sum")
-    entropy = -sum(float((part.exp() * part).sum()) for part in logprobs.split(256))  # a part at a time: no second copy
-    return float(loss), entropy, int((logprobs.argmax(-1) == wanted).sum()), len(wanted)
+    loss = torch.nn.functional.nll_loss(logprobs, targets, reduction="sum")
+    entropy = -sum(float((chunk.exp() * chunk).sum()) for chunk in logprobs.split(256))  # chunked to save memory
+    return float(loss), entropy, int((logprobs.argmax(-1) == targets).sum()), len(targets)
 
 
-def card(config: SFTConfig, parents: Mapping[str, Parent], rows: int, steps: int) -> str:
-    """The model's README."""
-    origin = "fresh weights" if config.model.new else trl_common.name_of(parents["model.path"])
-    ours = config.sft
-    loss = "the answers alone" if ours.completion_only_loss else "whole rows"
-    return trl_common.card(
+def model_card(config: SFTConfig, parents: Mapping[str, Parent], num_rows: int, steps: int) -> str:
+    """Return the text of the model card."""
+    origin = "fresh weights" if config.model.new else trl_common.parent_label(parents["model.path"])
+    settings = config.sft
+    loss = "the answers alone" if settings.completion_only_loss else "whole rows"
+    return trl_common.model_card(
         config,
         "sft",
-        f"A causal language model, fine-tuned from {origin} on {rows} rows of {Path(config.data.train).name}: "
-        f"{steps} steps, learning rate {ours.learning_rate:g}, loss on {loss}.",
+        f"A causal language model, fine-tuned from {origin} on {num_rows} rows of {Path(config.data.train).name}: "
+        f"{steps} steps, learning rate {settings.learning_rate:g}, loss on {loss}.",
     )

@@ -1,7 +1,7 @@
-"""PPO with `models.adapters`: policy, reference, reward and value model on one copy of the SFT model's weights.
+"""PPO with `models.adapters`: policy, reference, reward and value model share the SFT model's weights.
 
-Four models of their own, each with modules of its own, over the same tensors; only their adapters and heads differ.
-Nothing is switched on and off: a layer that is computed again in the backward pass finds the adapter that it had.
+They are four separate models with their own modules over the same tensors; only adapters and heads differ. No adapter
+is switched on or off, so a layer recomputed in the backward pass uses the same adapter as in the forward pass.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,10 @@ KEY = "models.adapters"
 
 
 @dataclass(frozen=True)
-class OneBase:
-    """The SFT model, which is the reference, and whose weights stand below the adapters of the others.
+class SharedBaseModels:
+    """The SFT model, which is also the reference, and constructors of the models that share its weights.
 
-    What `policy`, `scorer` and `value` return are peft's models, for `save.save_model`; what PPO works with is the
-    plain model inside, `get_base_model()`.
+    They return peft models, for `save.save_model`; PPO works with the plain model inside, `get_base_model()`.
     """
 
     config: PPOConfig
@@ -35,14 +34,14 @@ class OneBase:
     sft: Parent
     model: Any
 
-    def policy(self) -> Any:
-        """The SFT model with adapters that learn and change nothing yet. Raises RLHFError C07."""
-        return self._fresh(sharding.clone_sharing_weights(self.model), self.sft, "policy")
+    def make_policy(self) -> Any:
+        """Return the SFT model with new trainable adapters that initially change nothing. Raises RLHFError C07."""
+        return self._add_adapters(sharding.clone_sharing_weights(self.model), self.sft, "policy")
 
-    def apart(self, parent: Parent, tokenizer: Any) -> str | None:
-        """Why a reward or value model, which reads a tokenizer's tokens, needs weights of its own; None: it does not.
+    def own_weights_reason(self, parent: Parent, tokenizer: Any) -> str | None:
+        """Return why a reward or value model needs its own weights, None if it can share these.
 
-        A pad token that its training added is no reason: no text holds it.
+        `tokenizer` is the one it reads. A pad token added by its training is no reason: no text contains it.
         """
         if parent.base is None:
             return "a whole model"
@@ -51,69 +50,64 @@ class OneBase:
         rows = self.model.get_input_embeddings().weight.shape[0]
         return "an adapter with tokens of its own" if max(tokenizer.get_vocab().values()) >= rows else None
 
-    def scorer(self, parent: Parent) -> Any:
-        """The reward or value model whose adapter these weights bear, with its head. Raises RLHFError M01-M03."""
+    def load_scorer(self, parent: Parent) -> Any:
+        """Load a reward or value model's adapter and head onto the shared weights. Raises RLHFError M01-M03."""
         with placed(self.config.where(parent.key)):
-            config = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
-            body = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), self._head())
-            return self._there(
-                lora.load_adapter(body, parent.model, config, self.sft.hub or self.sft.model, self.sft.revision)
-            )
+            model_config = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
+            model = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), self._empty_head())
+            base = self.sft.hub or self.sft.model
+            return lora.load_adapter(model, parent.model, model_config, base, self.sft.revision).to(devices.device())
 
-    def beside(self, whole: Any, parent: Parent) -> Any:
-        """A value model where the weights of `whole`, a reward model, are others: adapters beside these."""
-        return self._fresh(sharding.clone_sharing_weights(whole), parent, "value")
+    def value_from_reward_model(self, reward_model: Any, parent: Parent) -> Any:
+        """Return a value model with new adapters on the weights of a reward model that does not share these."""
+        return self._add_adapters(sharding.clone_sharing_weights(reward_model), parent, "value")
 
-    def with_head(self, policy: Any, head: nn.Linear) -> Any:
-        """The value model that a head on the policy amounts to: the policy's adapters with that head, to be saved."""
-        made = self._fresh(
-            load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), head), self.sft, "value"
-        )
-        lora.copy_adapter_weights(policy, made)
-        return made
+    def value_from_head(self, policy: Any, head: nn.Linear) -> Any:
+        """Return the policy's value head as a separate model with the policy's adapters, for saving."""
+        model = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), head)
+        value = self._add_adapters(model, self.sft, "value")
+        lora.copy_adapter_weights(policy, value)
+        return value
 
-    def tell(self, parent: Parent, why: str, whole: Any) -> None:
-        """Say that a model has weights of its own, and what they take."""
-        takes = system.size(sum(weight.nbytes for weight in whole.parameters()))
+    def log_own_weights(self, parent: Parent, reason: str, model: Any) -> None:
+        """Log that a model has its own weights, and their size."""
+        size = system.size(sum(weight.nbytes for weight in model.parameters()))
         hint = "trained as an adapter beside models.sft (reward.yaml: model.adapters), it would take next to nothing"
-        terminal.say(f"ppo      {parent.key} is {why}: {takes} of memory more; {hint}")
+        terminal.say(f"ppo      {parent.key} is {reason}: {size} of memory more; {hint}")
 
-    def _fresh(self, model: Any, below: Parent, role: str) -> Any:
-        """Adapters beside the weights in a parent's folder; their numbers depend on the seed and the role alone."""
-        ours = self.config.models.adapters
-        assert ours is not None
+    def _add_adapters(self, model: Any, base: Parent, role: str) -> Any:
+        """Add adapters to a model with the weights of `base`; their values depend only on the seed and the role."""
+        adapters = self.config.models.adapters
+        assert adapters is not None
         with placed(self.config.where(f"{KEY}.target_modules")), torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(derive_seed(self.config.seed, f"adapters of the {role}"))
-            made = lora.add_adapters(
-                model, ours, vocab_size=0, base=below.hub or below.model, revision=below.revision,
+            adapted = lora.add_adapters(
+                model, adapters, vocab_size=0, base=base.hub or base.model, revision=base.revision,
                 device=devices.device(), bf16=False, key=KEY,
             )  # fmt: skip
-        return self._there(made)
+        return adapted.to(devices.device())
 
-    def _head(self) -> nn.Linear:
-        """Room for a head, without numbers drawn; float32, as adapters are: bfloat16 would lose small updates."""
+    def _empty_head(self) -> nn.Linear:
+        """Return a zero head without drawing random numbers; float32, since bfloat16 loses small updates."""
         width = self.model.get_output_embeddings().weight.shape[1]
         head = nn.utils.skip_init(nn.Linear, width, 1, bias=False, dtype=torch.float32)
         nn.init.zeros_(head.weight)
         return head
 
-    def _there(self, made: Any) -> Any:
-        return made.to(devices.device())
+
+def build_shared_base(config: PPOConfig, options: Options, sft: Parent, model: Any) -> SharedBaseModels | None:
+    """Return the shared base that `models.adapters` asks for, None if full models are trained."""
+    return SharedBaseModels(config, options, sft, model) if config.models.adapters else None
 
 
-def of(config: PPOConfig, options: Options, sft: Parent, model: Any) -> OneBase | None:
-    """What `models.adapters` asks for; None where whole models are trained."""
-    return OneBase(config, options, sft, model) if config.models.adapters else None
-
-
-def reward(base: OneBase, parent: Parent, tokenizer: Any) -> Any:
-    """A reward model, on the base's weights where it is an adapter of theirs, else with weights of its own.
+def load_reward_model(base: SharedBaseModels, parent: Parent, tokenizer: Any) -> Any:
+    """Load a reward model, on the shared weights if it is an adapter of them, else with its own weights.
 
     Raises RLHFError M01-M03, M06-M08.
     """
-    why = base.apart(parent, tokenizer)
-    if why is None:
-        return base.scorer(parent).get_base_model()
-    model = setup.scorer(base.config, base.options, parent, tokenizer)
-    base.tell(parent, why, model)
+    reason = base.own_weights_reason(parent, tokenizer)
+    if reason is None:
+        return base.load_scorer(parent).get_base_model()
+    model = setup.load_reward_model(base.config, base.options, parent, tokenizer)
+    base.log_own_weights(parent, reason, model)
     return model.to(devices.device())

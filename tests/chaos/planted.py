@@ -56,8 +56,8 @@ def state_believed() -> Undo:
 
 def random_numbers_forgotten() -> Undo:
     """A checkpoint does not bring the generators back, which draw the dropout."""
-    trl_common.PlainTrainer._load_rng_state = lambda self, checkpoint: None
-    return partial(delattr, trl_common.PlainTrainer, "_load_rng_state")
+    trl_common.TrainerMixin._load_rng_state = lambda self, checkpoint: None
+    return partial(delattr, trl_common.TrainerMixin, "_load_rng_state")
 
 
 def litter_left() -> Undo:

@@ -14,7 +14,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import load
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.stages.setup import Kind, Written, kind
+from rlhf_cli.stages.setup import PromptForm, PromptFormat, prompt_format
 
 _MARK = "a-system-prompt-stands-here"
 
@@ -66,13 +66,13 @@ class Form:
     Plain text has no turns: each prompt stands by itself, as PPO saw them.
     """
 
-    kind: Kind
+    kind: PromptFormat
     tokenizer: Any
 
     @classmethod
-    def of(cls, written: Written | None, tokenizer: Any) -> "Form":
+    def of(cls, written: PromptForm | None, tokenizer: Any) -> "Form":
         """The form in which prompts `written` in a way (None: unknown) go to a model."""
-        return cls(kind(written, tokenizer), tokenizer)
+        return cls(prompt_format(written, tokenizer), tokenizer)
 
     @property
     def has_turns(self) -> bool:

@@ -15,7 +15,7 @@ from rlhf_cli.runs.parents import Parent, verify
 from rlhf_cli.runs.references import choose
 from rlhf_cli.stages import setup
 from rlhf_cli.stages.ppo_setup import load_run_config
-from rlhf_cli.stages.setup import Written
+from rlhf_cli.stages.setup import PromptForm
 
 REFERENCE = "models.sft"
 
@@ -40,7 +40,7 @@ class Cast:
     parents: dict[str, Parent]  # of the rewards, by config key
     rewards: list[str]  # those of the config's that can be asked
     missing: list[str]  # what of all this is not there, and why: a line each
-    written: Written | None  # how the prompts in training were written; None: that cannot be seen
+    written: PromptForm | None  # how the prompts in training were written; None: that cannot be seen
 
 
 def cast(folder: Path, stage: str | None, step: str, compare: str | None) -> Cast:
@@ -68,7 +68,9 @@ def cast(folder: Path, stage: str | None, step: str, compare: str | None) -> Cas
         missing.insert(0, "no PPO policy: none was begun, so the SFT model answers")
     if REFERENCE in problems:
         missing.append(f"no KL: {problems[REFERENCE].problems[0].text}")
-    return Cast(roles, config, parents.pop(REFERENCE, None), parents, rewards, missing, setup.written(found.model))
+    return Cast(
+        roles, config, parents.pop(REFERENCE, None), parents, rewards, missing, setup.training_prompt_form(found.model)
+    )
 
 
 def _compared(compare: str | None, stage: str | None) -> list[str]:

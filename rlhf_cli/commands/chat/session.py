@@ -32,7 +32,7 @@ class Judge:
         self.config, self.sft, self.stop_token_id, self.missing = cast.config, sft, stop_token_id, [*cast.missing]
         texts, rewards = self._texts(cast, options)
         config = cast.config.model_copy(update={"rewards": rewards})
-        writing = setup.Writing(cast.roles[0].model, tokenizer, stop_token_id, [])
+        writing = setup.PolicyText(cast.roles[0].model, tokenizer, stop_token_id, [])
         cache = ppo_setup.RewardModelCache(config, options, cast.parents, writing)
         self.sources: dict[str, RewardSource] = ppo_setup.build_reward_sources(config, texts, cache)
 

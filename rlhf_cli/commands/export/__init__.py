@@ -231,8 +231,8 @@ def _check_format(dtype: str | None) -> None:
 
 def _check_room(model: Parent, target: Path, written: torch.dtype) -> None:
     """Raises RLHFError E03 where memory or disk cannot hold the model. A lower bound: heads are not counted."""
-    count = hardware.numbers(model)
-    needed, there = count * hardware.WEIGHT, system.memory()
+    count = hardware.count_parameters(model)
+    needed, there = count * hardware.WEIGHT_BYTES, system.memory()
     if needed > there:
         text = f"{count:,} numbers need {system.size(needed)} of memory at least, this machine has {system.size(there)}"
         raise RLHFError("E03", text, where=shown(model.path), hint="use a larger machine: a GPU is not needed")

@@ -14,7 +14,7 @@ from rlhf_cli.runs.adapters import is_hub_id
 from rlhf_cli.runs.parents import FOREIGN
 from rlhf_cli.runs.references import Chosen
 from rlhf_cli.stages import setup
-from rlhf_cli.stages.setup import Kind
+from rlhf_cli.stages.setup import PromptFormat
 from rlhf_cli.tracking.metrics_log import read_log
 
 
@@ -31,7 +31,7 @@ class Subject:
     tokenizer: Any
     dtype: str
     updates: int  # that PPO has made, before and after the policy
-    prompts: Kind  # how they go to the model
+    prompts: PromptFormat  # how they go to the model
     example: str | Conversation | None  # a held-out prompt that may be shown
 
     @property
@@ -110,7 +110,7 @@ def subject(
     firings = read_log(chosen.model.path / "watchdog.jsonl") if chosen.step is not None else []
     firings = [row for row in firings if row["step"] <= (chosen.step or 0)]
     run = Run(root.name, root, kinds, chosen.report, (), (), tuple(firings), ())
-    prompts = setup.kind(setup.written(chosen.model), tokenizer)
+    prompts = setup.prompt_format(setup.training_prompt_form(chosen.model), tokenizer)
     return Subject(name, address, chosen, stages, _at(run, chosen), model, tokenizer, dtype, updates, prompts, example)
 
 

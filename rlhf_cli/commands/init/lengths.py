@@ -18,7 +18,7 @@ from rlhf_cli.models import devices, load
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
-from rlhf_cli.stages.setup import MANY
+from rlhf_cli.stages.setup import WARN_DROPPED_FRACTION
 
 ENDED = 0.9  # of the chosen answers that fit half of the context, this share ends within response_length
 SHORTEST = 32  # tokens of a response at least, where a chosen answer is longer
@@ -77,7 +77,7 @@ def fit(pairs: Sequence[Pair], lengths: Sequence[Length], context: int | None) -
     _tell_left_out(pairs, lengths, kept, context, response, longest)
     used = [lengths[i] for i in kept]
     ended = sum(one.chosen <= response for one in used) / len(used)
-    if ended < 1 - MANY:
+    if ended < 1 - WARN_DROPPED_FRACTION:
         text = f"only {percent(ended)} of the chosen answers end within response_length {response}"
         reason = f"the others are longer than half of the {context} positions of the base model"
         terminal.warn("D10", f"{text}: {reason}", where="--data", hint="name a base model with more positions")
@@ -128,7 +128,7 @@ def _tell_left_out(
     reasons = " and ".join(f"{count} {reason}" for reason, count in counts.items() if count)
     share = f"{out} of {len(pairs)} pairs ({percent(out / len(pairs))})"
     few = len(openings([pairs[i] for i in kept])) < LEAST <= len(openings(pairs))
-    hint = _longer_context(pairs, lengths, context) if few or out > MANY * len(pairs) else None
+    hint = _longer_context(pairs, lengths, context) if few or out > WARN_DROPPED_FRACTION * len(pairs) else None
     if few or out > MAX_DROPPED * len(pairs):
         raise RLHFError("D10", f"{share} do not fit: {reasons}", where="--data", hint=hint)
     terminal.warn("D10", f"{share} left out: {reasons}", where="--data", hint=hint)
@@ -137,7 +137,7 @@ def _tell_left_out(
 def _longer_context(pairs: Sequence[Pair], lengths: Sequence[Length], context: int) -> str:
     """How many positions are enough, in steps of two, as models have them."""
     enough, kept = context, 0
-    while kept < (1 - MANY) * len(pairs):
+    while kept < (1 - WARN_DROPPED_FRACTION) * len(pairs):
         enough *= 2
         kept = len(_within(lengths, enough)[0])
     fits = percent(kept / len(pairs))

@@ -184,7 +184,7 @@ def of(config: Config, chain: Chain, mode: str | None, target: Target) -> Estima
     """
     apart = chain.apart(config) if mode is None else set()
     mode = mode or _mode(config)
-    starts = {use.key: chain.start(config, use.key) for use in hardware.uses(config)}
+    starts = {use.key: chain.start(config, use.key) for use in hardware.models_in_memory(config)}
     first = next(iter(starts.values()))
     rows = chain.remaining(config, first)
     ppo = partial(_ppo, apart=apart)
@@ -205,7 +205,7 @@ def of(config: Config, chain: Chain, mode: str | None, target: Target) -> Estima
 def _mode(config: Config) -> str:
     if isinstance(config, PPOConfig) and config.models.adapters:
         return "one-base"
-    return hardware.adapters_of(config) or "full"
+    return hardware.adapter_kind(config) or "full"
 
 
 def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count) -> Found:
@@ -244,7 +244,7 @@ def _ppo(
     policy = _causal(config, "models.sft", bodies, section, count)
     made: dict[str, Any] = {"policy": policy, "reference": copy.deepcopy(policy)}
     keys: dict[str, str] = {}
-    for use in hardware.uses(config):
+    for use in hardware.models_in_memory(config):
         if use.role in ("value", "reward"):
             name = use.role if use.role not in made else f"{use.role} {use.key}"
             made[name], keys[name] = _scorer(config, use.key, bodies, section, count), use.key
@@ -264,7 +264,7 @@ def _eval(
     config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
     *, prompts: int, snapshots: int,
 ) -> Found:  # fmt: skip
-    section, ours, uses = config.models, config.eval, hardware.uses(config)
+    section, ours, uses = config.models, config.eval, hardware.models_in_memory(config)
     policies = {u.key: _causal(config, u.key, bodies, section, count) for u in uses if u.role == "policy"}
     judges = {u.key: _scorer(config, u.key, bodies, section, count) for u in uses if u.role == "judge"}
     rounds = (len(policies) + bool(section.base)) * len(ours.modes) + snapshots + max(ours.best_of, default=0)

@@ -361,4 +361,4 @@ class Target:
     def usable(self, settings: PPOSettings) -> PPOSettings:
         """The settings that it can follow."""
         bf16 = self.gpu or devices.supports_dtype("bfloat16")
-        return hardware.usable(settings, bf16=bf16, gpu=self.gpu, group=self.processes > 1)
+        return hardware.supported_settings(settings, bf16=bf16, gpu=self.gpu, group=self.processes > 1)

@@ -86,11 +86,11 @@ def steps_go_by_rows(config: Config) -> bool:
 
 def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> Remaining:
     """The longest row, and the most tokens of a row that the loss counts."""
-    strategy = of_sft.packing_strategy(config, say=False)
+    strategy = of_sft.packing_strategy(config, log=False)
     rows = of_sft.read_data(config, "train", tokenizer, strategy, body, sample=WHOLE)
     if strategy:
         lengths = Lengths(1, config.sft.max_length - 1)
-        sequences = of_sft.sequences(config, rows) * rows.every
+        sequences = of_sft.num_sequences(config, rows) * rows.every
         return replace(_counted(rows, lengths, "sequences"), rows=sequences, how="about")
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
@@ -142,7 +142,7 @@ class Chain:
         start = self._fresh(config) if config.model.new else self._named(config, key)
         if start.tokenizer is None:
             return start
-        tokenizer = of_sft.sft_tokenizer(config, deepcopy(start.tokenizer))
+        tokenizer = of_sft.prepare_tokenizer(config, deepcopy(start.tokenizer))
         body = deepcopy(start.body)
         text = body.get_text_config()
         text.vocab_size = max(text.vocab_size, len(tokenizer))
@@ -162,7 +162,7 @@ class Chain:
         if not isinstance(config, PPOConfig) or not config.models.adapters:
             return set()
         sft, *others = runs.references(config)
-        return {one.key for one in others if hardware.is_scorer(one.key) and not self._stands_on(config, one, sft)}
+        return {one.key for one in others if hardware.is_scorer_key(one.key) and not self._stands_on(config, one, sft)}
 
     def _stands_on(self, config: Config, reference: runs.Reference, sft: runs.Reference) -> bool:
         path = Path(reference.path)
@@ -189,16 +189,16 @@ class Chain:
         parent = runs.open_reference(config, reference, hashed=False)
         with placed(config.where(reference.key)):
             body = read_config(parent.model, self.options.trust_remote_code)
-        return Start(body, setup.tokenizer(config, self.options, parent))
+        return Start(body, setup.load_tokenizer(config, self.options, parent))
 
     def _fresh(self, config: SFTConfig) -> Start:
         """model.new: a tokenizer of the first rows alone, whose rows are somewhat longer."""
         assert config.model.new
         wanted = config.model.new.tokenizer.vocab_size
-        body = of_sft.new_body(config, wanted)
+        body = of_sft.new_model_config(config, wanted)
         if self.prompt is not None:
             return Start(body, None)
-        source = config.sources()[of_sft.TRAINED_ON]
+        source = config.sources()[of_sft.TOKENIZER_DATA_KEY]
         most = min(SAMPLE, source.max_rows or SAMPLE)
         with placed(config.where("model.new.tokenizer")):
             tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=most), wanted)
