@@ -9,7 +9,7 @@ import yaml
 from rlhf_cli.config.loading import load
 from rlhf_cli.data.datasets import Prompt
 from rlhf_cli.data.readers import Place
-from rlhf_cli.stages import ppo_setup, trl_common
+from rlhf_cli.stages import ppo_setup, setup
 
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2}
 
@@ -32,20 +32,18 @@ def config_of(folder: Path, stage: str, **settings: Any) -> Any:
 )
 def test_sft(tmp_path: Path, processes: int, packed: int | None, said: str) -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 14
-    assert trl_common.describe_batches(config_of(tmp_path, "sft", **SIZES), rows, processes, packed=packed) == said
+    assert setup.describe_batches(config_of(tmp_path, "sft", **SIZES), rows, processes, packed=packed) == said
 
 
 def test_packed_rows_of_a_given_number_of_steps(tmp_path: Path) -> None:
     config = config_of(tmp_path, "sft", max_steps=9)
-    assert (
-        trl_common.describe_batches(config, [{}] * 4, packed=0) == "4 rows; a step: 8 x 1 = 8 sequences; in all 9 steps"
-    )
+    assert setup.describe_batches(config, [{}] * 4, packed=0) == "4 rows; a step: 8 x 1 = 8 sequences; in all 9 steps"
 
 
 def test_pairs_have_the_tokens_of_both_answers(tmp_path: Path) -> None:
     rows = [{"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [1, 2, 3]}] * 6
     said = "6 pairs, 30 tokens; a step: 2 x 3 = 6 pairs; in all 2 steps"
-    assert trl_common.describe_batches(config_of(tmp_path, "reward", **SIZES), rows) == said
+    assert setup.describe_batches(config_of(tmp_path, "reward", **SIZES), rows) == said
 
 
 def test_ppo_in_two_processes(tmp_path: Path) -> None:

@@ -240,7 +240,9 @@ def test_num_shared_layers_freezes_and_shares_and_the_rest_trains(family):
     assert first["objective/kl"] == 0.0 and first["policy/first_ratio_error"] == 0.0
     for name, parameter in made.policy.named_parameters():
         assert torch.equal(parameter, before[name]) is (name in shared), name
-    assert torch.allclose(forward.response_logits(made.ref, micro), found, rtol=0, atol=1e-5), "training changed the reference"
+    assert torch.allclose(forward.response_logits(made.ref, micro), found, rtol=0, atol=1e-5), (
+        "training changed the reference"
+    )
 
 
 def test_num_shared_layers_with_tied_embeddings_ties_the_references_head_too():

@@ -14,7 +14,7 @@ from stand_in_wandb import stand_in
 from rlhf_cli import tracking
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import load
-from rlhf_cli.tracking import Trackers, metrics_log
+from rlhf_cli.tracking import Trackers
 from rlhf_cli.tracking.metrics_log import MetricsLog
 from rlhf_cli.tracking.tracker_run import Run
 from rlhf_cli.tracking.trackio import Trackio

@@ -18,7 +18,7 @@ from rlhf_cli.errors import placed, shown
 from rlhf_cli.evaluation import reward_cards
 from rlhf_cli.models import build, load, lora, tokenizers
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward, setup, sft, trl_common
+from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward_setup, setup, sft_setup
 from rlhf_cli.stages.hardware import POLICY_KEYS
 
 
@@ -56,25 +56,25 @@ class Trial:
         body = start.body if start else None
         with self.report.collecting():
             if config.model.new is not None:
-                body = sft.new_model_config(config, config.model.new.tokenizer.vocab_size)
+                body = sft_setup.new_model_config(config, config.model.new.tokenizer.vocab_size)
                 tokenizer = self._new_tokenizer(stage)
             elif start and start.tokenizer and body:
                 lora.check_target_modules(config, body)
                 tokenizers.check_vocabulary_size(
                     body.get_text_config().vocab_size, start.tokenizer, config.where("model.path")
                 )
-                tokenizer = sft.prepare_tokenizer(config, start.tokenizer)
+                tokenizer = sft_setup.prepare_tokenizer(config, start.tokenizer)
         if "data.train" in stage.data:
             strategy = None
             with self.report.collecting():
-                strategy = sft.packing_strategy(config)
+                strategy = sft_setup.packing_strategy(config)
             rows, held_out = (
-                self._rows(stage, f"data.{key}", partial(sft.read_data, config, key, tokenizer, strategy, body))
+                self._rows(stage, f"data.{key}", partial(sft_setup.read_data, config, key, tokenizer, strategy, body))
                 for key in ("train", "eval")
             )
             if rows is not None:
                 with self.report.collecting():
-                    sft.check_rows(config, rows, held_out, body, strategy)
+                    sft_setup.check_rows(config, rows, held_out, body, strategy)
                 self._steps(config, rows, packed=strategy is not None)
         self._promise(stage, tokenizer, body)
 
@@ -82,10 +82,10 @@ class Trial:
         """The tokenizer of model.new takes its time, and so does a model: both are made where models are looked at."""
         if not self.deep:
             self.report.skip("sft model.new: its tokenizer, so no lengths in tokens; the stage trains it (or --deep)")
-        elif sft.TOKENIZER_DATA_KEY in stage.data:
+        elif sft_setup.TOKENIZER_DATA_KEY in stage.data:
             config = cast(SFTConfig, stage.config)
             assert config.model.new
-            tokenizer = sft.prepare_tokenizer(config, None)
+            tokenizer = sft_setup.prepare_tokenizer(config, None)
             with placed(config.where("model.new")):
                 build.new_causal_lm(config.model.new.config_fields(), tokenizer)
             return tokenizer
@@ -97,17 +97,17 @@ class Trial:
         body = start.body if start else None
         with self.report.collecting():
             if start and body is not None:
-                reward.check_can_sample(config, body)
+                reward_setup.check_can_sample(config, body)
                 lora.check_target_modules(config, body)
             if start and start.tokenizer:
-                tokenizer = reward.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
+                tokenizer = reward_setup.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
         rows, held_out = (
-            self._rows(stage, f"data.{key}", partial(reward.read_data, config, key, tokenizer, body))
+            self._rows(stage, f"data.{key}", partial(reward_setup.read_data, config, key, tokenizer, body))
             for key in ("train", "eval")
         )
         if rows is not None:
             with self.report.collecting():
-                reward.check_rows(config, rows, held_out, body)
+                reward_setup.check_rows(config, rows, held_out, body)
             self._steps(config, rows, packed=False)
         self._promise(stage, tokenizer, body)
 
@@ -298,6 +298,4 @@ class Trial:
         settings = config.sft if isinstance(config, SFTConfig) else config.reward
         if not packed or settings.max_steps:
             setup.warn_long_intervals(config, settings.steps(len(rows)))
-        self.report.add(
-            config.stage, "batches", trl_common.describe_batches(config, rows, packed=0 if packed else None)
-        )
+        self.report.add(config.stage, "batches", setup.describe_batches(config, rows, packed=0 if packed else None))

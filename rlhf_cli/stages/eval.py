@@ -30,7 +30,7 @@ from rlhf_cli.progress import Progress, counted
 from rlhf_cli.rewards.function import score_texts
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import eval_setup, hardware, setup, trl_common
+from rlhf_cli.stages import eval_setup, hardware, setup
 from rlhf_cli.tracking import Trackers
 
 NEAR_GREEDY_TEMPERATURE = 0.01  # TRL 1.12's evaluation generations
@@ -73,7 +73,7 @@ def _evaluate(
     with process_group.main_process_first():
         usable = eval_setup.read_prompts(config, tokenizer, model_config, sampling.response_length)
     if usable.left_out or len(usable) < config.eval.n:
-        available = trl_common.describe_rows(usable, "held-out prompts")
+        available = setup.describe_rows(usable, "held-out prompts")
         terminal.say(f"eval     {available}; eval.n asks for {config.eval.n}")
     prompts = usable[: config.eval.n]
     eval_setup.warn_of_selection_by_reward(config)

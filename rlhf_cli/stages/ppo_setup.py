@@ -24,7 +24,7 @@ from rlhf_cli.rewards.function import FunctionReward
 from rlhf_cli.rewards.model import EnsembleReward, ModelReward
 from rlhf_cli.rewards.source import RewardFn, RewardSource
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.stages import hardware, setup, shared_base, trl_common
+from rlhf_cli.stages import hardware, setup, shared_base
 from rlhf_cli.stages.shared_base import SharedBaseModels
 
 
@@ -358,10 +358,10 @@ def describe_batches(config: PPOConfig, prompts: Sequence[data.Prompt], world_si
     """Return the batch arithmetic as one line; `config` has the batch sizes of all processes together."""
     settings, num_updates = config.ppo, config.ppo.num_updates(len(prompts))
     rows, episodes = settings.per_device_train_batch_size, settings.episodes_per_update
-    update = trl_common.batch_product(rows, settings.gradient_accumulation_steps // world_size, world_size, "episodes")
+    update = setup.batch_product(rows, settings.gradient_accumulation_steps // world_size, world_size, "episodes")
     epochs, minibatches = settings.num_ppo_epochs, settings.num_mini_batches
     return (
-        f"{trl_common.describe_rows(prompts, 'prompts')}; "
+        f"{setup.describe_rows(prompts, 'prompts')}; "
         f"an update: {update}, {settings.num_samples_per_prompt} per prompt; "
         f"{epochs} epochs x {minibatches} minibatches = {epochs * minibatches} optimizer steps; "
         f"in all {num_updates} updates, {num_updates * episodes} episodes"

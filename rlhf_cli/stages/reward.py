@@ -19,17 +19,18 @@ from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import RewardConfig
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import RLHFError, all_of, shown
+from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
 from rlhf_cli.evaluation.reward_model_table import print_card
-from rlhf_cli.models import devices, load, lora, save, tokenizers, weights
+from rlhf_cli.models import devices, load, lora, save, tokenizers
 from rlhf_cli.models.batch import Prompts, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress, counted
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup, trl_common
+from rlhf_cli.stages.reward_setup import check_can_sample, check_rows, prepare_tokenizer, read_data
 
 NUM_PROBES = 8
 SAMPLING_BATCH_SIZE = 64
@@ -118,27 +119,6 @@ def load_tokenizer_and_model(config: RewardConfig, options: Options, parent: Par
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
 
 
-def prepare_tokenizer(config: RewardConfig, tokenizer: Any, parent_stage: str) -> Any:
-    """Return model.path's tokenizer for training, with its own pad token. Raises RLHFError C17, T05."""
-    template, original_size = tokenizers.template_sha256(tokenizer), len(tokenizer)
-    if config.model.chat_template is not None:
-        tokenizers.set_chat_template(tokenizer, config.model.chat_template)
-        if parent_stage == "sft" and tokenizers.template_sha256(tokenizer) != template:
-            text = f"model.chat_template is not that of the SFT stage ({(template or 'none')[:12]} there)"
-            hint = "take it out: the template comes with the SFT model"
-            raise RLHFError("T05", text, where=config.where("model.chat_template"), hint=hint)
-    lora.refuse_new_tokens(config, tokenizer, original_size)
-    tokenizers.ensure_pad_token(tokenizer, stop_token_id=data.stop_token_id(tokenizer))
-    return tokenizer
-
-
-def check_can_sample(config: RewardConfig, model_config: Any) -> None:
-    """Raise RLHFError C17 if reward.normalize samples from model.path and it is not a causal model."""
-    if config.reward.normalize == "sft" and weights.is_classifier(model_config):
-        text = "reward.normalize: sft samples from model.path, which is not a causal model"
-        raise RLHFError("C17", text, where=config.where("reward.normalize"), hint="set reward.normalize: none")
-
-
 # Rows and trainer
 
 
@@ -148,36 +128,6 @@ def read_rows(config: RewardConfig, tokenizer: Any, model_config: Any) -> tuple[
     eval_rows = read_data(config, "eval", tokenizer, model_config) if "data.eval" in config.sources() else None
     check_rows(config, rows, eval_rows, model_config)
     return rows, eval_rows if eval_rows is not None else []
-
-
-def read_data(
-    config: RewardConfig, key: str, tokenizer: Any, model_config: Any = None, *, sample: int | None = None
-) -> data.Rows[Any]:
-    """Read the pairs of data.train or data.eval; of more than `sample` only a sample is read.
-
-    Warns D16. Raises RLHFError D01-D10, D12, D14, D16.
-    """
-    read = partial(
-        data.preference_rows,
-        config.sources()[f"data.{key}"],
-        tokenizer,
-        max_length=config.reward.max_length,
-        on_long=config.data.on_long,
-        on_identical=config.data.on_identical,
-        sample=sample,
-    )
-    return setup.read_rows(config, f"data.{key}", setup.longer_rows_hint(config, model_config), read)
-
-
-def check_rows(config: RewardConfig, rows: data.Rows[Any], eval_rows: data.Rows[Any] | None, model_config: Any) -> None:
-    """Raise RLHFError C13 or D11 if rows are too long or too few; `model_config` None: unknown context. Warns D13."""
-    if eval_rows is not None:
-        data.warn_shared(rows, eval_rows, where=config.where("data.eval"))
-    longest = max(rows.longest, eval_rows.longest if eval_rows else 0)
-    all_of(
-        lambda: setup.check_context_length(config, model_config, longest),
-        lambda: setup.check_batch_size(config, rows, len(rows)),
-    )
 
 
 def make_trainer(

@@ -1,6 +1,6 @@
 """Inputs of the stages: load tokenizers and models, read rows, and check them. Shared with `rlhf check`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -319,3 +319,46 @@ def warn_long_intervals(config: Config, steps: int) -> None:
         if every and every > steps:
             text = f"one {event} every {every} {unit} is more than the {steps} of the run: only the last one gets one"
             terminal.warn("C14", text, where=config.where(key), hint=f"lower {key}, or leave it out")
+
+
+# Batch arithmetic
+
+TOKEN_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids")
+
+
+def describe_batches(
+    config: SFTConfig | RewardConfig,
+    rows: Sequence[Mapping[str, Sequence[int]]],
+    processes: int = 1,
+    *,
+    packed: int | None = None,
+) -> str:
+    """Return rows, batch size and steps of SFT or reward training as one line.
+
+    `packed`: the number of sequences the rows were packed into, 0 if not known yet.
+    """
+    settings, unit = (config.sft, "rows") if isinstance(config, SFTConfig) else (config.reward, "pairs")
+    num_tokens, count = count_tokens(rows), len(rows) if packed is None else packed
+    text = describe_rows(rows, unit)
+    text += (f", {num_tokens} tokens" if num_tokens else "") + (f" in {packed} sequences" if packed else "")
+    size, grad_accum_steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+    step = batch_product(size, grad_accum_steps, processes, unit if packed is None else "sequences")
+    total = f"; in all {settings.steps(count, processes)} steps" if count or settings.max_steps else ""
+    return f"{text}; a step: {step}{total}"
+
+
+def batch_product(size: int, grad_accum_steps: int, processes: int, unit: str) -> str:
+    """Return the batch size of a step as text: `8 x 2 x 4 processes = 64 rows`."""
+    group = f" x {processes} processes" if processes > 1 else ""
+    return f"{size} x {grad_accum_steps}{group} = {size * grad_accum_steps * processes} {unit}"
+
+
+def count_tokens(rows: Iterable[Mapping[str, Sequence[int]]]) -> int:
+    """Return the number of tokens of all rows, 0 if they were read without a tokenizer."""
+    return sum(len(row[column]) for row in rows for column in TOKEN_COLUMNS if column in row)
+
+
+def describe_rows(rows: Sequence[Any], unit: str) -> str:
+    """Return the number of rows, and of dropped rows if there are any, as text."""
+    left_out = rows.told_left_out() if isinstance(rows, Rows) else ""
+    return f"{len(rows)} {unit}" + (f", {left_out}" if left_out else "")

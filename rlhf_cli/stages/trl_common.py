@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,7 +16,6 @@ from transformers.trainer_callback import ExportableState
 
 from rlhf_cli import __version__, data, runs, terminal
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.data.texts import Rows
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.models import devices, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
@@ -27,52 +26,10 @@ from rlhf_cli.system import StopWish
 from rlhf_cli.tracking import Trackers
 from rlhf_cli.tracking.metrics_log import MetricsLog, read_log
 
-TOKEN_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids")
 LOG_NAMES = {"learning_rate": "lr"}
 NOT_LOGGED = ("runtime", "per_second")  # timings, which differ between identical runs
 STATE_FILE = "trainer_state.json"  # the last file transformers writes into a checkpoint
 CALLBACK_STATE = "Follower"  # key of TrainingCallback's state in STATE_FILE
-
-
-# Batch arithmetic
-
-
-def describe_batches(
-    config: SFTConfig | RewardConfig,
-    rows: Sequence[Mapping[str, Sequence[int]]],
-    processes: int = 1,
-    *,
-    packed: int | None = None,
-) -> str:
-    """Return rows, batch size and steps of SFT or reward training as one line.
-
-    `packed`: the number of sequences the rows were packed into, 0 if not known yet.
-    """
-    settings, unit = (config.sft, "rows") if isinstance(config, SFTConfig) else (config.reward, "pairs")
-    num_tokens, count = count_tokens(rows), len(rows) if packed is None else packed
-    text = describe_rows(rows, unit)
-    text += (f", {num_tokens} tokens" if num_tokens else "") + (f" in {packed} sequences" if packed else "")
-    size, grad_accum_steps = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    step = batch_product(size, grad_accum_steps, processes, unit if packed is None else "sequences")
-    total = f"; in all {settings.steps(count, processes)} steps" if count or settings.max_steps else ""
-    return f"{text}; a step: {step}{total}"
-
-
-def batch_product(size: int, grad_accum_steps: int, processes: int, unit: str) -> str:
-    """Return the batch size of a step as text: `8 x 2 x 4 processes = 64 rows`."""
-    group = f" x {processes} processes" if processes > 1 else ""
-    return f"{size} x {grad_accum_steps}{group} = {size * grad_accum_steps * processes} {unit}"
-
-
-def count_tokens(rows: Iterable[Mapping[str, Sequence[int]]]) -> int:
-    """Return the number of tokens of all rows, 0 if they were read without a tokenizer."""
-    return sum(len(row[column]) for row in rows for column in TOKEN_COLUMNS if column in row)
-
-
-def describe_rows(rows: Sequence[Any], unit: str) -> str:
-    """Return the number of rows, and of dropped rows if there are any, as text."""
-    left_out = rows.told_left_out() if isinstance(rows, Rows) else ""
-    return f"{len(rows)} {unit}" + (f", {left_out}" if left_out else "")
 
 
 # Trainer
@@ -208,7 +165,7 @@ def train(
     count = len(trainer.train_dataset)
     setup.warn_long_intervals(config, settings.steps(count, process_group.world_size))
     packed = count if isinstance(config, SFTConfig) and config.sft.packing else None
-    terminal.say(f"{label:<8} {describe_batches(config, rows, process_group.world_size, packed=packed)}")
+    terminal.say(f"{label:<8} {setup.describe_batches(config, rows, process_group.world_size, packed=packed)}")
     checkpoint = process_group.run_on_main(lambda: runs.latest_state(folder / "state"))
     state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")) if checkpoint else {}
     resumed = state["stateful_callbacks"][CALLBACK_STATE]["attributes"] if checkpoint else {}

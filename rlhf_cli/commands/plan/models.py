@@ -20,8 +20,7 @@ from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import placed
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
-from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward, setup
-from rlhf_cli.stages import sft as of_sft
+from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward_setup, setup, sft_setup
 
 WHOLE = 5000  # rows of which all are tokenised; of more at most so many, spread over the file
 How = Literal["exact", "about", "at most"]
@@ -49,7 +48,7 @@ def of(config: Config, body: Any, tokenizer: Any, response: int) -> Remaining:
         if isinstance(config, SFTConfig):
             return _examples(config, tokenizer, body)
         if isinstance(config, RewardConfig):
-            pairs = reward.read_data(config, "train", tokenizer, body, sample=WHOLE)
+            pairs = reward_setup.read_data(config, "train", tokenizer, body, sample=WHOLE)
             mean = _mean(row[side] for row in pairs for side in ("chosen_ids", "rejected_ids"))
             return _counted(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
         if isinstance(config, PPOConfig):
@@ -86,11 +85,11 @@ def steps_go_by_rows(config: Config) -> bool:
 
 def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> Remaining:
     """The longest row, and the most tokens of a row that the loss counts."""
-    strategy = of_sft.packing_strategy(config, log=False)
-    rows = of_sft.read_data(config, "train", tokenizer, strategy, body, sample=WHOLE)
+    strategy = sft_setup.packing_strategy(config, log=False)
+    rows = sft_setup.read_data(config, "train", tokenizer, strategy, body, sample=WHOLE)
     if strategy:
         lengths = Lengths(1, config.sft.max_length - 1)
-        sequences = of_sft.num_sequences(config, rows) * rows.every
+        sequences = sft_setup.num_sequences(config, rows) * rows.every
         return replace(_counted(rows, lengths, "sequences"), rows=sequences, how="about")
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
@@ -142,7 +141,7 @@ class Chain:
         start = self._fresh(config) if config.model.new else self._named(config, key)
         if start.tokenizer is None:
             return start
-        tokenizer = of_sft.prepare_tokenizer(config, deepcopy(start.tokenizer))
+        tokenizer = sft_setup.prepare_tokenizer(config, deepcopy(start.tokenizer))
         body = deepcopy(start.body)
         text = body.get_text_config()
         text.vocab_size = max(text.vocab_size, len(tokenizer))
@@ -195,10 +194,10 @@ class Chain:
         """model.new: a tokenizer of the first rows alone, whose rows are somewhat longer."""
         assert config.model.new
         wanted = config.model.new.tokenizer.vocab_size
-        body = of_sft.new_model_config(config, wanted)
+        body = sft_setup.new_model_config(config, wanted)
         if self.prompt is not None:
             return Start(body, None)
-        source = config.sources()[of_sft.TOKENIZER_DATA_KEY]
+        source = config.sources()[sft_setup.TOKENIZER_DATA_KEY]
         most = min(SAMPLE, source.max_rows or SAMPLE)
         with placed(config.where("model.new.tokenizer")):
             tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=most), wanted)
