@@ -11,9 +11,9 @@ from rlhf_cli.errors import RLHFError
 # -P: a file of the working directory named like a library (yaml.py) is never imported in its place.
 RLHF_COMMAND = (sys.executable, "-P", "-m", "rlhf_cli")
 # Of torchrun, of a step that srun started (SLURM_NTASKS is the allocation's, one process may well use it), of mpirun.
-COUNTS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 # What torchrun, and accelerate launch where it starts several, tell each process of a group.
-GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world_size() -> int:
@@ -48,12 +48,12 @@ def check_group() -> None:
     one process, whatever it was asked for. A variable that is empty is not set.
     """
     if world_size() > 1:
-        missing = [name for name in GROUP if not _told(name)]
+        missing = [name for name in GROUP_VARIABLES if not _told(name)]
         if missing:
             text = f"{world_size()} processes were asked for, and 1 came up by itself: {', '.join(missing)} is not set"
             raise _refusal("WORLD_SIZE", text)
         return
-    for name in COUNTS:
+    for name in WORLD_SIZE_VARIABLES:
         if _told(name) not in ("", "1"):
             raise _refusal(name, f"{_told(name)} processes were asked for, and 1 came up, which knows no other")
     if _told("MASTER_ADDR") and not _told("WORLD_SIZE"):

@@ -55,7 +55,7 @@ class RLHFError(Exception):
         self.problems = (Problem(code, text, where, hint),)
 
     @classmethod
-    def of(cls, problems: Sequence[Problem]) -> "RLHFError":
+    def from_problems(cls, problems: Sequence[Problem]) -> "RLHFError":
         """One error for all of `problems` (at least one)."""
         assert problems, "an error needs a problem"
         error = cls(problems[0].code, problems[0].text)
@@ -81,7 +81,7 @@ def _again(kind: type[RLHFError], args: tuple[Any, ...], state: dict[str, Any]) 
     return error
 
 
-def all_of(*checks: Callable[[], object]) -> None:
+def collect_errors(*checks: Callable[[], object]) -> None:
     """Make each of the checks. Raises one RLHFError with the problems of all that failed."""
     problems: list[Problem] = []
     for check in checks:
@@ -90,21 +90,21 @@ def all_of(*checks: Callable[[], object]) -> None:
         except RLHFError as error:
             problems += error.problems
     if problems:
-        raise RLHFError.of(list(dict.fromkeys(problems)))
+        raise RLHFError.from_problems(list(dict.fromkeys(problems)))
 
 
 @contextmanager
-def placed(where: str | None) -> Iterator[None]:
+def at_location(where: str | None) -> Iterator[None]:
     """Within, an error that tells no place of its own gets this one: the key that named what is wrong."""
     try:
         yield
     except RLHFError as error:
         problems = [replace(problem, where=problem.where or where) for problem in error.problems]
-        raise RLHFError.of(problems) from error
+        raise RLHFError.from_problems(problems) from error
 
 
 @contextmanager
-def reading(path: str | Path) -> Iterator[None]:
+def translate_read_errors(path: str | Path) -> Iterator[None]:
     """Within, an error of the system while `path` is read becomes E08: the file may be whole, so it is not damaged.
 
     An OSError that says that the file is not there (NOT_THERE) comes through as it is.
@@ -114,10 +114,10 @@ def reading(path: str | Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or error.errno in NOT_THERE:
             raise
-        raise unreadable(error, path) from error
+        raise read_error(error, path) from error
 
 
-def unreadable(error: OSError, path: str | Path) -> RLHFError:
+def read_error(error: OSError, path: str | Path) -> RLHFError:
     """E08 for an error of the system, with the file that it names, or else `path`."""
     name = error.filename if isinstance(error.filename, str | Path) else path
     text = f"{shown(name)} cannot be read now: {error.strerror or error}"
@@ -125,13 +125,13 @@ def unreadable(error: OSError, path: str | Path) -> RLHFError:
     return RLHFError("E08", text, hint=hint)
 
 
-def quoted(path: str | Path) -> str:
+def shell_path(path: str | Path) -> str:
     """The path as `shown`, for a command that is printed."""
     text = shown(path)
-    return word(f"./{text}" if text.startswith("-") else text)
+    return shell_word(f"./{text}" if text.startswith("-") else text)
 
 
-def word(text: str) -> str:
+def shell_word(text: str) -> str:
     """A text as one word of a shell's command, on one line, of visible characters."""
     if not NOT_PRINTED.search(text):
         return shlex.quote(text)
@@ -140,7 +140,7 @@ def word(text: str) -> str:
 
 
 @contextmanager
-def panics_as(code: str, text: str) -> Iterator[None]:
+def translate_rust_panics(code: str, text: str) -> Iterator[None]:
     """Within, the panic of a library in Rust, which is no Exception, is an error with this code."""
     try:
         yield
@@ -156,12 +156,12 @@ def shown(path: str | Path) -> str:
     return os.path.relpath(absolute, here) if absolute.startswith(here.rstrip("/") + "/") else absolute
 
 
-def install(extra: str) -> str:
+def install_hint(extra: str) -> str:
     """How the libraries of an extra of pyproject.toml come: the project is on no index."""
     return f"pip install -e '.[{extra}]' in the clone of rlhf-cli"
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name most like `name`, or one that it begins; None where none is near. Case does not count."""
     by_folded = {other.casefold(): other for other in known}
     found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=max(cutoff, 0.8))
@@ -171,45 +171,45 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_folded[found[0]] if found else None
 
 
-def nearest_folder(path: str | Path) -> str | None:
+def closest_folder(path: str | Path) -> str | None:
     """The folder beside the missing `path` whose name is most like it, as messages name it."""
-    return nearest_file(path, is_meant=os.path.isdir)
+    return closest_path(path, is_meant=os.path.isdir)
 
 
-def nearest_file(path: str | Path, *, is_meant: Callable[[Path], bool] = os.path.exists) -> str | None:
+def closest_path(path: str | Path, *, is_meant: Callable[[Path], bool] = os.path.exists) -> str | None:
     """The file or folder beside the missing `path` whose name is most like it, as messages name it."""
     missing = Path(path)
     if not os.path.isdir(missing.parent):  # Path.is_dir raises for a name that is too long
-        folder = nearest_folder(missing.parent) if missing.parent != missing else None
+        folder = closest_folder(missing.parent) if missing.parent != missing else None
         candidate = Path(folder) / missing.name if folder else None
         return shown(candidate) if candidate and is_meant(candidate) else None
     names = sorted(name for name in os.listdir(missing.parent) if is_meant(missing.parent / name))
     # The ending, which all of them share, must not make every name look near.
     stems = {Path(name).stem: name for name in names if Path(name).suffix == missing.suffix}
-    stem = nearest(missing.stem, stems)
-    name = stems[stem] if stem else nearest(missing.name, names, cutoff=0.8)
+    stem = closest_match(missing.stem, stems)
+    name = stems[stem] if stem else closest_match(missing.name, names, cutoff=0.8)
     return shown(missing.parent / name) if name else None
 
 
 TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
 LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://LOGIN@host
 SECRET_VARIABLE = re.compile(r".*(TOKEN|(API|ACCESS|PRIVATE)_?KEY|SECRET|PASSWORD)", re.IGNORECASE)
-SHORTEST = 8  # a shorter value may well be an ordinary word
+MIN_SECRET_LENGTH = 8  # a shorter value may well be an ordinary word
 _declared: set[str] = set()
 
 
-def keep_secret(*values: str) -> None:
-    """Have `redacted` take out these values, and each of their words: the key of "Bearer KEY" as well."""
-    _declared.update(part for value in values for part in (value, *value.split()) if len(part) >= SHORTEST)
+def register_secrets(*values: str) -> None:
+    """Have `redact` take out these values, and each of their words: the key of "Bearer KEY" as well."""
+    _declared.update(part for value in values for part in (value, *value.split()) if len(part) >= MIN_SECRET_LENGTH)
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """The text with `[secret]` in place of tokens, of logins in addresses, and of the values of secret variables and
-    of `keep_secret`.
+    of `register_secrets`.
     """
     for value in sorted(_declared, key=len, reverse=True):
         text = text.replace(value, "[secret]")
     for name, value in os.environ.items():
-        if len(value) >= SHORTEST and value in text and SECRET_VARIABLE.fullmatch(name):
+        if len(value) >= MIN_SECRET_LENGTH and value in text and SECRET_VARIABLE.fullmatch(name):
             text = text.replace(value, "[secret]")
     return LOGIN.sub("[secret]", TOKEN.sub("[secret]", text))

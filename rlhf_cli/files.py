@@ -12,12 +12,12 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlhf_cli.errors import RLHFError, reading
+from rlhf_cli.errors import RLHFError, translate_read_errors
 from rlhf_cli.jsonl import to_json
 
 # A model card says how a model came to be; it cannot change what the model does.
-NOT_THE_MODEL = ("README.md",)
-CHANGED = "its content is not what was written (sha256 differs)"
+MODEL_CARDS = ("README.md",)
+HASH_DIFFERS = "its content is not what was written (sha256 differs)"
 
 
 def file_sha256(path: Path) -> str:
@@ -41,7 +41,7 @@ def _sha256_of(path: Path, *_as_it_is: int) -> str:
     return file_sha256(path)
 
 
-def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """{name: {"sha256", "bytes"}} of the files of `folder` named in `names` (relative POSIX names)."""
     return {name: {"sha256": file_sha256(folder / name), "bytes": (folder / name).stat().st_size} for name in names}
 
@@ -55,7 +55,7 @@ def model_sha256(files: Mapping[str, Mapping[str, Any]], prefix: str = "model/")
     total = hashlib.sha256()
     for name in sorted(files):
         rest = name.removeprefix(prefix)
-        if name.startswith(prefix) and rest not in NOT_THE_MODEL:
+        if name.startswith(prefix) and rest not in MODEL_CARDS:
             total.update(f"{rest}\0{files[name]['sha256']}\n".encode())
     return total.hexdigest()
 
@@ -75,26 +75,26 @@ def json_sha256(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
-def entries(folder: Path) -> list[str]:
+def list_folder(folder: Path) -> list[str]:
     """The names in a folder; none where it is not there. Raises RLHFError E08 where it cannot be read now."""
     try:
-        with reading(folder):
+        with translate_read_errors(folder):
             return sorted(os.listdir(folder))
     except OSError:
         return []
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Whether a path names anything. Raises RLHFError E08 where that cannot be known now."""
     try:
-        with reading(path):
+        with translate_read_errors(path):
             path.stat()
     except OSError:
         return False
     return True
 
 
-def names_in(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     """Relative POSIX names of all regular files below `folder`, hidden files and folders left out, sorted."""
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
@@ -122,7 +122,7 @@ def sync_files(folder: Path, names: Iterable[str]) -> None:
 
 
 @contextmanager
-def in_one_step(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Within, a folder beside `folder` to write into; at the end it takes that place, where at most an empty one was.
 
     Whatever is raised within comes through, and leaves nothing. Forcing the files to the disk is left to the caller.
@@ -155,34 +155,34 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, to_json(value, indent=2) + "\n")
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
+def read_json_object(path: Path) -> dict[str, Any] | None:
     """The JSON object that a file of ours holds; None where it is missing or no such thing.
 
     Raises RLHFError E08 where it cannot be read now.
     """
     try:
-        with reading(path):
+        with translate_read_errors(path):
             value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
+def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
     """`write_json` of an object with the hash of its content in it."""
     write_json(path, {**value, "sha256": json_sha256(value)})
 
 
-def read_sealed(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The object that `write_sealed` wrote, without its hash, and what is wrong with the file, or None."""
-    value = read_object(path)
+def read_checked_json(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The object that `write_checked_json` wrote, without its hash, and what is wrong with the file, or None."""
+    value = read_json_object(path)
     if value is None:
         return {}, f"{path.name} is missing or not readable"
     told = value.pop("sha256", None)
-    return value, None if told == json_sha256(value) else f"{path.name}: {CHANGED}"
+    return value, None if told == json_sha256(value) else f"{path.name}: {HASH_DIFFERS}"
 
 
-def inside(folder: Path, name: str, *, where: str) -> Path:
+def safe_join(folder: Path, name: str, *, where: str) -> Path:
     """folder / name, for a name that came out of a file.
 
     Raises S03 for an absolute name, one with `..`, or one that a link leads out of the folder.
@@ -194,31 +194,31 @@ def inside(folder: Path, name: str, *, where: str) -> Path:
     return path
 
 
-def results(files: Mapping[str, Any], prefixes: str | tuple[str, ...]) -> dict[str, Any]:
+def select_files(files: Mapping[str, Any], prefixes: str | tuple[str, ...]) -> dict[str, Any]:
     """Those of a manifest's files that somebody loads: under the prefixes, model cards left out."""
-    names = [name for name in files if name.startswith(prefixes) and not name.endswith(NOT_THE_MODEL)]
+    names = [name for name in files if name.startswith(prefixes) and not name.endswith(MODEL_CARDS)]
     return {name: files[name] for name in names}
 
 
-def damage(folder: Path, files: Mapping[str, Any], *, where: str, content: bool) -> str | None:
+def find_damage(folder: Path, files: Mapping[str, Any], *, where: str, content: bool) -> str | None:
     """What is wrong with the first bad file of those listed ({name: {"sha256", "bytes"}}), or None.
 
     Sizes are always compared; hashes where `content` is set. Raises S03 for a name that leads out of the folder, E08
     for a file that cannot be read now.
     """
     for name, entry in files.items():
-        path = inside(folder, name, where=where)
+        path = safe_join(folder, name, where=where)
         if not isinstance(entry, Mapping) or not {"sha256", "bytes"} <= entry.keys():
             return f"{name}: its entry is not readable"
         try:
-            with reading(path):
+            with translate_read_errors(path):
                 found = path.stat()
                 if not stat.S_ISREG(found.st_mode):
                     return f"{name} is missing"
                 if found.st_size != entry["bytes"]:
                     return f"{name} has {found.st_size} bytes, {entry['bytes']} were written"
                 if content and file_sha256(path) != entry["sha256"]:
-                    return f"{name}: {CHANGED}"
+                    return f"{name}: {HASH_DIFFERS}"
         except OSError:
             return f"{name} is missing"
     return None

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
-from rlhf_cli.errors import RLHFError, nearest_file, shown
+from rlhf_cli.errors import RLHFError, closest_path, shown
 
 BOM = b"\xef\xbb\xbf"
 BLANK = (b"\n", b"\r\n")
@@ -37,7 +37,7 @@ def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[in
 
 def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """`read_jsonl` of an open file; `path` is its name in messages."""
-    for number, raw in lines(file, path):
+    for number, raw in numbered_lines(file, path):
         try:
             row = orjson.loads(raw)
         except orjson.JSONDecodeError:
@@ -46,11 +46,11 @@ def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, A
             if len(KEY.findall(raw)) > len(row):
                 _refuse_twice(row, raw, path, number)
             yield number, row
-        elif decoded(raw, path, number).strip():
+        elif decode(raw, path, number).strip():
             yield number, _row(raw.rstrip(b"\r\n"), path, number)
 
 
-def lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, bytes) of each line of an open file, without the mark that some editors begin a file with.
 
     Raises RLHFError D03 for lines without an end and for lines without end: a small packed file may hold either.
@@ -93,11 +93,11 @@ def _missing(path: Path, where: str | None) -> RLHFError:
         return RLHFError("D01", f"{shown(path)} is a folder, a data file is needed", where=where)
     if os.path.exists(path):
         return RLHFError("D01", f"{shown(path)} is a device or a pipe, a data file is needed", where=where)
-    near = nearest_file(path)
+    near = closest_path(path)
     return RLHFError("D01", f"no such file: {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
 
 
-def decoded(raw: bytes, path: Path, number: int) -> str:
+def decode(raw: bytes, path: Path, number: int) -> str:
     """The text of what begins in line `number` of a file. Raises D04 where it is not UTF-8."""
     try:
         return raw.decode("utf-8")
@@ -113,7 +113,7 @@ def decoded(raw: bytes, path: Path, number: int) -> str:
         ) from error
 
 
-def parse(raw: bytes, path: Path, number: int = 1) -> Any:
+def parse_json(raw: bytes, path: Path, number: int = 1) -> Any:
     """The JSON value that begins in line `number` of a file. Raises RLHFError D03, D04 with line and column.
 
     Integers beyond 64 bits come as floats.
@@ -124,7 +124,7 @@ def parse(raw: bytes, path: Path, number: int = 1) -> Any:
         return value
     except orjson.JSONDecodeError as error:
         refusal = error  # it has the better place, json the better words, and some of it json takes
-    text = decoded(raw, path, number)
+    text = decode(raw, path, number)
     at = f"{shown(path)}:{number + refusal.lineno - 1}:{refusal.colno}"
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
@@ -167,7 +167,7 @@ def _count_keys(value: Any) -> int:
 
 
 def _row(raw: bytes, path: Path, number: int) -> dict[str, Any]:
-    row = parse(raw, path, number)
+    row = parse_json(raw, path, number)
     if not isinstance(row, dict):
         kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
         text = f"the line holds {kinds.get(type(row), 'a number')}, not an object {{...}}"

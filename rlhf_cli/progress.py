@@ -59,7 +59,7 @@ class Progress:
         elif self._shown:
             terminal.say(self._line())
 
-    def within(self) -> str:
+    def nested_status(self) -> str:
         """What is under way within this work, the largest first."""
         return ", ".join(part._counts() for part in _under_way[1:] if part.total > 1)
 
@@ -70,7 +70,7 @@ class Progress:
             if self._shown and not self._bar:
                 with suppress(OSError):  # a terminal that is gone
                     self._bar = _Bar(self)
-        elif now - self._last_line >= SECONDS_BETWEEN_LINES and (self.done < self.total or self.within()):
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES and (self.done < self.total or self.nested_status()):
             self._last_line, self._shown = now, True
             terminal.say(self._line())
 
@@ -88,10 +88,10 @@ class Progress:
         return f"{rate}, {duration(left)} left" if left else f"{rate}, {duration(seconds)} in all"
 
     def _line(self) -> str:
-        return ", ".join(part for part in (self._counts(), self.rate(), self.note, self.within()) if part)
+        return ", ".join(part for part in (self._counts(), self.rate(), self.note, self.nested_status()) if part)
 
 
-def counted(what: str, items: Sequence[T]) -> Generator[T]:
+def track_progress(what: str, items: Sequence[T]) -> Generator[T]:
     """The items; where a Progress is under way they are counted within it. A library's user sees nothing."""
     if not _under_way:
         yield from items
@@ -107,7 +107,7 @@ class _Bar:
     load it.
     """
 
-    def __init__(self, of: Progress) -> None:
+    def __init__(self, progress: Progress) -> None:
         from rich.console import Console, Group
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -120,12 +120,16 @@ class _Bar:
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}", markup=False),
         )
-        task = bars.add_task(of.label, total=of.total, rate="")
+        task = bars.add_task(progress.label, total=progress.total, rate="")
 
         def drawn() -> Any:
-            bars.update(task, completed=of.done, rate=of.rate())
-            below = [Text(f"  {text}", overflow="ellipsis", no_wrap=True) for text in (of.note, of.within()) if text]
-            return Group(bars, *below)
+            bars.update(task, completed=progress.done, rate=progress.rate())
+            details = [
+                Text(f"  {text}", overflow="ellipsis", no_wrap=True)
+                for text in (progress.note, progress.nested_status())
+                if text
+            ]
+            return Group(bars, *details)
 
         # What is printed goes to stdout itself when that is a file, else above the bar.
         drawable = terminal.is_terminal(sys.stdout)

@@ -11,7 +11,7 @@ RESAMPLES = 2000
 ROUNDS, SETTLED = 200, 1e-8  # of a fit; its rate then moves by less than this
 
 
-def together(count: int) -> float:
+def bonferroni_z(count: int) -> float:
     """The normal quantile for which `count` intervals hold together with 95 % (Bonferroni)."""
     return Z95 if count == 1 else NormalDist().inv_cdf(1 - 0.025 / count)
 
@@ -72,7 +72,7 @@ def _points(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [0.5 * ((a > b) + (a >= b)) for a, b in zip(ours, theirs, strict=True)]
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> dict[str, Any]:
+def paired_difference(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> dict[str, Any]:
     """The mean of ours - theirs, row by row: {difference, difference_ci95}.
 
     Paired: what makes a prompt easy or hard for both falls away, so the interval is narrower than those of the means.
@@ -135,7 +135,7 @@ def _logistic_intercept(x: Any, y: Any, counts: Any) -> Any:
     return a
 
 
-def optimism(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> float:
+def selection_bias(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> float:
     """How much the mean of the best of several flatters itself for being picked on the very rows that it is told on.
 
     `scores`: each candidate's, row by row. Efron 1983 (JASA 78), the bootstrap's estimate of optimism: rows are drawn

@@ -22,20 +22,20 @@ import psutil
 from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError, shown
 
-HEARD = b"\nstopping after this step, with a checkpoint; a second signal ends it at once\n"
-ONE_BLOW = 0.2  # seconds: what stops a whole group of processes reaches a child twice, itself and through its parent
+STOP_MESSAGE = b"\nstopping after this step, with a checkpoint; a second signal ends it at once\n"
+DEBOUNCE_S = 0.2  # seconds: what stops a whole group of processes reaches a child twice, itself and through its parent
 
 
-class StopWish:
+class GracefulStop:
     """`with StopWish() as stop:` ...
 
-    `stop.settle(told); if stop.wished: save; raise SystemExit(stop.exit_code)`. Only in the main thread.
+    `stop.sync(all_gather); if stop.requested: save; raise SystemExit(stop.exit_code)`. Only in the main thread.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.wished: signal.Signals | None = None
+        self.requested: signal.Signals | None = None
         self._heard: signal.Signals | None = None
         self._heard_at = 0.0
         self._before: dict[signal.Signals, object] = {}
@@ -43,18 +43,18 @@ class StopWish:
     @property
     def exit_code(self) -> int:
         """128 + the signal's number: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP."""
-        assert self.wished
-        return 128 + self.wished
+        assert self.requested
+        return 128 + self.requested
 
-    def settle(self, told: Callable[[signal.Signals | None], Iterable[signal.Signals | None]]) -> None:
+    def sync(self, told: Callable[[signal.Signals | None], Iterable[signal.Signals | None]]) -> None:
         """Make a signal that came to any process of a group by now the wish of all; `told` says what each one heard.
 
         The wish changes here alone. A signal comes at any time, to one of them, and all must end at the same place.
         """
-        if self.wished is None:
-            self.wished = next((heard for heard in told(self._heard) if heard), None)
+        if self.requested is None:
+            self.requested = next((heard for heard in told(self._heard) if heard), None)
 
-    def __enter__(self) -> "StopWish":
+    def __enter__(self) -> "GracefulStop":
         numbers = [number for number in self.SIGNALS if not is_nohup(number)]
         self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
@@ -68,8 +68,8 @@ class StopWish:
             self._heard, self._heard_at = signal.Signals(number), time.monotonic()
             if distributed.is_main_process():
                 with suppress(OSError):  # whoever read it may be gone
-                    os.write(2, HEARD)  # straight to the terminal: a print may be what was interrupted
-        elif time.monotonic() - self._heard_at > ONE_BLOW:
+                    os.write(2, STOP_MESSAGE)  # straight to the terminal: a print may be what was interrupted
+        elif time.monotonic() - self._heard_at > DEBOUNCE_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -82,7 +82,7 @@ def is_nohup(number: signal.Signals) -> bool:
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """In a new child of the process `parent`: SIGTERM when that one is gone, however it went. On Linux alone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -90,12 +90,12 @@ def end_with(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class TooLong(Exception):
-    """Work took longer than `at_most` lets it."""
+class CPUTimeExceeded(Exception):
+    """Work took longer than `cpu_time_limit` lets it."""
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
+def cpu_time_limit(seconds: float) -> Iterator[None]:
     """Within, TooLong after so many seconds of the process's own computing; waiting, or a busy machine, does not count.
 
     Only in the main thread, which alone hears signals; in another one there is no bound.
@@ -105,7 +105,7 @@ def at_most(seconds: float) -> Iterator[None]:
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise TooLong
+        raise CPUTimeExceeded
 
     before = signal.signal(signal.SIGVTALRM, end)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
@@ -122,7 +122,7 @@ FULL_WORDS = ("No space left on device", "File too large", "Disk quota exceeded"
 MEMORY_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc")
 
 
-class OutOfRoom(RLHFError):
+class OutOfResources(RLHFError):
     """E03 on the way, where nothing could be checked any more: the command failed, its beginning was right."""
 
     @property
@@ -132,7 +132,7 @@ class OutOfRoom(RLHFError):
 
 
 @contextmanager
-def explained(folder: Path) -> Iterator[None]:
+def translate_resource_errors(folder: Path) -> Iterator[None]:
     """Within, what any library raises on a full disk, or out of memory, becomes OutOfRoom; `folder` is written."""
     try:
         yield
@@ -143,13 +143,13 @@ def explained(folder: Path) -> Iterator[None]:
         raise told from error
 
 
-def free(folder: Path) -> int | None:
+def free_disk_bytes(folder: Path) -> int | None:
     """Bytes that are free where `folder` is, or is to be; None where the file system does not tell its size."""
-    usage = shutil.disk_usage(existing(folder))
+    usage = shutil.disk_usage(nearest_existing(folder))
     return usage.free if usage.total else None
 
 
-def used(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
     """Bytes of all files below a folder, as far as they can be seen; links are not followed."""
     total = 0
     for where, _, names in os.walk(folder):
@@ -159,21 +159,21 @@ def used(folder: Path) -> int:
     return total
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 def require_writable(folder: Path, *, where: str | None = None, hint: str) -> None:
     """Raises RLHFError E03 where the folder cannot be made, or written."""
-    above = existing(folder)
+    above = nearest_existing(folder)
     if not (above.is_dir() and os.access(above, os.W_OK)):
         reason = "is read-only" if above.is_dir() else "is a file"
         text = f"{shown(folder)} cannot be written: {shown(above)} {reason}"
         raise RLHFError("E03", text, where=where, hint=hint)
 
 
-def memory() -> int:
+def total_memory() -> int:
     """Bytes of this machine's memory, or fewer where a container is allowed fewer."""
     whole = psutil.virtual_memory().total
     try:
@@ -182,12 +182,12 @@ def memory() -> int:
         return whole
 
 
-def resident() -> int:
+def process_memory() -> int:
     """Bytes of memory that this process holds now."""
     return psutil.Process().memory_info().rss
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes in words."""
     units = ["bytes", "kB", "MB", "GB"]
     power = min(len(units) - 1, int(math.log10(max(count, 1)) / 3))
@@ -199,7 +199,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error) for word in MEMORY_WORDS)
 
 
-def _told(error: Exception, folder: Path) -> OutOfRoom | None:
+def _told(error: Exception, folder: Path) -> OutOfResources | None:
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -208,14 +208,14 @@ def _told(error: Exception, folder: Path) -> OutOfRoom | None:
     if any(map(is_out_of_memory, causes)):
         text = f"the memory is full: {' '.join(str(error).split())[:160] or 'nothing more could be taken'}"
         hint = "lower the batch size or the lengths, or use a smaller model"
-        return OutOfRoom("E03", text, where=shown(folder), hint=hint)
+        return OutOfResources("E03", text, where=shown(folder), hint=hint)
     for one in causes:
         number = one.errno if isinstance(one, OSError) else None
         if number in FULL or any(word in str(one) for word in FULL_WORDS):
             said = (os.strerror(number) if number else " ".join(str(one).split()))[:160]
-            left = free(folder)
+            left = free_disk_bytes(folder)
             text = f"the disk cannot take what is to be written: {said}"
-            text += "" if left is None else f"; {size(left)} are free there"
+            text += "" if left is None else f"; {format_bytes(left)} are free there"
             hint = "make room there; the same command then goes on, a stage from its last state"
-            return OutOfRoom("E03", text, where=shown(folder), hint=hint)
+            return OutOfResources("E03", text, where=shown(folder), hint=hint)
     return None

@@ -17,27 +17,27 @@ from typing import TextIO
 from unicodedata import combining, east_asian_width
 
 from rlhf_cli import distributed
-from rlhf_cli.errors import Problem, redacted
+from rlhf_cli.errors import Problem, redact
 
-FILE = "RLHF_TOLD"  # names to the children the file with a hash a line of what was told before
+SEEN_FILE_VARIABLE = "RLHF_TOLD"  # names to the children the file with a hash a line of what was told before
 _here: set[str] = set()
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def share_seen_messages() -> Iterator[None]:
     """Within, what one process tells is not told again by those that are started after it."""
-    before = os.environ.get(FILE)
+    before = os.environ.get(SEEN_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True) as folder:
-        os.environ[FILE] = str(Path(folder, "told"))
+        os.environ[SEEN_FILE_VARIABLE] = str(Path(folder, "told"))
         try:
             yield
         finally:
-            os.environ.pop(FILE)
+            os.environ.pop(SEEN_FILE_VARIABLE)
             if before is not None:
-                os.environ[FILE] = before
+                os.environ[SEEN_FILE_VARIABLE] = before
 
 
-def is_new(text: str) -> bool:
+def is_first_time(text: str) -> bool:
     """Whether the command has not told this text yet; from now on it has. Of several processes the first one tells."""
     if not distributed.is_main_process():
         return False
@@ -46,7 +46,7 @@ def is_new(text: str) -> bool:
         return False
     _here.add(line)
     with suppress(OSError):  # the disk is full: it is told twice
-        if file := os.environ.get(FILE):
+        if file := os.environ.get(SEEN_FILE_VARIABLE):
             with open(file, "a", encoding="ascii") as lines:
                 lines.write(f"{line}\n")
     return True
@@ -55,7 +55,7 @@ def is_new(text: str) -> bool:
 def _before() -> list[str]:
     """What processes before this one told."""
     try:
-        return Path(os.environ[FILE]).read_text(encoding="ascii").split()
+        return Path(os.environ[SEEN_FILE_VARIABLE]).read_text(encoding="ascii").split()
     except (KeyError, OSError):  # this command has one process, or none of them told anything yet
         return []
 
@@ -81,7 +81,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def clean(text: str) -> str:
     """The text without secrets, and without control characters except newline and tab: model text is untrusted."""
-    return redacted(CONTROL.sub("", text))
+    return redact(CONTROL.sub("", text))
 
 
 def say(text: str) -> None:
@@ -96,29 +96,29 @@ def out(text: str = "") -> None:
         _write(sys.stdout, text)
 
 
-def aside(text: str) -> None:
+def log_dim(text: str) -> None:
     """`say`, dim on a terminal: numbers beside a text."""
     if distributed.is_main_process():
         _write(sys.stderr, text, dim=True)
 
 
-def piece(text: str) -> None:
+def print_partial(text: str) -> None:
     """A part of a text on stdout, as it comes: what follows goes on behind it."""
     if distributed.is_main_process():
         _write(sys.stdout, text, end="")
 
 
-def is_heard() -> bool:
+def is_stdout_open() -> bool:
     """Whether somebody may still read stdout: False once the other end of a pipe is gone."""
     return not any(stream is sys.stdout for stream in _left)
 
 
-def cut_off() -> OSError | None:
+def stdout_error() -> OSError | None:
     """Why stdout is not whole, where its disk is full; None where it is, or where nobody reads it."""
     return _cut_off
 
 
-def is_talk() -> bool:
+def is_interactive() -> bool:
     """Whether somebody types at a terminal and reads the answers there."""
     return bool(sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
 
@@ -130,7 +130,7 @@ def ask(prompt: str) -> str | None:
     """
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
         sys.stdin.reconfigure(errors="surrogateescape")
-    if not is_talk():
+    if not is_interactive():
         line = sys.stdin.readline() if sys.stdin else ""
         return line.removesuffix("\n").removesuffix("\r") if line else None
     import readline  # what `input` edits with
@@ -143,25 +143,25 @@ def ask(prompt: str) -> str | None:
         return None
 
 
-def say_here(text: str) -> None:
+def log_from_any_rank(text: str) -> None:
     """One log line on stderr, whichever process this is: what went wrong in this one alone."""
     _write(sys.stderr, text if distributed.world_size() == 1 else f"process {distributed.rank()}: {text}")
 
 
-def say_once(text: str) -> None:
+def log_once(text: str) -> None:
     """A log line that a command says once, however many of its stages come to it."""
-    if is_new(text):
+    if is_first_time(text):
         say(text)
 
 
 def warn(code: str, text: str, *, where: str | None = None, hint: str | None = None) -> None:
-    """`warning[CODE]: ...` on stderr. The same warning is said once in a command, and kept for `warnings_said`."""
+    """`warning[CODE]: ...` on stderr. The same warning is said once in a command, and kept for `emitted_warnings`."""
     where = where and clean(where)  # a file's name is no better than a model's text
     problem = Problem(code, clean(text), where, hint and clean(hint))
     line = Problem(code, problem.text, where).line("warning")
     if line not in _said:
         _said[line] = problem
-        if not _muted and is_new(line):
+        if not _muted and is_first_time(line):
             say(problem.line("warning"))
 
 
@@ -176,17 +176,17 @@ def muted_warnings() -> Iterator[None]:
         _muted = before
 
 
-def warnings_said() -> list[str]:
+def emitted_warnings() -> list[str]:
     """The warnings so far, without their hints, for reports and manifests."""
     return list(_said)
 
 
-def problems_warned_of() -> list[Problem]:
+def emitted_problems() -> list[Problem]:
     """The warnings so far, part by part."""
     return list(_said.values())
 
 
-def forget_warnings() -> None:
+def reset() -> None:
     """Starts a new command in the same process: what it warns about is said again."""
     global _cut_off
     _cut_off = None
@@ -213,7 +213,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
         out("  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def has_room(columns: int) -> bool:
+def fits_side_by_side(columns: int) -> bool:
     """Whether so many texts can be read beside one another: the width of a terminal."""
     return is_terminal(sys.stdout) and shutil.get_terminal_size().columns >= columns * READABLE
 
@@ -221,7 +221,7 @@ def has_room(columns: int) -> bool:
 class Columns:
     """`with Columns(["sft", "ppo"]) as columns: columns.add(0, " a piece")`: texts that grow on stdout, side by side.
 
-    Only where `has_room`.
+    Only where `fits_side_by_side`.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

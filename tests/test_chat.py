@@ -305,7 +305,7 @@ def test_replies_go_to_stdout_and_all_else_to_stderr(run: Path) -> None:
 
 def test_it_ends_when_nobody_reads_any_more(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = iter([True, True, False])
-    monkeypatch.setattr(terminal, "is_heard", lambda: next(heard))
+    monkeypatch.setattr(terminal, "is_stdout_open", lambda: next(heard))
     result = piped(run, said="a\nb\nc\n")
     assert result.exit_code == 0 and len(result.stdout.splitlines()) == 2
 
@@ -465,5 +465,5 @@ def test_a_stage_that_runs_beside_it_is_not_in_the_way(run: Path, monkeypatch: p
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("no lock may be taken")
 
-    monkeypatch.setattr(locks, "hold", never)
+    monkeypatch.setattr(locks, "lock_folder", never)
     assert piped(run).exit_code == 0

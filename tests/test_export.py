@@ -417,8 +417,8 @@ def test_e03_room_is_asked_for_first(full: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_c15_another_process_is_at_it(full: Path) -> None:
     code = (
-        "import sys, pathlib; from rlhf_cli.runs.locks import hold;"
-        "hold(pathlib.Path('out').resolve()); print('held', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from rlhf_cli.runs.locks import lock_folder;"
+        "lock_folder(pathlib.Path('out').resolve()); print('held', flush=True); sys.stdin.read()"
     )
     root = str(Path(__file__).parent.parent)
     with subprocess.Popen(

@@ -84,10 +84,10 @@ def test_m01_a_chat_template_that_does_not_end(folder: Path, monkeypatch: pytest
 
 
 def test_a_bound_on_work_ends_and_leaves_nothing_behind() -> None:
-    with pytest.raises(system.TooLong), system.at_most(0.05):
+    with pytest.raises(system.CPUTimeExceeded), system.cpu_time_limit(0.05):
         while True:
             pass
-    with system.at_most(0.05):
+    with system.cpu_time_limit(0.05):
         pass
     assert sum(range(3_000_000)) > 0  # more than 0.05 s, and no bound is left
 

@@ -14,16 +14,16 @@ from pathlib import Path
 from rlhf_cli import distributed, terminal
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import (
-    damage,
-    describe,
-    entries,
-    in_one_step,
-    is_there,
-    names_in,
-    read_sealed,
+    atomic_folder,
+    find_damage,
+    hash_files,
+    list_files,
+    list_folder,
+    path_exists,
+    read_checked_json,
     sync,
     sync_files,
-    write_sealed,
+    write_checked_json,
 )
 
 MANIFEST = "state.json"
@@ -43,15 +43,15 @@ def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep
         write(folder / name)
         return folder / name
     assert keep is None or keep >= 1, "a state that is dropped as it is written helps nobody"
-    make_room(folder, name)
-    with in_one_step(folder / name) as scratch:
+    prepare_state_folder(folder, name)
+    with atomic_folder(folder / name) as scratch:
         write(scratch)
         _write_manifest(scratch, name)
     _prune(folder, name, keep)
     return folder / name
 
 
-def make_room(folder: Path, name: str) -> None:
+def prepare_state_folder(folder: Path, name: str) -> None:
     """Before a state is written: the folder is there, and no leftovers of killed processes, nor a state of this name.
 
     One of this name was damaged and passed over. Raises S03 for what is no name of a state.
@@ -61,7 +61,7 @@ def make_room(folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
     if (folder / name).exists():
-        drop_state(folder / name)
+        delete_state(folder / name)
 
 
 def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
@@ -75,10 +75,10 @@ def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
 
 
 def _write_manifest(state: Path, name: str) -> None:
-    names = [name for name in names_in(state) if name != MANIFEST]
-    manifest = {"schema": SCHEMA, "name": name, "files": describe(state, names)}
+    names = [name for name in list_files(state) if name != MANIFEST]
+    manifest = {"schema": SCHEMA, "name": name, "files": hash_files(state, names)}
     sync_files(state, names)
-    write_sealed(state / MANIFEST, manifest)
+    write_checked_json(state / MANIFEST, manifest)
 
 
 def latest_state(folder: Path) -> Path | None:
@@ -100,7 +100,7 @@ def latest_state(folder: Path) -> Path | None:
     return found
 
 
-def whole_states(folder: Path, *, instead: str) -> dict[int, Path]:
+def valid_states(folder: Path, *, instead: str) -> dict[int, Path]:
     """The states of `folder` that verify, hash by hash, by step. Warns (M05) about the others: `instead` of one, what.
 
     Raises RLHFError M05 as `latest_state` does.
@@ -115,7 +115,7 @@ def whole_states(folder: Path, *, instead: str) -> dict[int, Path]:
 
 
 def _warn_of(path: Path, problem: str, instead: str) -> None:
-    what = f"is damaged: {problem}" if is_there(path / MANIFEST) else f"was not finished: it has no {MANIFEST}"
+    what = f"is damaged: {problem}" if path_exists(path / MANIFEST) else f"was not finished: it has no {MANIFEST}"
     terminal.warn("M05", f"{shown(path)} {what}; {instead}")
 
 
@@ -148,8 +148,8 @@ def clear_leftovers(folder: Path) -> None:
 
 def _states(folder: Path) -> list[Path]:
     """The state folders, oldest first. Raises RLHFError E08 where the folder cannot be read now."""
-    found = [folder / name for name in entries(folder) if _STEP.fullmatch(name)]
-    return sorted((path for path in found if is_there(path) and path.is_dir()), key=_step)
+    found = [folder / name for name in list_folder(folder) if _STEP.fullmatch(name)]
+    return sorted((path for path in found if path_exists(path) and path.is_dir()), key=_step)
 
 
 def _step(path: Path) -> int:
@@ -159,7 +159,7 @@ def _step(path: Path) -> int:
 
 
 def _problem(state: Path, *, content: bool = True) -> str | None:
-    manifest, problem = read_sealed(state / MANIFEST)
+    manifest, problem = read_checked_json(state / MANIFEST)
     if manifest.get("schema") == 1:
         text = f"{shown(state)} was written by an older version, which kept less of a run"
         raise RLHFError("M05", text, hint="--fresh starts over; the old folder is kept in .old/")
@@ -167,7 +167,7 @@ def _problem(state: Path, *, content: bool = True) -> str | None:
         return problem
     if manifest["name"] != state.name:
         return f"{MANIFEST} is of {manifest['name']}"
-    return damage(state, manifest["files"], where=shown(state / MANIFEST), content=content)
+    return find_damage(state, manifest["files"], where=shown(state / MANIFEST), content=content)
 
 
 def keep_newest(folder: Path, keep: int) -> None:
@@ -193,10 +193,10 @@ def _prune(folder: Path, written: str, keep: int | None, spare: Collection[str] 
             (whole if good else others).append(path)
     for path in [*others, *whole[:-keep]]:
         if path.name not in spare:
-            drop_state(path)
+            delete_state(path)
 
 
-def drop_state(state: Path) -> None:
+def delete_state(state: Path) -> None:
     """A rename first: a state that is half deleted must not look like one. Of several processes the first does it."""
     if not distributed.is_main_process():
         return

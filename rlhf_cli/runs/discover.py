@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 STAGES = ("sft", "reward", "ppo", "eval")  # in the order of the chain
-TALKING = ("ppo", "sft")  # whose models write text
+POLICY_STAGES = ("ppo", "sft")  # whose models write text
 
 
 def configs_folder() -> Path:
@@ -23,7 +23,7 @@ def is_preset(folder: Path) -> bool:
     return configs_folder().resolve() in folder.resolve().parents
 
 
-def is_begun(folder: Path) -> bool:
+def has_output(folder: Path) -> bool:
     """Whether a stage wrote this folder. One that is there and may not be looked into counts: who reads it says so."""
     names = ("identity.json", "manifest.json")
     return any(os.path.isfile(folder / name) for name in names) or _is_shut(folder)
@@ -49,10 +49,10 @@ def configs_in(folder: Path) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder holds a stage's config or its output."""
-    return folder in below(folder, 0)
+    return folder in find_run_folders(folder, 0)
 
 
-def below(folder: Path, depth: int, most: int | None = None) -> Iterator[Path]:
+def find_run_folders(folder: Path, depth: int, most: int | None = None) -> Iterator[Path]:
     """The run's folders at or below `folder`, the nearest first, but those inside of a stage's output.
 
     Hidden folders and links are passed over. `most`: so many folders are looked at, and no more.
@@ -61,7 +61,7 @@ def below(folder: Path, depth: int, most: int | None = None) -> Iterator[Path]:
     while ahead and (most is None or seen < most):
         here, level = ahead.popleft()
         seen += 1
-        begun = {stage for stage in STAGES if is_begun(here / stage)}
+        begun = {stage for stage in STAGES if has_output(here / stage)}
         if begun or configs_in(here):
             yield here
         if level < depth:

@@ -1,7 +1,7 @@
 """One process at a time may write a stage's folder, and tells in its lock who it is; several may read it together.
 
 Both lock the same file by flock, shared or alone. filelock's ReadWriteLock would be another file, of SQLite, which
-`hold` does not see.
+`lock_folder` does not see.
 """
 
 import errno
@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import in_one_step, names_in, read_object, sync_files
+from rlhf_cli.files import atomic_folder, list_files, read_json_object, sync_files
 from rlhf_cli.terminal import duration
 
 SAME = 5.0  # seconds between two readings of when a process began: elsewhere than on Linux a set clock moves them
@@ -33,7 +33,7 @@ TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockOwner:
     """The process that has a folder."""
 
     pid: int
@@ -45,12 +45,12 @@ class Holder:
         return f"process {self.pid}{place}, for {duration(max(0.0, time.time() - self.since))}"
 
 
-def lock_of(folder: Path) -> Path:
+def lock_path(folder: Path) -> Path:
     """The file that says who has a folder."""
     return folder.parent / f".{folder.name}.lock"
 
 
-def hold(folder: Path, *, hint: str = "wait for it to end, or set `run:` to another folder") -> None:
+def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` to another folder") -> None:
     """Take a folder for this process, until `release` or the end of the process, however it ends.
 
     The lock lies beside the folder, so that the folder itself can be moved. Raises C15 where another process has it,
@@ -58,7 +58,7 @@ def hold(folder: Path, *, hint: str = "wait for it to end, or set `run:` to anot
     """
     if folder in _held:
         return
-    lock = FileLock(lock_of(folder))
+    lock = FileLock(lock_path(folder))
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -67,28 +67,28 @@ def hold(folder: Path, *, hint: str = "wait for it to end, or set `run:` to anot
             raise RLHFError("C15", text, hint=hint) from None
         raise _written_by_another(folder, hint) from None
     _held[folder] = lock
-    me = Holder(os.getpid(), platform.node(), round(time.time(), 3))
-    _note(folder, asdict(me) | {"started": _started(me.pid), "inode": lock_of(folder).stat().st_ino})
+    me = LockOwner(os.getpid(), platform.node(), round(time.time(), 3))
+    _note(folder, asdict(me) | {"started": _started(me.pid), "inode": lock_path(folder).stat().st_ino})
 
 
-def is_held(folder: Path) -> bool:
+def is_locked_here(folder: Path) -> bool:
     """Whether this process writes a folder."""
     return folder in _held
 
 
 def _written_by_another(folder: Path, hint: str) -> RLHFError:
-    who = holder(folder)
+    who = lock_owner(folder)
     text = f"another process is writing {shown(folder)}" + (f": {who}" if who else "")
     return RLHFError("C15", text, hint=hint)
 
 
-def share(folder: Path) -> None:
-    """Keep a folder in its place while this process reads it, until `stop_sharing`: others may read it, none write it.
+def lock_folder_shared(folder: Path) -> None:
+    """Take the shared lock of a folder until `release_shared`: other processes may read it, none may write it.
 
-    Where the lock cannot be opened (a folder of somebody else's, a disk that is read-only), or the file system knows
-    none, it is read without. Raises C15 where another process is writing the folder.
+    Does nothing if the lock file cannot be opened (no permission, read-only disk) or the file system has no locks.
+    Raises C15 if another process is writing the folder.
     """
-    if folder in _read or folder in _held or (descriptor := _opened(lock_of(folder))) is None:
+    if folder in _read or folder in _held or (descriptor := _opened(lock_path(folder))) is None:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -107,7 +107,7 @@ def _opened(lock: Path) -> int | None:
     return None
 
 
-def stop_sharing() -> None:
+def release_shared() -> None:
     """Let go of all folders that this process reads."""
     while _read:
         _, descriptor = _read.popitem()
@@ -117,7 +117,7 @@ def stop_sharing() -> None:
 def _readers(folder: Path) -> list[int]:
     """The processes that share a folder's lock, as Linux knows them (proc_locks(5)); none are known elsewhere."""
     try:
-        inode = str(lock_of(folder).stat().st_ino)
+        inode = str(lock_path(folder).stat().st_ino)
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
         return []
@@ -131,21 +131,21 @@ def _readers(folder: Path) -> list[int]:
 def release(folder: Path | None = None) -> None:
     """Let one folder go, or all that this process holds or reads."""
     if folder is None:
-        stop_sharing()
+        release_shared()
     for path in [folder] if folder else list(_held):
         if lock := _held.pop(path, None):
             _note(path, None)
             lock.release()
 
 
-def holder(folder: Path) -> Holder | None:
+def lock_owner(folder: Path) -> LockOwner | None:
     """The process that has a folder, as its lock tells; None where that process is gone. Takes and changes nothing.
 
     One of another machine cannot be asked whether it still runs: it is believed.
     """
     told: dict[str, Any] = {}
     with suppress(RLHFError):  # a lock that may not be read names nobody
-        told = read_object(lock_of(folder)) or {}
+        told = read_json_object(lock_path(folder)) or {}
     pid, host, since = told.get("pid"), told.get("host"), told.get("since")
     if not (isinstance(pid, int) and 0 < pid < 2**31 and isinstance(host, str)):
         return None
@@ -154,14 +154,14 @@ def holder(folder: Path) -> Holder | None:
     with suppress(OSError):
         # Another inode: the copy of a folder that was being written.
         here = host == platform.node()
-        if told.get("inode") == lock_of(folder).stat().st_ino and (not here or _runs(pid, told.get("started"))):
-            return Holder(pid, host, since)
+        if told.get("inode") == lock_path(folder).stat().st_ino and (not here or _runs(pid, told.get("started"))):
+            return LockOwner(pid, host, since)
     return None
 
 
 def _note(folder: Path, who: dict[str, Any] | None) -> None:
     """Write into the lock who holds it. A file that is gone stays gone, and what cannot be told hinders nobody."""
-    with suppress(OSError), open(lock_of(folder), "r+b") as file:
+    with suppress(OSError), open(lock_path(folder), "r+b") as file:
         if (first := file.read(1)) and first != b"{":
             return  # where the file system knows no locks the file itself is the lock, in filelock's words
         file.truncate(0)
@@ -199,7 +199,7 @@ ELSEWHERE = "name a folder that is not there yet, or an empty one"
 PASSING, IN_SIGHT = ".export", "name a folder of your own: --out DIR"
 
 
-def require_free(folder: Path) -> None:
+def require_empty(folder: Path) -> None:
     """Raises RLHFError C15 where something is in the folder, E03 where it cannot be written."""
     if folder == Path.cwd():
         text = f"{folder} is the working directory, which a new folder would take the place of"
@@ -218,25 +218,25 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Within, a hidden folder beside `folder` to write into; at the end it is forced to the disk, and takes its place.
 
     Whatever is raised within comes through, and leaves nothing. A process that is killed leaves the hidden folder: the
-    next one for the same place deletes it. Raises RLHFError as `require_free`, C15 where another process is at it.
+    next one for the same place deletes it. Raises RLHFError as `require_empty`, C15 where another process is at it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    hold(folder, hint="wait for it to end, or name another folder")
+    lock_folder(folder, hint="wait for it to end, or name another folder")
     try:
-        require_free(folder)
+        require_empty(folder)
         for path in folder.parent.glob(".tmp-*"):
             if re.fullmatch(rf"\.tmp-{re.escape(folder.name)}-\d+", path.name):
                 shutil.rmtree(path, ignore_errors=True)
-        with in_one_step(folder) as scratch:
+        with atomic_folder(folder) as scratch:
             yield scratch
-            sync_files(scratch, names_in(scratch))
+            sync_files(scratch, list_files(scratch))
     finally:
-        lock_of(folder).unlink(missing_ok=True)  # first: whoever takes a new lock finds what is done
+        lock_path(folder).unlink(missing_ok=True)  # first: whoever takes a new lock finds what is done
         release(folder)
 
 
 @contextmanager
-def passing_folder(run: Path) -> Iterator[Path]:
+def scratch_folder(run: Path) -> Iterator[Path]:
     """Within, the path of a hidden folder in a run, for what goes elsewhere; nothing is there yet.
 
     At the end it is deleted. Where an RLHFError is raised within, which may tell of it, it stays until the next time.
@@ -244,7 +244,7 @@ def passing_folder(run: Path) -> Iterator[Path]:
     """
     folder, place = run / PASSING, run / PASSING.lstrip(".")
     system.require_writable(folder, hint=IN_SIGHT)
-    hold(place, hint=f"wait for it to end, or {IN_SIGHT}")
+    lock_folder(place, hint=f"wait for it to end, or {IN_SIGHT}")
     try:
         if folder.exists():
             shutil.rmtree(folder)
@@ -256,5 +256,5 @@ def passing_folder(run: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
-        lock_of(place).unlink(missing_ok=True)
+        lock_path(place).unlink(missing_ok=True)
         release(place)

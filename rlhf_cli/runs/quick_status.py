@@ -12,24 +12,24 @@ from typing import Any
 
 from rlhf_cli.data import sources
 from rlhf_cli.files import files_sha256
-from rlhf_cli.runs.parents import Parent, foreign_files
+from rlhf_cli.runs.parents import Parent, list_model_files
 from rlhf_cli.runs.references import open_parents, open_reference, references
-from rlhf_cli.runs.stage_folder import Status, examine, identity_of, read_identity
+from rlhf_cli.runs.stage_folder import StageStatus, identity_from_hashes, read_identity, stage_status
 
-LITTLE = 32_000_000  # bytes that are read all the same, in less than a tenth of a second
+SMALL_FILES_BYTES = 32_000_000  # bytes that are read all the same, in less than a tenth of a second
 
 
-def glance(config: Any) -> Status:
-    """`examine` of a stage as config, data and parents are now; its `unread` says what it would have to read to know.
+def quick_stage_status(config: Any) -> StageStatus:
+    """Return the status of a stage without hashing large files; `unread` names the keys that were not verified.
 
-    Takes nothing from the hub. Raises RLHFError D01, M01, M04, M10 for data and parents that are not there.
+    Downloads nothing. Raises RLHFError D01, M01, M04, M10 for missing data and parents.
     """
     made = read_identity(config.folder)
     parents = open_parents(config, hashed=False)
     here = {key: source for key, source in config.sources().items() if sources.is_local(source)}
     data = sources.locate(here)
     if made is None:
-        return examine(config, {})  # new or of no known run, whatever is asked of it
+        return stage_status(config, {})  # new or of no known run, whatever is asked of it
     told = _Told(made, (config.folder / "identity.json").stat().st_mtime_ns)
     hashes = {key: parent.sha256 for key, parent in parents.items()}
     for reference in references(config):
@@ -38,7 +38,7 @@ def glance(config: Any) -> Status:
             hashes[reference.key] = told.hash("parents", reference.key, _weights(parents[reference.key]), read)
     contents = {key: told.hash("data", key, paths, partial(files_sha256, paths)) for key, paths in data.items()}
     absent = {key: told.as_it_was("data", key) for key in config.sources().keys() - here.keys()}
-    status = examine(config, identity_of(config, hashes, contents | absent))
+    status = stage_status(config, identity_from_hashes(config, hashes, contents | absent))
     return replace(status, unread=tuple(told.unread))
 
 
@@ -48,7 +48,7 @@ def _read(config: Any, reference: Any) -> str:
 
 def _weights(parent: Parent) -> list[Path]:
     """The files that make a model which no stage of ours wrote, and their folder: its date tells that one is gone."""
-    own = [parent.model, *foreign_files(parent.model)]
+    own = [parent.model, *list_model_files(parent.model)]
     return own + (_weights(parent.base) if parent.base and not parent.base.sha256 else [])
 
 
@@ -62,7 +62,7 @@ class _Told:
     def hash(self, section: str, key: str, paths: Iterable[Path], read: Callable[[], str]) -> str:
         """The hash of files: read where they are small, as it was where their dates are older than the stage."""
         found = [path.stat() for path in paths]
-        if sum(one.st_size for one in found) <= LITTLE:
+        if sum(one.st_size for one in found) <= SMALL_FILES_BYTES:
             return read()
         if any(max(one.st_mtime_ns, one.st_ctime_ns) >= self.began for one in found):
             return self.as_it_was(section, key)

@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.ppo import VALUE_WORDS
-from rlhf_cli.errors import Problem, RLHFError, nearest, quoted, reading, shown
-from rlhf_cli.files import damage, read_object, results
+from rlhf_cli.errors import Problem, RLHFError, closest_match, shell_path, shown, translate_read_errors
+from rlhf_cli.files import find_damage, read_json_object, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
 from rlhf_cli.runs.parents import (
     SNAPSHOTS,
     Parent,
-    damaged_stage,
-    finished,
-    no_such_folder,
+    damaged_stage_error,
+    finished_stage,
+    missing_folder_error,
     open_parent,
     read_manifest,
-    verify,
+    verify_parents,
 )
-from rlhf_cli.runs.shapes import oddity
+from rlhf_cli.runs.shapes import schema_error
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def open_parents(config: Any, left_out: Collection[Path] = (), *, hashed: bool =
         except RLHFError as error:
             problems.setdefault(reference.path, list(error.problems))
     if problems:
-        raise RLHFError.of([problem for found in problems.values() for problem in found])
+        raise RLHFError.from_problems([problem for found in problems.values() for problem in found])
     return parents
 
 
@@ -96,13 +96,15 @@ def open_reference(config: Any, reference: Reference, *, hashed: bool = True) ->
     key, where, expect = reference.key, config.where(reference.key), reference.expect
     if Path(reference.path) == config.folder:
         text = f"{key} names the folder that this stage writes"
-        raise RLHFError("M10", text, where=where, hint=f"name {finished(expect)}")
+        raise RLHFError("M10", text, where=where, hint=f"name {finished_stage(expect)}")
     revision = reference.revision
     try:
         return open_parent(reference.path, expect=expect, key=key, where=where, revision=revision, hashed=hashed)
     except RLHFError as error:
         also = _named_too(config, reference)
-        raise RLHFError.of([replace(problem, text=problem.text + also) for problem in error.problems]) from error
+        raise RLHFError.from_problems(
+            [replace(problem, text=problem.text + also) for problem in error.problems]
+        ) from error
 
 
 def _named_too(config: Any, reference: Reference) -> str:
@@ -116,11 +118,11 @@ def _named_too(config: Any, reference: Reference) -> str:
 
 LAST, SELECTED = "last", "selected"
 STAGES = ("ppo", "sft", "reward")
-UNASKED = STAGES[:2]  # a reward model is no result of a run: it is given where it is asked for
+DEFAULT_STAGES = STAGES[:2]  # a reward model is no result of a run: it is given where it is asked for
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ResolvedModel:
     """A model that a stage left; `model.model` is its folder, which for a point on PPO's way is a snapshot's."""
 
     model: Parent
@@ -137,7 +139,7 @@ class Chosen:
         return f"{shown(self.model.path)} after update {self.step}{best}"
 
 
-def choose(run: Path, stage: str | None, step: str) -> Chosen:
+def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
     """The model that a run's folder, or a stage's, stands for, its files verified hash by hash.
 
     Without `stage` the policy: PPO's, or the SFT model where no PPO was begun. `step` is `last`, `selected`, or the
@@ -146,34 +148,34 @@ def choose(run: Path, stage: str | None, step: str) -> Chosen:
     that is not there, M05 for a damaged snapshot, M04 for a base that is gone or has changed.
     """
     if stage is not None and stage not in STAGES:
-        near = nearest(stage, STAGES)
+        near = closest_match(stage, STAGES)
         text = f"--stage {stage}: not one of {', '.join(STAGES)}"
         raise RLHFError("C07", text, hint=near and f"did you mean {near}?")
     require_step(step)
-    with reading(run):
+    with translate_read_errors(run):
         folder = _folder(run, stage)
     found = open_parent(str(folder), expect=(stage,) if stage else STAGES, key="RUN", where="")
-    verify({found.key: found})
-    problem = oddity("manifest.json", found.manifest)
+    verify_parents({found.key: found})
+    problem = schema_error("manifest.json", found.manifest)
     if problem or (found.stage == "ppo" and "step" not in found.manifest):
-        raise damaged_stage(found.key, found.path, found.stage, problem or "manifest.json names no step", "")
+        raise damaged_stage_error(found.key, found.path, found.stage, problem or "manifest.json names no step", "")
     report = _report(found)
     if found.stage != "ppo":
         if step != LAST:
             text = f"--step {step}: the {found.stage} stage leaves one model alone"
             raise RLHFError("C11", text, hint="leave --step out; PPO's policies have steps")
-        return Chosen(found, None, True, report)
+        return ResolvedModel(found, None, True, report)
     end = found.manifest["step"]
     number = end if step == LAST else _selected(found, report) if step == SELECTED else int(step)
     if number == end:
-        return Chosen(found, end, True, report)
+        return ResolvedModel(found, end, True, report)
     snapshots = found.path / SNAPSHOTS
     there = {*state_steps(snapshots), end}
     if number not in there:
         names = ", ".join(map(str, sorted(there)))
         text = f"--step {number}: {shown(found.path)} keeps no policy of that step"
         raise RLHFError("C06", text, hint=f"there are {names}; output.snapshots in ppo.yaml keeps more")
-    return Chosen(replace(found, model=state_at(snapshots, number)), number, False, report)
+    return ResolvedModel(replace(found, model=state_at(snapshots, number)), number, False, report)
 
 
 def require_step(step: str) -> None:
@@ -186,9 +188,9 @@ def _folder(run: Path, stage: str | None) -> Path:
     """The folder of the stage that is asked for. Raises RLHFError M01, and M10 for a PPO that is not finished."""
     if (run / "identity.json").is_file():
         return run
-    begun = [name for name in ([stage] if stage else UNASKED) if (run / name / "identity.json").is_file()]
+    begun = [name for name in ([stage] if stage else DEFAULT_STAGES) if (run / name / "identity.json").is_file()]
     if not run.exists():
-        raise no_such_folder(run, "", "name the folder of a run, e.g. runs/demo")
+        raise missing_folder_error(run, "", "name the folder of a run, e.g. runs/demo")
     if not begun:
         inner = next((path for path in run.resolve().parents if (path / "identity.json").is_file()), None)
         what = f"no {stage} stage" if stage else "neither ppo/ nor sft/ of a run"
@@ -196,9 +198,9 @@ def _folder(run: Path, stage: str | None) -> Path:
         hint = f"it holds {' and '.join(there)}" if there else "name the folder of a run, e.g. runs/demo"
         hint = f"name the stage's folder: {shown(inner)}" if inner else hint
         raise RLHFError("M01", f"{shown(run)} holds {what}", hint=hint)
-    if stage is None and begun == list(UNASKED) and not (run / "ppo/manifest.json").exists():
+    if stage is None and begun == list(DEFAULT_STAGES) and not (run / "ppo/manifest.json").exists():
         text = f"{shown(run / 'ppo')} is not finished (its manifest.json is missing)"
-        raise RLHFError("M10", text, hint=f"finish it: rlhf run {quoted(run)}; or take the SFT model: --stage sft")
+        raise RLHFError("M10", text, hint=f"finish it: rlhf run {shell_path(run)}; or take the SFT model: --stage sft")
     return run / begun[0]
 
 
@@ -206,13 +208,15 @@ def _report(found: Parent) -> dict[str, Any] | None:
     """report.json of RUN/eval, where it is as it was written and of the model that was found."""
     folder = found.path.resolve().parent / "eval"
     manifest, problem = read_manifest(folder)
-    if problem or oddity("manifest.json", manifest):
+    if problem or schema_error("manifest.json", manifest):
         return None
     if manifest.get("parents", {}).get(f"models.{found.stage}", {}).get("sha256") != found.sha256:
         return None
-    kept = results(manifest["files"], "report.json")
-    report = None if damage(folder, kept, where=str(folder), content=True) else read_object(folder / "report.json")
-    return None if report is None or oddity("report.json", report) else report
+    kept = select_files(manifest["files"], "report.json")
+    report = (
+        None if find_damage(folder, kept, where=str(folder), content=True) else read_json_object(folder / "report.json")
+    )
+    return None if report is None or schema_error("report.json", report) else report
 
 
 def _selected(ppo: Parent, report: dict[str, Any] | None) -> int:

@@ -14,13 +14,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
 
 
-class Shape(BaseModel):
+class StrictModel(BaseModel):
     """Strict: no text for a number, no true or false, nothing that is not finite."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class Mean(Shape):
+class JudgeMean(StrictModel):
     """What a judge gives the answers of one model."""
 
     mean: float
@@ -30,7 +30,7 @@ class Mean(Shape):
     within_noise: bool | None = None
 
 
-class Rate(Shape):
+class WinRate(StrictModel):
     """How often one model's answers win."""
 
     value: Share
@@ -43,13 +43,13 @@ class Rate(Shape):
     difference_ci95: Interval = None
 
 
-Rates = dict[str, Rate]
+WinRates = dict[str, WinRate]
 
 
-class Judged(Shape):
+class JudgeScores(StrictModel):
     """Scores and lengths of one model's answers."""
 
-    judges: dict[str, Mean]
+    judges: dict[str, JudgeMean]
     response_length_mean: float = 0.0
     eos_fraction: Share = 0.0
     distinct_fraction: float = 0.0
@@ -59,31 +59,31 @@ class Judged(Shape):
     kl_ci95: Interval = None
 
 
-class Model(Judged):
+class ModelScores(JudgeScores):
     """The answers of one model, with what its row on the page tells."""
 
     response_length_mean: float
     eos_fraction: Share
 
 
-class BestOf(Model):
+class BestOf(ModelScores):
     """The best of several answers."""
 
     n: int
     kl_bound: float
-    win_rate_vs_sft: Rates | None = None
-    ppo_win_rate: Rates | None = None
+    win_rate_vs_sft: WinRates | None = None
+    ppo_win_rate: WinRates | None = None
 
 
-class Point(Judged):
+class FrontierPoint(JudgeScores):
     """A policy on PPO's way."""
 
     step: int
     kl: float
-    win_rate: Rates
+    win_rate: WinRates
 
 
-class Selected(Shape):
+class SelectedPolicy(StrictModel):
     """The policy that was picked, or why none was."""
 
     judge: str
@@ -92,14 +92,14 @@ class Selected(Shape):
     optimism: float | None = None
 
 
-class Part(Shape):
+class SampledResults(StrictModel):
     """The models and how often they win, by one way of drawing."""
 
-    models: dict[str, Model] = {}
-    win_rate: dict[str, Rates] = {}
+    models: dict[str, ModelScores] = {}
+    win_rate: dict[str, WinRates] = {}
 
 
-class Histogram(Shape):
+class Histogram(StrictModel):
     """Margins between chosen and rejected."""
 
     edges: list[float]
@@ -112,7 +112,7 @@ class Histogram(Shape):
         return self
 
 
-class Bin(Shape):
+class Bin(StrictModel):
     """A bin of the calibration."""
 
     n: int
@@ -120,7 +120,7 @@ class Bin(Shape):
     accuracy: Share
 
 
-class Probe(Shape):
+class Probe(StrictModel):
     """How often a bad answer scores above a good one."""
 
     beats: Share
@@ -128,14 +128,14 @@ class Probe(Shape):
     margin: float
 
 
-class Adversarial(Shape):
+class Adversarial(StrictModel):
     """The probes of a reward model."""
 
     n: Count
     probes: dict[str, Probe]
 
 
-class Longer(Shape):
+class LongerAnswer(StrictModel):
     """Whether the longer answer is preferred."""
 
     n: int
@@ -144,14 +144,14 @@ class Longer(Shape):
     chosen: Share
 
 
-class Flag(Shape):
+class Flag(StrictModel):
     """A fault of a reward model."""
 
     code: str
     text: str
 
 
-class Card(Shape):
+class RewardModelCard(StrictModel):
     """A reward model's report card."""
 
     n: Count
@@ -165,36 +165,36 @@ class Card(Shape):
     ci95: Interval = None
     ece_by_chance: float
     adversarial: Adversarial | None = None
-    longer_answer: Longer | None = None
+    longer_answer: LongerAnswer | None = None
     flags: list[Flag] = []
 
 
-class Worth(Shape):
+class RewardModelReport(StrictModel):
     """What a report tells of the reward model: its accuracy alone, or the whole card."""
 
     accuracy: Share
     ci95: Interval = None
 
     @model_validator(mode="after")
-    def _whole(self) -> "Worth":
+    def _whole(self) -> "RewardModelReport":
         if "adversarial" in (self.model_extra or {}):
-            Card.model_validate(self.model_dump())
+            RewardModelCard.model_validate(self.model_dump())
         return self
 
 
-class Report(Part):
+class Report(SampledResults):
     """eval/report.json."""
 
     n: int
     temperature: float | None = None
     response_length: int | None = None
-    greedy: Part | None = None
+    greedy: SampledResults | None = None
     best_of: list[BestOf] = []
-    frontier: list[Point] = []
+    frontier: list[FrontierPoint] = []
     selected_step: int | None = None
-    selected: Selected | None = None
+    selected: SelectedPolicy | None = None
     no_frontier: str | None = None
-    reward_model: Worth | None = None
+    reward_model: RewardModelReport | None = None
     no_reward_card: str | None = None
     warnings: list[str] = []
 
@@ -208,7 +208,7 @@ class Report(Part):
         return self
 
 
-class Metrics(Shape):
+class Metrics(StrictModel):
     """The numbers of a stage that its page begins with."""
 
     eval_loss: float | None = None
@@ -221,7 +221,7 @@ class Metrics(Shape):
     length_correlation_ci95: Interval = None
 
 
-class Best(Shape):
+class BestStep(StrictModel):
     """The best policy that PPO saw on its way."""
 
     step: int
@@ -229,7 +229,7 @@ class Best(Shape):
     value: float
 
 
-class Made(Shape):
+class ParentEntry(StrictModel):
     """What a stage was made from."""
 
     path: str
@@ -238,11 +238,11 @@ class Made(Shape):
     revision: str | None = None
 
 
-class Manifest(Shape):
+class Manifest(StrictModel):
     """manifest.json of a stage."""
 
     stage: str | None = None
-    parents: dict[str, Made] = {}
+    parents: dict[str, ParentEntry] = {}
     data: dict[str, str] = {}
     seed: int | None = None
     run_name: str | None = None
@@ -255,15 +255,15 @@ class Manifest(Shape):
     step: int | None = None
     stopped: str | None = None
     model_is: str | None = None
-    best: Best | None = None
-    card: Card | None = None
+    best: BestStep | None = None
+    card: RewardModelCard | None = None
     metrics: Metrics | None = None
 
 
-SHAPES: dict[str, type[Shape]] = {"manifest.json": Manifest, "report.json": Report}
+SHAPES: dict[str, type[StrictModel]] = {"manifest.json": Manifest, "report.json": Report}
 
 
-def oddity(name: str, value: Mapping[str, object]) -> str | None:
+def schema_error(name: str, value: Mapping[str, object]) -> str | None:
     """What in a manifest.json or report.json is not of the form that its readers take; None where all is."""
     try:
         SHAPES[name].model_validate(value)

@@ -25,25 +25,33 @@ from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import sources
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import (
-    damage,
-    describe,
-    entries,
     files_sha256,
-    is_there,
+    find_damage,
+    hash_files,
     json_sha256,
+    list_files,
+    list_folder,
     model_sha256,
-    names_in,
-    read_object,
-    results,
+    path_exists,
+    read_json_object,
+    select_files,
     sync_files,
+    write_checked_json,
     write_json,
-    write_sealed,
     write_text,
 )
-from rlhf_cli.runs.adapters import whole_sha256
+from rlhf_cli.runs.adapters import sha256_with_base
 from rlhf_cli.runs.checkpoints import clear_leftovers, keep_newest, newest_step
-from rlhf_cli.runs.locks import hold, is_held, release, share, stop_sharing
-from rlhf_cli.runs.parents import SNAPSHOTS, Parent, own_stages, read_manifest, require_unchanged, told, verify
+from rlhf_cli.runs.locks import is_locked_here, lock_folder, lock_folder_shared, release, release_shared
+from rlhf_cli.runs.parents import (
+    SNAPSHOTS,
+    Parent,
+    own_stages,
+    parent_entry,
+    read_manifest,
+    require_unchanged,
+    verify_parents,
+)
 
 PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
@@ -59,7 +67,7 @@ _APART = ("state/", *(f"{tracker}/" for tracker in TRACKERS))  # to go on from, 
 
 
 @dataclass(frozen=True)
-class Status:
+class StageStatus:
     """How a stage's folder stands to what is asked of it; `reasons` say why it is stale or damaged.
 
     `sha256` is what a finished stage amounts to: the hash of its model, or of all its files where it has none. `unread`
@@ -73,21 +81,21 @@ class Status:
     unread: tuple[str, ...] = ()
 
 
-def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, DataSource]) -> dict[str, Any]:
+def compute_identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, DataSource]) -> dict[str, Any]:
     """All that can change a stage's result: its settings, the hashes of its parents' models, of its data and its code.
 
     Raises D01 for all data that is not there.
     """
     files = sources.locate(data)
-    return identity_of(
+    return identity_from_hashes(
         config,
         {key: parent.sha256 for key, parent in parents.items()},
         {key: files_sha256(paths) for key, paths in files.items()},
     )
 
 
-def identity_of(config: Any, parents: Mapping[str, str], data: Mapping[str, str]) -> dict[str, Any]:
-    """`identity` of hashes that are known."""
+def identity_from_hashes(config: Any, parents: Mapping[str, str], data: Mapping[str, str]) -> dict[str, Any]:
+    """`compute_identity` of hashes that are known."""
     settings = json.loads(json.dumps(config.identity()))  # as it will be read back: tuples become lists
     return {
         "stage": config.stage,
@@ -100,12 +108,12 @@ def identity_of(config: Any, parents: Mapping[str, str], data: Mapping[str, str]
 
 def read_identity(folder: Path) -> dict[str, Any] | None:
     """What made a stage's folder, as its identity.json tells; None where that is missing or damaged."""
-    made = read_object(folder / "identity.json")
+    made = read_json_object(folder / "identity.json")
     tables = [made.get(name, {}) for name in ("config", "parents", "data", "environment")] if made else []
     return made if tables and all(isinstance(table, dict) for table in tables) else None
 
 
-def difference(
+def identity_difference(
     old: Mapping[str, Any], new: Mapping[str, Any], default_of: Callable[[str], Any] = lambda key: _NONE
 ) -> list[str]:
     """What differs between two identities, a line each: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`.
@@ -154,42 +162,42 @@ def _value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> Status:
+def stage_status(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
     """How RUN/<stage> stands to the identity that is asked for. Reads only.
 
     Of a finished stage's files the sizes are looked at, which costs nothing; their hashes too where `content` is set.
     Raises RLHFError E08 where something cannot be read now, which says nothing about the stage.
     """
     folder = config.folder
-    names = {name for name in entries(folder) if not name.startswith(".tmp-") and name != REPORT}
+    names = {name for name in list_folder(folder) if not name.startswith(".tmp-") and name != REPORT}
     if not names:
-        return Status("new")
+        return StageStatus("new")
     made = read_identity(folder)
     if made is None:
-        return Status("stale", ("it holds files of no run that is known (identity.json is missing or damaged)",))
-    if reasons := difference(made, wanted, lambda key: _default(config, key)):
+        return StageStatus("stale", ("it holds files of no run that is known (identity.json is missing or damaged)",))
+    if reasons := identity_difference(made, wanted, lambda key: _default(config, key)):
         # What a start left that came to nothing, by bad data say, is no run: mending the data must be enough.
-        return Status("stale", tuple(reasons)) if names - _OF_A_START else Status("new")
-    if not is_there(folder / "manifest.json"):
-        return Status("resume", step=newest_step(folder / "state"))
+        return StageStatus("stale", tuple(reasons)) if names - _OF_A_START else StageStatus("new")
+    if not path_exists(folder / "manifest.json"):
+        return StageStatus("resume", step=newest_step(folder / "state"))
     manifest, problem = read_manifest(folder)
     if problem:
-        return Status("damaged", (problem,))
-    problem = damage(
-        folder, results(manifest["files"], _RESULT), where=shown(folder / "manifest.json"), content=content
+        return StageStatus("damaged", (problem,))
+    problem = find_damage(
+        folder, select_files(manifest["files"], _RESULT), where=shown(folder / "manifest.json"), content=content
     )
     if problem:
-        return Status("damaged", (problem,))
-    return Status("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
+        return StageStatus("damaged", (problem,))
+    return StageStatus("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
 
 
-def begin(
+def start_stage(
     config: Any, wanted: dict[str, Any], parents: Mapping[str, Parent], *, fresh: bool, device: str | None = None
 ) -> Literal["new", "resume", "finished"]:
     """Take RUN/<stage> for this process and say how to go on: from the start, from its last state, or not at all.
 
     A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
-    The folders of stages that it starts from are kept in their place until `finish`, or the end of the process.
+    The folders of stages that it starts from are kept in their place until `complete_stage`, or the end of the process.
     `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
     another process is writing or reading, and for a parent that another one is writing; M05 for a finished stage whose
     files are damaged, M10 for parents whose weights are not what their stages wrote (hash by hash), E03 where nothing
@@ -199,9 +207,9 @@ def begin(
     folder = config.folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        hold(folder)
+        lock_folder(folder)
     except RLHFError:
-        if not fresh and examine(config, wanted, content=True).state == "finished":
+        if not fresh and stage_status(config, wanted, content=True).state == "finished":
             return "finished"  # whoever reads it may go on
         raise
     except OSError as error:
@@ -210,13 +218,13 @@ def begin(
         raise RLHFError("E03", text, where=config.where("run"), hint=hint) from error
     if fresh:
         _move_aside(folder)
-    status = usable(config, wanted, content=True)
+    status = require_current(config, wanted, content=True)
     if status.state == "finished":
         release(folder)
         return "finished"
     for parent in own_stages(parents):
-        share(parent.path)
-    verify(parents)
+        lock_folder_shared(parent.path)
+    verify_parents(parents)
     folder.mkdir(exist_ok=True)
     for place in (folder, folder / "state", folder / SNAPSHOTS):
         clear_leftovers(place)
@@ -231,7 +239,7 @@ def begin(
     return "resume" if status.state == "resume" else "new"
 
 
-def processes_of(folder: Path) -> int:
+def recorded_num_processes(folder: Path) -> int:
     """How many processes a stage was run in."""
     told = (read_identity(folder) or {}).get("environment", {}).get("processes")
     return told if isinstance(told, int) and told > 0 else 1
@@ -239,7 +247,7 @@ def processes_of(folder: Path) -> int:
 
 def _refuse_another_group(config: Any) -> None:
     """More or fewer processes make larger or smaller batches: another run."""
-    before, now = processes_of(config.folder), distributed.world_size()
+    before, now = recorded_num_processes(config.folder), distributed.world_size()
     if before != now:
         text = f"{shown(config.folder)} was begun in {before} process{'es' * (before > 1)}, {now} would go on with it"
         raise RLHFError("E04", text, hint=f"go on with --nproc {before}, or start over with --fresh")
@@ -258,9 +266,9 @@ def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
         terminal.warn("E05", text, hint="the result is no longer byte for byte that of a run without interruption")
 
 
-def usable(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> Status:
-    """`examine`. Raises C15 for a folder that another config made, M05 for a finished one whose files are damaged."""
-    status = examine(config, wanted, content=content)
+def require_current(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
+    """Return the stage's status. Raises C15 for a folder of another config, M05 for damaged files of a finished one."""
+    status = stage_status(config, wanted, content=content)
     if status.state == "stale":
         raise _of_another_config(config, status.reasons)
     if status.state == "damaged":
@@ -284,18 +292,20 @@ def _move_aside(folder: Path) -> Path | None:
 
     Raises RLHFError C15 where .old is no folder.
     """
-    if not is_there(folder):
+    if not path_exists(folder):
         return None
     old = folder.parent / ".old"
-    if is_there(old) and not old.is_dir():
+    if path_exists(old) and not old.is_dir():
         text = f"{shown(old)} is a file, so {shown(folder)} cannot be moved into it"
         raise RLHFError("C15", text, hint="move that file away, then give the same command again")
     old.mkdir(exist_ok=True)
-    found = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in entries(old))
+    found = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in list_folder(old))
     return folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in found if match), default=0) + 1}")
 
 
-def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]) -> None:
+def complete_stage(
+    config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]
+) -> None:
     """Write RUN/<stage>/manifest.json, last of all: from here on the stage is complete, and its folder is let go.
 
     `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top. Raises RLHFError M14
@@ -304,9 +314,9 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
     folder = config.folder
     require_unchanged(parents, loaded=True)
     keep_newest(folder / "state", config.output.keep)
-    names = [name for name in names_in(folder) if not name.startswith(_APART) and name not in _OUTSIDE_THE_MANIFEST]
-    files = describe(folder, names)
-    started = {key: told(parent, folder) for key, parent in parents.items()}
+    names = [name for name in list_files(folder) if not name.startswith(_APART) and name not in _OUTSIDE_THE_MANIFEST]
+    files = hash_files(folder, names)
+    started = {key: parent_entry(parent, folder) for key, parent in parents.items()}
     manifest = {
         "schema": 2,
         "stage": config.stage,
@@ -318,22 +328,22 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
         "versions": versions(),
         "git": _git_revision(config.file.parent),
         "files": files,
-        "model_sha256": whole_sha256(files, started) if any(name.startswith("model/") for name in files) else None,
+        "model_sha256": sha256_with_base(files, started) if any(name.startswith("model/") for name in files) else None,
     }
     known = {key: value for key, value in manifest.items() if value is not None}
     sync_files(folder, names)
-    write_sealed(folder / "manifest.json", {**known, **fields})
+    write_checked_json(folder / "manifest.json", {**known, **fields})
     release(folder)
-    stop_sharing()
+    release_shared()
 
 
 @contextmanager
-def in_place(folder: Path) -> Iterator[None]:
+def detect_moved_folder(folder: Path) -> Iterator[None]:
     """Within, whatever fails after the folder that this process writes was moved or deleted becomes E08."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, RLHFError) or not is_held(folder) or os.path.exists(folder):
+        if isinstance(error, RLHFError) or not is_locked_here(folder) or os.path.exists(folder):
             raise
         text = f"{shown(folder)} was moved or deleted while this command wrote into it"
         hint = "bring it back, and the same command goes on from its last state; else it starts over"
@@ -359,14 +369,14 @@ def _git_revision(folder: Path) -> str | None:
         return None
 
 
-class Cost:
+class CheckpointTimer:
     """Counts checkpoints and snapshots, and their share of the wall time since it was made."""
 
     def __init__(self) -> None:
         self.count, self.seconds, self._began = 0, 0.0, time.monotonic()
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Within, one is written."""
         start = time.monotonic()
         yield

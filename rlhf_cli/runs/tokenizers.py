@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.runs.parents import FOREIGN, Parent, short
+from rlhf_cli.runs.parents import FOREIGN, Parent, short_hash
 
 
 def check_same_tokenizer(
@@ -28,7 +28,7 @@ def check_same_tokenizer(
     other = first and second and first != second
     spelled = None if other else difference(a, b)
     if other or spelled:
-        hashes = f"({short(second)} at {shown(b.path)}, {short(first)} at {shown(a.path)})"
+        hashes = f"({short_hash(second)} at {shown(b.path)}, {short_hash(first)} at {shown(a.path)})"
         alone = f"({shown(b.path)} beside {shown(a.path)}: {spelled})"
         raise RLHFError(
             "T04",
@@ -44,8 +44,8 @@ def check_same_tokenizer(
     if both_known and first != second and not foreign_without:
         raise RLHFError(
             "T05",
-            f"{b.key} has another chat template than {a.key} ({short(second)} at {shown(b.path)}, "
-            f"{short(first)} at {shown(a.path)})",
+            f"{b.key} has another chat template than {a.key} ({short_hash(second)} at {shown(b.path)}, "
+            f"{short_hash(first)} at {shown(a.path)})",
             where=where,
             hint="set model.chat_template alike in both stages' files and run the later one again",
         )

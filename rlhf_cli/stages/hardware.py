@@ -17,7 +17,7 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import RLHFError, install, shown
+from rlhf_cli.errors import RLHFError, install_hint, shown
 from rlhf_cli.models import devices, weights
 from rlhf_cli.runs.parents import Parent
 
@@ -58,7 +58,7 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
     needed = _scaled(config, MEMORY * trained + WEIGHT * frozen)
     _check_memory(config, trained, frozen, needed, runs_here=runs_here)
     what = "weights, gradients and the optimizer" if trained else "the weights that adapters stand beside"
-    text = f"memory: {system.size(needed)} of {system.size(devices.memory_bytes())} for {what}"
+    text = f"memory: {system.format_bytes(needed)} of {system.format_bytes(devices.memory_bytes())} for {what}"
     return f"{text}; `rlhf plan` counts the rest, and time" if needed else ""
 
 
@@ -110,7 +110,7 @@ def _require_bits(config: Any) -> None:
     for key, value in asked.items():
         if value in BITSANDBYTES and find_spec("bitsandbytes") is None:
             text = f"{key}: {value} needs bitsandbytes, which is not installed"
-            raise RLHFError("E09", text, where=config.where(key), hint=install("qlora"))
+            raise RLHFError("E09", text, where=config.where(key), hint=install_hint("qlora"))
 
 
 def adapters_of(config: Config) -> str | None:
@@ -127,10 +127,10 @@ def _check_disk(config: Config, trained: int) -> None:
     """The states that are kept and the one that is being written, less those that are there."""
     there = len(runs.state_steps(config.folder / "state"))
     states, one = max(1, config.output.keep + 1 - there), _scaled(config, STATE * trained)
-    free = system.free(config.folder)
+    free = system.free_disk_bytes(config.folder)
     if free is not None and states * one > free:
-        needed = system.size(states * one)
-        text = f"{states} states of {system.size(one)} need {needed} at least, {system.size(free)} are free"
+        needed, available = system.format_bytes(states * one), system.format_bytes(free)
+        text = f"{states} states of {system.format_bytes(one)} need {needed} at least, {available} are free"
         hint = "make room there, or set `run:` to a folder on another disk; output.keep says how many states are kept"
         raise RLHFError("E03", text, where=shown(config.folder), hint=hint)
 
@@ -140,7 +140,9 @@ def _check_memory(config: Config, trained: int, frozen: int, needed: int, *, run
     device, there = devices.device_name(), devices.memory_bytes() // sharing
     if needed > there:
         what = f"{trained:,} numbers that are trained" + (f" and {frozen:,} that are not" if frozen else "")
-        text = f"{what} need {system.size(needed)} of memory at least, {device} has {system.size(there)}"
+        text = (
+            f"{what} need {system.format_bytes(needed)} of memory at least, {device} has {system.format_bytes(there)}"
+        )
         text += f" for each of {sharing} processes" if sharing > 1 else ""
         key = "model.path" if config.stage in ("sft", "reward") else "models.sft"
         hint = "use a smaller model, or a larger machine"
@@ -203,7 +205,7 @@ def bodies(config: PPOConfig, parents: Mapping[str, Parent]) -> set[Path]:
     """The models, by folder, whose weights PPO with adapters holds, once each: what is no adapter of models.sft's."""
     sft = parents.get("models.sft")
     found = [parents[use.key] for use in uses(config) if use.key in parents]
-    return {parent.model for parent in found if parent is sft or not (sft and runs.stands_on(parent, sft))}
+    return {parent.model for parent in found if parent is sft or not (sft and runs.is_adapter_of(parent, sft))}
 
 
 def numbers(parent: Parent) -> int:

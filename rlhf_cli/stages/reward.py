@@ -19,7 +19,7 @@ from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import RewardConfig
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import RLHFError, all_of, shown
+from rlhf_cli.errors import RLHFError, collect_errors, shown
 from rlhf_cli.evaluation import reward_model
 from rlhf_cli.evaluation.reward_model import POLITE_ANSWER, ScoredPair
 from rlhf_cli.evaluation.reward_model_table import print_card
@@ -27,7 +27,7 @@ from rlhf_cli.models import devices, load, lora, save, tokenizers, weights
 from rlhf_cli.models.batch import Prompts, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.progress import Progress, counted
+from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup, trl_common
 
@@ -80,7 +80,7 @@ def check_rows(config: RewardConfig, rows: data.Rows[Any], held_out: data.Rows[A
     if held_out is not None:
         data.warn_shared(rows, held_out, where=config.where("data.eval"))
     longest = max(rows.longest, held_out.longest if held_out else 0)
-    all_of(
+    collect_errors(
         lambda: setup.check_context(config, body, longest),
         lambda: setup.check_batch(config, rows, len(rows)),
     )
@@ -110,9 +110,9 @@ def run(config: RewardConfig, options: Options) -> None:
 def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = runs.open_parents(config)
     parent = parents["model.path"]
-    identity = runs.identity(config, parents, config.sources())
+    identity = runs.compute_identity(config, parents, config.sources())
     status = process_group.run_on_main(
-        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"reward   finished already: {shown(config.folder)}")
@@ -155,7 +155,7 @@ def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) ->
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
     if card:
         print_card({**card, "ci95": card["accuracy_ci95"]})
 
@@ -225,7 +225,7 @@ def raw_scores(
     scores: dict[int, float] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     batches = [order[first : first + size] for first in range(0, len(rows), size)]
-    for picked in counted("score: batch", process_group.shard(batches)):
+    for picked in track_progress("score: batch", process_group.shard(batches)):
         ids, mask = right_pad([rows[i] for i in picked], scorer.config.pad_token_id)
         given = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
         logits = scorer(**given, use_cache=False).logits

@@ -15,7 +15,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.data.texts import Rows
-from rlhf_cli.errors import RLHFError, placed
+from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import forward, load, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
@@ -31,13 +31,13 @@ RETOLD = "has a tokenizer or template of its own, so the policy's text is encode
 
 def tokenizer(config: Config, options: Options, parent: Parent) -> Any:
     """The tokenizer in a parent's folder. Raises RLHFError M01, M08."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         return tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
 
 
 def causal(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """A language model, on the CPU. Raises RLHFError M01, M06-M08, M10."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         model = load.load_causal_lm(parent.model, **_how(config, options))
         tokenizers.check_vocabulary(model, tokenizer)
     return model
@@ -45,7 +45,7 @@ def causal(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any
 
 def scorer(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """A trained reward model, on the CPU. Raises RLHFError M01-M03, M06-M08."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         model = load.load_reward_model(parent.model, **_how(config, options))
         tokenizers.check_vocabulary(model, tokenizer)
     return model
@@ -62,7 +62,7 @@ def check_alike(config: Any, options: Options, parents: Mapping[str, Parent]) ->
     tokenizers.check_same_tokenization(known, config.where, trust_remote_code=options.trust_remote_code)
     for key, parent in parents.items() if config.stage == "eval" else ():
         if key not in known:
-            with placed(config.where(key)):
+            with at_location(config.where(key)):
                 tokenizers.same_tokenization(parents["models.sft"], parent, trust_remote_code=options.trust_remote_code)
 
 
@@ -81,7 +81,7 @@ def own_tokenizer(config: Any, options: Options, sft: Parent, parent: Parent) ->
 
     Raises RLHFError M01, M08.
     """
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         if tokenizers.same_tokenization(sft, parent, trust_remote_code=options.trust_remote_code):
             return None
     return tokenizer(config, options, parent)
@@ -96,7 +96,7 @@ def retold_prompts(
     cannot render.
     """
     texts = {tuple(prompt.ids): prompt.text for prompt in prompts}
-    with placed(config.where(key)):
+    with at_location(config.where(key)):
         encoded = data.encode_many(theirs, list(texts.values()), [None] * len(texts))
         longest, context = max((len(ids) for ids, _ in encoded), default=0), load.context_length(body)
         if context is not None and longest >= context:
@@ -124,7 +124,7 @@ def reward(config: Any, key: str, writing: Writing, model: Any, theirs: Any, *, 
 
 def classifier(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """The text classifier of a reward's `pipeline`, on the CPU. Raises RLHFError M01, M02, M06-M08."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         model = load.load_classifier(parent.model, trust_remote_code=options.trust_remote_code)
         tokenizers.check_vocabulary(model, tokenizer)
     return model
@@ -132,7 +132,7 @@ def classifier(config: Any, options: Options, parent: Parent, tokenizer: Any) ->
 
 def scorer_to_train(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """A language model with a fresh one-label head, on the CPU. Raises RLHFError M01, M03, M06-M08."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         model = load.init_reward_model(parent.model, **_how(config, options))
         tokenizers.check_vocabulary(model, tokenizer)
     return model

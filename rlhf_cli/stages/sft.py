@@ -21,11 +21,11 @@ from transformers import set_seed
 from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import SFTConfig
-from rlhf_cli.errors import RLHFError, all_of, placed, shown
+from rlhf_cli.errors import RLHFError, at_location, collect_errors, shown
 from rlhf_cli.models import build, devices, load, lora, save, tokenizers
 from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
-from rlhf_cli.progress import Progress, counted
+from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup, trl_common
 
@@ -41,7 +41,7 @@ def sft_tokenizer(config: SFTConfig, given: Any) -> Any:
     """
     if given is None:
         assert config.model.new is not None
-        with placed(config.where("model.new.tokenizer")):
+        with at_location(config.where("model.new.tokenizer")):
             given = tokenizers.train_tokenizer(config.sources()[TRAINED_ON], config.model.new.tokenizer.vocab_size)
     before = len(given)
     if config.model.chat_template is not None:
@@ -54,7 +54,7 @@ def sft_tokenizer(config: SFTConfig, given: Any) -> Any:
 def new_body(config: SFTConfig, vocab_size: int) -> Any:
     """The transformers config of model.new, special tokens left out. Raises RLHFError C01, C07, C13, C17."""
     assert config.model.new is not None
-    with placed(config.where("model.new")):
+    with at_location(config.where("model.new")):
         unknown = dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos"))
         body = build.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **unknown)
     setup.check_context(config, body, 0, strict=True)
@@ -102,7 +102,7 @@ def check_rows(
     if held_out is not None:
         data.warn_shared(rows, held_out, where=config.where("data.eval"))
     longest, strict = max(rows.longest, held_out.longest if held_out else 0), config.model.new is not None
-    all_of(
+    collect_errors(
         lambda: setup.check_context(config, body, longest, strict=strict or strategy in CUT),
         lambda: _check_batch(config, rows, strategy),
     )
@@ -203,9 +203,9 @@ def run(config: SFTConfig, options: Options) -> None:
 
 def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = runs.open_parents(config)
-    identity = runs.identity(config, parents, config.sources())
+    identity = runs.compute_identity(config, parents, config.sources())
     status = process_group.run_on_main(
-        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"sft      finished already: {shown(config.folder)}")
@@ -244,7 +244,7 @@ def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> No
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
 
 
 def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) -> tuple[Any, Any]:
@@ -264,7 +264,7 @@ def start(config: SFTConfig, options: Options, parents: Mapping[str, Parent]) ->
     set_seed(config.seed)
     if model is None:
         assert new is not None
-        with placed(config.where("model.new")):
+        with at_location(config.where("model.new")):
             attention = config.model.attn_implementation
             model = build.new_causal_lm(new.config_fields(), tokenizer, attn_implementation=attention)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
@@ -323,7 +323,10 @@ def headline(
     size = config.sft.per_device_eval_batch_size
     batches = [zip(*cut[first : first + size], strict=True) for first in range(0, len(cut), size)]
     with Progress("sft: held-out loss", 1, "pass", brief=True) as bar:
-        own = [_sums(model, ids, labels, pad) for ids, labels in counted("score: batch", process_group.shard(batches))]
+        own = [
+            _sums(model, ids, labels, pad)
+            for ids, labels in track_progress("score: batch", process_group.shard(batches))
+        ]
         bar.advance()
     loss, entropy, correct, tokens = map(
         sum, zip(*chain.from_iterable(process_group.all_gather_object(own)), strict=True)

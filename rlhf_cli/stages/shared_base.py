@@ -14,7 +14,7 @@ from rlhf_cli import runs, system, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import placed
+from rlhf_cli.errors import at_location
 from rlhf_cli.models import devices, load, lora, sharding
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
@@ -46,14 +46,14 @@ class OneBase:
         """
         if parent.base is None:
             return "a whole model"
-        if not runs.stands_on(parent, self.sft):
+        if not runs.is_adapter_of(parent, self.sft):
             return "an adapter of other weights than models.sft's"
         rows = self.model.get_input_embeddings().weight.shape[0]
         return "an adapter with tokens of its own" if max(tokenizer.get_vocab().values()) >= rows else None
 
     def scorer(self, parent: Parent) -> Any:
         """The reward or value model whose adapter these weights bear, with its head. Raises RLHFError M01-M03."""
-        with placed(self.config.where(parent.key)):
+        with at_location(self.config.where(parent.key)):
             config = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
             body = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), self._head())
             return self._there(
@@ -74,7 +74,7 @@ class OneBase:
 
     def tell(self, parent: Parent, why: str, whole: Any) -> None:
         """Say that a model has weights of its own, and what they take."""
-        takes = system.size(sum(weight.nbytes for weight in whole.parameters()))
+        takes = system.format_bytes(sum(weight.nbytes for weight in whole.parameters()))
         hint = "trained as an adapter beside models.sft (reward.yaml: model.adapters), it would take next to nothing"
         terminal.say(f"ppo      {parent.key} is {why}: {takes} of memory more; {hint}")
 
@@ -82,7 +82,7 @@ class OneBase:
         """Adapters beside the weights in a parent's folder; their numbers depend on the seed and the role alone."""
         ours = self.config.models.adapters
         assert ours is not None
-        with placed(self.config.where(f"{KEY}.target_modules")), torch.random.fork_rng(devices=[]):
+        with at_location(self.config.where(f"{KEY}.target_modules")), torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(derive_seed(self.config.seed, f"adapters of the {role}"))
             made = lora.add_adapters(
                 model, ours, vocab_size=0, base=below.hub or below.model, revision=below.revision,

@@ -13,9 +13,9 @@ from typing import Any
 
 from rlhf_cli import distributed, terminal
 from rlhf_cli.config.base import Config
-from rlhf_cli.errors import RLHFError, install, redacted
+from rlhf_cli.errors import RLHFError, install_hint, redact
 from rlhf_cli.tracking.tensorboard import TensorBoard
-from rlhf_cli.tracking.tracker_run import NOTHING, Run, Tracker
+from rlhf_cli.tracking.tracker_run import NO_STEP, Tracker, TrackerRun
 from rlhf_cli.tracking.trackio import Trackio
 from rlhf_cli.tracking.wandb import WandB
 
@@ -82,19 +82,19 @@ class Trackers:
         tracker = self._open[name] = TRACKERS[name](self._run())
         terminal.say(f"{self.config.stage:<8} {name}: {tracker.place}")
 
-    def _run(self) -> Run:
+    def _run(self) -> TrackerRun:
         config = self.config
         group = Path(config.run).name
         name = "-".join(part for part in (group, config.stage) if part)
-        return Run(
+        return TrackerRun(
             config.stage,
             config.folder,
             config.output.project,
             config.output.run_name or name,
             group,
             _redacted(config.dump(relative_to=config.folder)),
-            max((line["step"] for line in self._kept), default=NOTHING),
-            max((step for step, _ in self._before), default=NOTHING),
+            max((line["step"] for line in self._kept), default=NO_STEP),
+            max((step for step, _ in self._before), default=NO_STEP),
         )
 
     def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
@@ -115,7 +115,7 @@ def require(config: Config) -> None:
     missing = [name for name in config.output.report_to if find_spec(name) is None]
     if missing:
         text = f"output.report_to names what is not installed: {', '.join(missing)}"
-        hint = f"{install('trackers')}; or take it out"
+        hint = f"{install_hint('trackers')}; or take it out"
         raise RLHFError("E06", text, where=config.where("output.report_to"), hint=hint)
 
 
@@ -130,7 +130,7 @@ def _cells(row: Mapping[str, Any], prefix: str = "") -> dict[str, str | float]:
         if isinstance(value, Mapping):
             found |= _cells(value, f"{prefix}{key}/")
         elif isinstance(value, str | int | float):
-            found[prefix + key] = redacted(value) if isinstance(value, str) else value
+            found[prefix + key] = redact(value) if isinstance(value, str) else value
     return found
 
 
@@ -139,7 +139,7 @@ def _redacted(value: Any) -> Any:
         return {key: _redacted(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_redacted(inner) for inner in value]
-    return redacted(value) if isinstance(value, str) else value
+    return redact(value) if isinstance(value, str) else value
 
 
-TRACKERS: dict[str, Callable[[Run], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+TRACKERS: dict[str, Callable[[TrackerRun], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

@@ -18,7 +18,7 @@ from rlhf_cli.tracking import Trackers
 NEWEST = 65_536  # bytes: some 45 updates of PPO
 
 
-class Mark(TypedDict):
+class LogPosition(TypedDict):
     """How far a log had come when a state was saved."""
 
     step: int
@@ -32,7 +32,7 @@ class Log:
     Those steps are going to be made again: no line stands twice, and none is lost. A new run starts an empty file.
     """
 
-    def __init__(self, path: Path, mark: Mark | None = None) -> None:
+    def __init__(self, path: Path, mark: LogPosition | None = None) -> None:
         self.path = path
         kept = b""
         if not distributed.is_main_process():
@@ -51,7 +51,7 @@ class Log:
         self._bytes += len(line)
         self._sha256.update(line)
 
-    def mark(self, step: int) -> Mark:
+    def position(self, step: int) -> LogPosition:
         """For a state saved after `step`, when what is there so far has been forced to the disk."""
         if self._bytes:
             sync(self.path)
@@ -65,7 +65,7 @@ class MetricsLog(Log):
     Each line is told to the trackers, too.
     """
 
-    def __init__(self, path: Path, mark: Mark | None = None, trackers: Trackers | None = None) -> None:
+    def __init__(self, path: Path, mark: LogPosition | None = None, trackers: Trackers | None = None) -> None:
         before = read_log(path)
         super().__init__(path, mark)
         kept = read_log(path)
@@ -116,7 +116,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _cut(path: Path, mark: Mark) -> bytes:
+def _cut(path: Path, mark: LogPosition) -> bytes:
     """Leave what was there at the mark, and return it. Where it is not what was written, say so, and leave the steps
     up to it.
     """

@@ -5,22 +5,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_cli.errors import shown
-from rlhf_cli.tracking.tracker_run import NOTHING, Row, Run
+from rlhf_cli.tracking.tracker_run import NO_STEP, Row, TrackerRun
 
 
 class TensorBoard:
     """What the earlier start told after the state that a run goes on from is marked as void: it comes again."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
         folder = run.folder / "tensorboard"
         begun = folder.is_dir()
         self.writer = SummaryWriter(str(folder), purge_step=run.saved + 1 if begun else None)
-        self.last = run.saved if begun else NOTHING
+        self.last = run.saved if begun else NO_STEP
         self.place = f"{shown(folder)} (tensorboard --logdir {shown(run.folder.parent)})"
-        if run.saved == NOTHING or not begun:
+        if run.saved == NO_STEP or not begun:
             assert self.writer.file_writer
             for summary in hparams(flat(run.config), {}):
                 self.writer.file_writer.add_summary(summary)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-NOTHING = -1  # a step before the first
+NO_STEP = -1  # a step before the first
 PROJECT = "rlhf"
 Row = Mapping[str, str | float]  # of a table: a bool is 1 or 0
 
 
 @dataclass(frozen=True)
-class Run:
+class TrackerRun:
     """A stage that begins, or goes on."""
 
     stage: str
@@ -20,8 +20,8 @@ class Run:
     name: str
     group: str  # the same for all stages of a run
     config: dict[str, Any]  # resolved, JSON-able
-    saved: int = NOTHING  # the step of the state that it goes on from
-    told: int = NOTHING  # the last step that the log held when it was begun again: what came after `saved` comes again
+    saved: int = NO_STEP  # the step of the state that it goes on from
+    told: int = NO_STEP  # the last step that the log held when it was begun again: what came after `saved` comes again
 
 
 class Tracker(Protocol):

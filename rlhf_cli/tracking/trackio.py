@@ -8,7 +8,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.tracking.tracker_run import NOTHING, PROJECT, Row, Run
+from rlhf_cli.tracking.tracker_run import NO_STEP, PROJECT, Row, TrackerRun
 
 
 class Trackio:
@@ -18,7 +18,7 @@ class Trackio:
     from a thread of its own: the warning is raised by the next call.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         import trackio
 
         self.trackio, self._problem = trackio, ""
@@ -36,7 +36,7 @@ class Trackio:
             self._finish()
             raise
         known.write_text(f"{name}\n", encoding="utf-8")
-        self.last = getattr(self.run, "_next_step", run.told + 1) - 1 if begun else NOTHING
+        self.last = getattr(self.run, "_next_step", run.told + 1) - 1 if begun else NO_STEP
         self.place = f"run {name} of project {project} (trackio show --project {project})"
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

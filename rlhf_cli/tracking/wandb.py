@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from rlhf_cli.errors import shown
-from rlhf_cli.tracking.tracker_run import NOTHING, PROJECT, Row, Run
+from rlhf_cli.tracking.tracker_run import NO_STEP, PROJECT, Row, TrackerRun
 
 TO_SEND = 60.0  # seconds that a stage waits at its end for a server; WANDB_FINISH_TIMEOUT says otherwise
 FLUSH = "x_transaction_log_flush_interval"  # seconds; of its 15, all would be lost of an offline run that is killed
@@ -13,7 +13,7 @@ FLUSH = "x_transaction_log_flush_interval"  # seconds; of its 15, all would be l
 class WandB:
     """A run goes on under the id that it began with, which is kept in wandb/rlhf-run-id."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         import wandb
 
         self.wandb = wandb
@@ -45,7 +45,7 @@ class WandB:
         known.write_text(f"{self.run.id}\n", encoding="utf-8")
         if self.run.offline:
             # The step that a killed process was in is not written.
-            self.last = NOTHING if not begun else run.saved if run.told <= run.saved else run.told - 1
+            self.last = NO_STEP if not begun else run.saved if run.told <= run.saved else run.told - 1
             self.place = f"{shown(known.parent)} (offline; to send it: wandb sync {shown(known.parent)}/offline-run-*)"
         else:
             self.last = self.run.starting_step - 1  # the server knows
