@@ -14,6 +14,9 @@ RLHF_COMMAND = (sys.executable, "-P", "-m", "rlhf_cli")
 WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 # What torchrun, and accelerate launch where it starts several, tell each process of a group.
 GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# torchrun's agent waits this long, both for a step and checkpoint after a stop signal and for ranks whose peer was
+# killed, which NCCL leaves hanging.
+SECONDS_TO_STOP = 50
 
 
 def world_size() -> int:
@@ -80,11 +83,6 @@ def _told(name: str) -> str:
 def _refusal(name: str, text: str) -> RLHFError:
     hint = f"use --nproc N, or torchrun -m rlhf_cli; or, where no launcher runs, unset {name}"
     return RLHFError("E04", text, where=name, hint=hint)
-
-
-# The agent's two reasons to wait share it: a step to end and a state to be saved after a stop signal; and processes
-# whose peer was killed, which NCCL lets hang.
-SECONDS_TO_STOP = 50
 
 
 def resolve_num_processes(asked: str) -> int:

@@ -17,6 +17,11 @@ from rlhf_cli.error_codes import CODES
 NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 NOT_PRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\udc80-\udcff]")
 OVERRIDE = "--set "  # and a key: the place of what a command line said
+TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
+LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://LOGIN@host
+SECRET_VARIABLE = re.compile(r".*(TOKEN|(API|ACCESS|PRIVATE)_?KEY|SECRET|PASSWORD)", re.IGNORECASE)
+MIN_SECRET_LENGTH = 8  # a shorter value may well be an ordinary word
+_declared: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -189,13 +194,6 @@ def closest_path(path: str | Path, *, is_meant: Callable[[Path], bool] = os.path
     stem = closest_match(missing.stem, stems)
     name = stems[stem] if stem else closest_match(missing.name, names, cutoff=0.8)
     return shown(missing.parent / name) if name else None
-
-
-TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
-LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://LOGIN@host
-SECRET_VARIABLE = re.compile(r".*(TOKEN|(API|ACCESS|PRIVATE)_?KEY|SECRET|PASSWORD)", re.IGNORECASE)
-MIN_SECRET_LENGTH = 8  # a shorter value may well be an ordinary word
-_declared: set[str] = set()
 
 
 def register_secrets(*values: str) -> None:

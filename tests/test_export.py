@@ -457,5 +457,5 @@ def test_what_breaks_off_leaves_nothing(full: Path, error: Any, monkeypatch: pyt
     monkeypatch.setattr(save, "save_model", write_some)
     result = rlhf("export", ".", "--out", "out")
     if isinstance(error, OSError):
-        assert refused(result, "E03", "the disk cannot take what is to be written", exit_code=1)
+        assert refused(result, "E03", "could not write to disk", exit_code=1)
     assert result.exit_code != 0 and not Path("out").exists() and not list(Path().glob(".tmp-*"))

@@ -165,7 +165,7 @@ def test_a_file_system_that_does_not_tell_its_size_is_not_full(folder: Path, mon
 
     monkeypatch.setattr(save, "save_model", full)
     result = rlhf("sft")
-    assert "error[E03]: sft: the disk cannot take what is to be written: No space left on device\n" in result.stderr
+    assert "error[E03]: sft: could not write to disk: No space left on device\n" in result.stderr
 
 
 def test_e03_an_output_that_cannot_be_written(folder: Path) -> None:
@@ -233,7 +233,7 @@ def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert len(errors) == 1 and errors[0].startswith(f"error[E03]: {stage}: the disk cannot take"), done.stderr
-    assert " are free there" in errors[0] and "hint: make room there; the same command then goes on" in done.stderr
+    assert " are free there" in errors[0] and "hint: free some disk space and run the same command again" in done.stderr
     resumed = rlhf(stage, "-s", sets)
     assert resumed.exit_code == 0 and "resumes at step 1 of 4" in resumed.stderr, resumed.stderr
     model = load_file("model/model.safetensors")
@@ -259,7 +259,7 @@ def test_e03_in_the_words_of_each_library(folder: Path, error: Exception, monkey
 
     monkeypatch.setattr(runs, "complete_stage", full)
     monkeypatch.setattr(save, "save_model", full)
-    assert "error[E03]: sft: the disk cannot take what is to be written: " in (result := rlhf("sft")).stderr
+    assert "error[E03]: sft: could not write to disk: " in (result := rlhf("sft")).stderr
     assert result.exit_code == 1 and result.stderr.count("error[") == 1 and "Traceback" not in result.stderr
 
 

@@ -49,7 +49,7 @@ RUNS = ("folder", "folders", "path")  # the arguments that name a run
 RESULT_ALONE = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay"}  # write only to stdout
 LONGEST = 7  # characters of a command name, so that all groups of --help share one column
 NAMED = 5  # runs, where more could be meant
-SYSTEM = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.FULL
+SYSTEM = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.DISK_FULL
 TO_SPEAK = 5.0  # seconds that another process has to say what it found
 
 
@@ -110,7 +110,7 @@ class Commands(TyperGroup):
                 code = _explain(error, arguments, self.commands)
             looks = "--dry-run" in arguments or bool(RESULT_ALONE & {*arguments[:1]})
             if code == 0 and looks and (lost := terminal.stdout_error()):
-                text = f"stdout cannot take what is to be written: {lost.strerror}"
+                text = f"could not write to stdout: {lost.strerror}"
                 code = _explain(
                     system.OutOfResources("E03", text, hint="make room on its disk, or write to another place")
                 )
@@ -160,7 +160,7 @@ def _of_the_system(error: OSError) -> RLHFError | None:
     name = error.filename
     if not isinstance(name, str | Path) or error.errno not in SYSTEM:
         return None
-    full = error.errno in system.FULL
+    full = error.errno in system.DISK_FULL
     try:
         os.close(os.open(name, os.O_RDONLY | os.O_NONBLOCK))
         if not full and os.access(name, os.W_OK):

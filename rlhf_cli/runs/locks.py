@@ -29,6 +29,8 @@ from rlhf_cli.terminal import duration
 SAME = 5.0  # seconds between two readings of when a process began: elsewhere than on Linux a set clock moves them
 _held: dict[Path, FileLock] = {}
 _read: dict[Path, int] = {}  # descriptors of locks that are shared
+ELSEWHERE = "name a folder that is not there yet, or an empty one"
+PASSING, IN_SIGHT = ".export", "name a folder of your own: --out DIR"
 TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
 
 
@@ -193,10 +195,6 @@ def _started(pid: int) -> float | None:
 def _since_boot(process: psutil.Process) -> float:
     """psutil adds the clock's time of the start of the system, which changes as the clock is set: it cancels here."""
     return process.create_time() - psutil.boot_time()
-
-
-ELSEWHERE = "name a folder that is not there yet, or an empty one"
-PASSING, IN_SIGHT = ".export", "name a folder of your own: --out DIR"
 
 
 def require_empty(folder: Path) -> None:

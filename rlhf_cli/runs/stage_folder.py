@@ -1,6 +1,6 @@
-"""The folder that a stage writes: what made it, whether that is still what is asked for, and its manifest.
+"""Output folder of a stage: identity, status, start, manifest.
 
-Content decides, never dates: a stage is what its config says, the hashes of its data, and the hashes of its parents.
+A stage is up to date by content, never by dates: its config, and the hashes of its data and of its parents.
 """
 
 import importlib.metadata
@@ -57,21 +57,21 @@ PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
     "numpy",
 )  # fmt: skip
-_NONE = object()  # equal to nothing
-# What later stages and users rely on. Logs may be edited, and snapshots deleted for the room they take.
+_MISSING = object()  # equal to nothing
+# The files that later stages and users rely on. Logs may be edited, and snapshots deleted to save space.
 _RESULT = ("model/", "value/", "report.json")
-_OF_A_START = {"identity.json", "config.yaml"}
-REPORT = "report.html"  # made from what is there, at any time: no part of any stage
+_START_FILES = {"identity.json", "config.yaml"}
+REPORT = "report.html"  # written from existing files at any time; not part of a stage
 _OUTSIDE_THE_MANIFEST = ("manifest.json", REPORT)
-_APART = ("state/", *(f"{tracker}/" for tracker in TRACKERS))  # to go on from, and what trackers keep as they like
+_UNLISTED = ("state/", *(f"{tracker}/" for tracker in TRACKERS))  # folders that the manifest leaves out
 
 
 @dataclass(frozen=True)
 class StageStatus:
-    """How a stage's folder stands to what is asked of it; `reasons` say why it is stale or damaged.
+    """State of a stage's folder compared with what its config asks for.
 
-    `sha256` is what a finished stage amounts to: the hash of its model, or of all its files where it has none. `unread`
-    are keys of what a `glance` took for unchanged without knowing.
+    `reasons` say why it is stale or damaged. `sha256` is the hash of a finished stage's model, or of all its files if
+    it has no model. `unread` are the keys that `quick_stage_status` assumed to be unchanged.
     """
 
     state: Literal["new", "resume", "finished", "stale", "damaged"]
@@ -82,9 +82,9 @@ class StageStatus:
 
 
 def compute_identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, DataSource]) -> dict[str, Any]:
-    """All that can change a stage's result: its settings, the hashes of its parents' models, of its data and its code.
+    """Return everything that can change a stage's result: settings and the hashes of its parents, data and code.
 
-    Raises D01 for all data that is not there.
+    Raises D01 for all missing data.
     """
     files = sources.locate(data)
     return identity_from_hashes(
@@ -95,7 +95,7 @@ def compute_identity(config: Any, parents: Mapping[str, Parent], data: Mapping[s
 
 
 def identity_from_hashes(config: Any, parents: Mapping[str, str], data: Mapping[str, str]) -> dict[str, Any]:
-    """`compute_identity` of hashes that are known."""
+    """Return the identity for known hashes of parents and data."""
     settings = json.loads(json.dumps(config.identity()))  # as it will be read back: tuples become lists
     return {
         "stage": config.stage,
@@ -107,19 +107,19 @@ def identity_from_hashes(config: Any, parents: Mapping[str, str], data: Mapping[
 
 
 def read_identity(folder: Path) -> dict[str, Any] | None:
-    """What made a stage's folder, as its identity.json tells; None where that is missing or damaged."""
-    made = read_json_object(folder / "identity.json")
-    tables = [made.get(name, {}) for name in ("config", "parents", "data", "environment")] if made else []
-    return made if tables and all(isinstance(table, dict) for table in tables) else None
+    """Return the identity.json of a stage's folder, or None if it is missing or damaged."""
+    identity = read_json_object(folder / "identity.json")
+    tables = [identity.get(name, {}) for name in ("config", "parents", "data", "environment")] if identity else []
+    return identity if tables and all(isinstance(table, dict) for table in tables) else None
 
 
 def identity_difference(
-    old: Mapping[str, Any], new: Mapping[str, Any], default_of: Callable[[str], Any] = lambda key: _NONE
+    old: Mapping[str, Any], new: Mapping[str, Any], default_of: Callable[[str], Any] = lambda key: _MISSING
 ) -> list[str]:
-    """What differs between two identities, a line each: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`.
+    """Return one line per difference of two identities: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`.
 
-    A key that only the new one has, at what `default_of` gives for it, is no difference: it came with a newer version
-    of this package, whose default is what the older one did.
+    A key that only the new one has is ignored if its value is what `default_of` returns: it was added by a newer
+    version of this package, and its default is the earlier behaviour.
     """
     before, after = _flat(old.get("config", {})), _flat(new.get("config", {}))
     lines = [] if old.get("stage") == new.get("stage") else [f"stage {old.get('stage')} -> {new.get('stage')}"]
@@ -130,7 +130,7 @@ def identity_difference(
             lines.append(f"{key}: no longer set (was {_value(before[key])})")
         elif before[key] != after[key]:
             lines.append(f"{key} {_value(before[key])} -> {_value(after[key])}")
-    for section, what in (("parents", "weights"), ("data", "content")):
+    for section, noun in (("parents", "weights"), ("data", "content")):
         was, now = old.get(section, {}), new.get(section, {})
         for key in was | now:
             if key not in was:
@@ -138,13 +138,13 @@ def identity_difference(
             elif key not in now:
                 lines.append(f"{key}: no longer set")
             elif was[key] != now[key]:
-                lines.append(f"{key}: other {what}")
+                lines.append(f"{key}: other {noun}")
     return lines
 
 
 def _default(config: Any, key: str) -> Any:
     field = field_at(type(config), tuple(key.split(".")))
-    return _NONE if field is None else default_of(field, _NONE)
+    return _MISSING if field is None else default_of(field, _MISSING)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -163,21 +163,21 @@ def _value(value: Any) -> str:
 
 
 def stage_status(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
-    """How RUN/<stage> stands to the identity that is asked for. Reads only.
+    """Compare RUN/<stage> with the `wanted` identity. Reads only.
 
-    Of a finished stage's files the sizes are looked at, which costs nothing; their hashes too where `content` is set.
-    Raises RLHFError E08 where something cannot be read now, which says nothing about the stage.
+    A finished stage's files are checked by size, and by hash too if `content` is set.
+    Raises RLHFError E08 for files that cannot be read now.
     """
     folder = config.folder
     names = {name for name in list_folder(folder) if not name.startswith(".tmp-") and name != REPORT}
     if not names:
         return StageStatus("new")
-    made = read_identity(folder)
-    if made is None:
+    recorded = read_identity(folder)
+    if recorded is None:
         return StageStatus("stale", ("it holds files of no run that is known (identity.json is missing or damaged)",))
-    if reasons := identity_difference(made, wanted, lambda key: _default(config, key)):
-        # What a start left that came to nothing, by bad data say, is no run: mending the data must be enough.
-        return StageStatus("stale", tuple(reasons)) if names - _OF_A_START else StageStatus("new")
+    if reasons := identity_difference(recorded, wanted, lambda key: _default(config, key)):
+        # A start that failed early, e.g. on bad data, is not a run: fixing the data must be enough.
+        return StageStatus("stale", tuple(reasons)) if names - _START_FILES else StageStatus("new")
     if not path_exists(folder / "manifest.json"):
         return StageStatus("resume", step=newest_step(folder / "state"))
     manifest, problem = read_manifest(folder)
@@ -194,15 +194,16 @@ def stage_status(config: Any, wanted: Mapping[str, Any], *, content: bool = Fals
 def start_stage(
     config: Any, wanted: dict[str, Any], parents: Mapping[str, Parent], *, fresh: bool, device: str | None = None
 ) -> Literal["new", "resume", "finished"]:
-    """Take RUN/<stage> for this process and say how to go on: from the start, from its last state, or not at all.
+    """Lock RUN/<stage> for this process and return how to proceed: from the start, from a checkpoint, or not at all.
 
-    A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
-    The folders of stages that it starts from are kept in their place until `complete_stage`, or the end of the process.
-    `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
-    another process is writing or reading, and for a parent that another one is writing; M05 for a finished stage whose
-    files are damaged, M10 for parents whose weights are not what their stages wrote (hash by hash), E03 where nothing
-    can be written, E04 for a run that fewer or more processes began, E08 for what cannot be read now. Warns (E05) of a
-    run that another `device` or other versions go on with than those that it was started with.
+    A new folder gets identity.json and config.yaml (resolved, valid for `--config`) first. The parents' folders are
+    locked for reading until `complete_stage` or the end of the process. `fresh` moves an old folder to
+    RUN/.old/<stage>-<n>.
+
+    Raises C15 for a folder of another config, a folder that another process writes or reads, and a parent that is being
+    written; M05 for damaged files of a finished stage; M10 for parents that differ from what their stages wrote (by
+    hash); E03 if nothing can be written; E04 for another number of processes; E08 for files that cannot be read now.
+    Warns (E05) if a run resumes on another `device` or with other versions.
     """
     folder = config.folder
     try:
@@ -210,7 +211,7 @@ def start_stage(
         lock_folder(folder)
     except RLHFError:
         if not fresh and stage_status(config, wanted, content=True).state == "finished":
-            return "finished"  # whoever reads it may go on
+            return "finished"  # readers may continue
         raise
     except OSError as error:
         text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
@@ -226,8 +227,8 @@ def start_stage(
         lock_folder_shared(parent.path)
     verify_parents(parents)
     folder.mkdir(exist_ok=True)
-    for place in (folder, folder / "state", folder / SNAPSHOTS):
-        clear_leftovers(place)
+    for path in (folder, folder / "state", folder / SNAPSHOTS):
+        clear_leftovers(path)
     environment = {"versions": versions(), "device": device, "processes": distributed.world_size()}
     if status.state == "resume":
         if status.step is not None:
@@ -240,13 +241,13 @@ def start_stage(
 
 
 def recorded_num_processes(folder: Path) -> int:
-    """How many processes a stage was run in."""
-    told = (read_identity(folder) or {}).get("environment", {}).get("processes")
-    return told if isinstance(told, int) and told > 0 else 1
+    """Return the number of processes that a stage was run with."""
+    count = (read_identity(folder) or {}).get("environment", {}).get("processes")
+    return count if isinstance(count, int) and count > 0 else 1
 
 
 def _refuse_another_group(config: Any) -> None:
-    """More or fewer processes make larger or smaller batches: another run."""
+    """Raise E04 for another number of processes: it changes the batch sizes, and so the run."""
     before, now = recorded_num_processes(config.folder), distributed.world_size()
     if before != now:
         text = f"{shown(config.folder)} was begun in {before} process{'es' * (before > 1)}, {now} would go on with it"
@@ -288,9 +289,9 @@ def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:
 
 
 def _move_aside(folder: Path) -> Path | None:
-    """Move a stage's folder to RUN/.old/<stage>-<n>; None where there was nothing to move. Nothing is deleted.
+    """Move a stage's folder to RUN/.old/<stage>-<n>, deleting nothing. Return None if there is none.
 
-    Raises RLHFError C15 where .old is no folder.
+    Raises RLHFError C15 if .old is not a folder.
     """
     if not path_exists(folder):
         return None
@@ -299,28 +300,30 @@ def _move_aside(folder: Path) -> Path | None:
         text = f"{shown(old)} is a file, so {shown(folder)} cannot be moved into it"
         raise RLHFError("C15", text, hint="move that file away, then give the same command again")
     old.mkdir(exist_ok=True)
-    found = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in list_folder(old))
-    return folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in found if match), default=0) + 1}")
+    matches = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in list_folder(old))
+    return folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in matches if match), default=0) + 1}")
 
 
 def complete_stage(
     config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]
 ) -> None:
-    """Write RUN/<stage>/manifest.json, last of all: from here on the stage is complete, and its folder is let go.
+    """Write RUN/<stage>/manifest.json as the last file, and unlock the folder.
 
-    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top. Raises RLHFError M14
-    where `parents` are not what they were: the manifest names their hashes.
+    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) override the manifest's own. Raises
+    RLHFError M14 if `parents` changed since they were opened.
     """
     folder = config.folder
     require_unchanged(parents, loaded=True)
     keep_newest(folder / "state", config.output.keep)
-    names = [name for name in list_files(folder) if not name.startswith(_APART) and name not in _OUTSIDE_THE_MANIFEST]
+    names = [
+        name for name in list_files(folder) if not name.startswith(_UNLISTED) and name not in _OUTSIDE_THE_MANIFEST
+    ]
     files = hash_files(folder, names)
-    started = {key: parent_entry(parent, folder) for key, parent in parents.items()}
+    entries = {key: parent_entry(parent, folder) for key, parent in parents.items()}
     manifest = {
         "schema": 2,
         "stage": config.stage,
-        "parents": started,
+        "parents": entries,
         "config_sha256": wanted["config_sha256"],
         "data": wanted["data"],
         "seed": config.seed,
@@ -328,18 +331,18 @@ def complete_stage(
         "versions": versions(),
         "git": _git_revision(config.file.parent),
         "files": files,
-        "model_sha256": sha256_with_base(files, started) if any(name.startswith("model/") for name in files) else None,
+        "model_sha256": sha256_with_base(files, entries) if any(name.startswith("model/") for name in files) else None,
     }
-    known = {key: value for key, value in manifest.items() if value is not None}
+    present = {key: value for key, value in manifest.items() if value is not None}
     sync_files(folder, names)
-    write_checked_json(folder / "manifest.json", {**known, **fields})
+    write_checked_json(folder / "manifest.json", {**present, **fields})
     release(folder)
     release_shared()
 
 
 @contextmanager
 def detect_moved_folder(folder: Path) -> Iterator[None]:
-    """Within, whatever fails after the folder that this process writes was moved or deleted becomes E08."""
+    """Turn any exception into E08 if the folder that this process writes was moved or deleted."""
     try:
         yield
     except Exception as error:
@@ -351,14 +354,14 @@ def detect_moved_folder(folder: Path) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package, of Python, and of the libraries that are installed. Imports none of them."""
-    found = {"rlhf": __version__, "python": platform.python_version()}
+    """Return the versions of this package, Python and the installed libraries, without importing them."""
+    installed = {"rlhf": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _git_revision(folder: Path) -> str | None:
@@ -370,14 +373,14 @@ def _git_revision(folder: Path) -> str | None:
 
 
 class CheckpointTimer:
-    """Counts checkpoints and snapshots, and their share of the wall time since it was made."""
+    """Counts checkpoints and snapshots, and the share of the wall time spent on them."""
 
     def __init__(self) -> None:
         self.count, self.seconds, self._began = 0, 0.0, time.monotonic()
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Within, one is written."""
+        """Time the writing of one checkpoint."""
         start = time.monotonic()
         yield
         self.count, self.seconds = self.count + 1, self.seconds + time.monotonic() - start
