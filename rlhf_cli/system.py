@@ -151,7 +151,7 @@ def translate_resource_errors(folder: Path) -> Iterator[None]:
 
 
 def free_disk_bytes(folder: Path) -> int | None:
-    """Return the free bytes on the disk of `folder`, which may not exist yet; None if the file system reports no size."""
+    """Return the free bytes on the disk of `folder`, which may not exist yet; None if the size is not reported."""
     usage = shutil.disk_usage(nearest_existing(folder))
     return usage.free if usage.total else None
 

@@ -304,12 +304,12 @@ def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("variables", "place", "says"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE: ", "2 processes were asked for, and 1 came up"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR: ", "a launcher was asked for several processes, and 1 came up"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE: ", "2 processes were requested, but 1 started"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR: ", "a launcher was asked for several processes, but 1 started"),
         ({"MASTER_ADDR": "::1", "WORLD_SIZE": ""}, "MASTER_ADDR: ", "MASTER_ADDR is set without WORLD_SIZE"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS: ", "4 proc"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: ", "two processes were asked for"),
-        ({"OMPI_COMM_WORLD_SIZE": "3", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: ", "3 processes were asked for"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: ", "two processes were requested"),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: ", "3 processes were requested"),
     ],
 )
 def test_e04_several_processes(

@@ -62,7 +62,7 @@ class Server:
 def by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No proxy, and no secret of another test."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(errors, "_declared", set())
+    monkeypatch.setattr(errors, "_registered", set())
 
 
 @pytest.fixture

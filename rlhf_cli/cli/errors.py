@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.cli.options import STAGES, config_of
-from rlhf_cli.errors import NOT_THERE, RLHFError, closest_match, read_error, shell_path, shell_word, shown
+from rlhf_cli.errors import NOT_FOUND, RLHFError, closest_match, read_error, shell_path, shell_word, shown
 
 _TRAIN = "rlhf run DIR trains all stages of a folder; one alone: rlhf sft --config FILE, or reward, ppo, eval"
 _PUSH = "rlhf export RUN --out DIR writes a plain model folder, adapters merged; --push REPO uploads it"
@@ -166,7 +166,7 @@ def _of_the_system(error: OSError) -> RLHFError | None:
         if not full and os.access(name, os.W_OK):
             return None  # it can be read and written: something else was asked of it
     except OSError as now:
-        if not full and now.errno not in NOT_THERE:
+        if not full and now.errno not in NOT_FOUND:
             return read_error(error, name)
     return RLHFError("E03", f"{shown(name)} cannot be written: {error.strerror}", hint="write to another place")
 
