@@ -396,7 +396,7 @@ def test_nothing_is_overwritten(full: Path) -> None:
     assert sorted(path.name for path in Path("full").iterdir()) == [".hidden", "mine.txt"]
     assert refused(rlhf("export", ".", "--out", "full/mine.txt"), "C15", "full/mine.txt is a file")
     assert refused(rlhf("export", ".", "--out", "full/mine.txt/in"), "E03", "full/mine.txt is a file")
-    assert refused(rlhf("export", ".", "--out", "."), "C15", "is the working directory")
+    assert refused(rlhf("export", ".", "--out", "."), "C15", "cannot replace the working directory")
     Path("empty").mkdir()
     Path("link").symlink_to("empty")
     assert rlhf("export", ".", "--out", "link").exit_code == 0

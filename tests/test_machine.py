@@ -203,18 +203,18 @@ def test_e09_what_bits_need_is_an_extra(
 # The limit comes with the second line of the log: one state is written by then.
 CHILD = """
 import resource, signal
-from rlhf_cli import tracking
 from rlhf_cli.cli import app
+from rlhf_cli.tracking import metrics_log
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-plain = tracking.MetricsLog.log
+plain = metrics_log.MetricsLog.log
 
 def log(self, step, *rest):
     plain(self, step, *rest)
     if step == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 
-tracking.MetricsLog.log = log
+metrics_log.MetricsLog.log = log
 app({command})
 """
 
@@ -232,7 +232,7 @@ def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=three)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert len(errors) == 1 and errors[0].startswith(f"error[E03]: {stage}: the disk cannot take"), done.stderr
+    assert len(errors) == 1 and errors[0].startswith(f"error[E03]: {stage}: could not write to disk"), done.stderr
     assert " are free there" in errors[0] and "hint: free some disk space and run the same command again" in done.stderr
     resumed = rlhf(stage, "-s", sets)
     assert resumed.exit_code == 0 and "resumes at step 1 of 4" in resumed.stderr, resumed.stderr
