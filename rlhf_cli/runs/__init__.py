@@ -1,4 +1,4 @@
-"""What stages leave on disk for one another: manifests, parents, states to resume from. Torch-free."""
+"""Run folders: manifests, parents, checkpoints, locks and the status of stages. Imports no torch."""
 
 from rlhf_cli.errors import shown
 from rlhf_cli.files import file_sha256, write_json

@@ -1,6 +1,6 @@
-"""The form of what pages, cards and exports read out of manifests and reports: whole files may hold other types.
+"""Schemas of manifest.json and report.json, for pages, cards and exports: files may hold wrong types.
 
-Keys that are not named here may hold anything; a key that is absent is the reader's business unless it is required.
+Other keys may hold anything. Readers handle absent keys that are not required.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ Count = Annotated[int, Field(gt=0)]
 
 
 class StrictModel(BaseModel):
-    """Strict: no text for a number, no true or false, nothing that is not finite."""
+    """Strict: no strings or booleans for numbers, and no infinite or NaN values."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class JudgeMean(StrictModel):
-    """What a judge gives the answers of one model."""
+    """Mean score of one judge for the answers of one model."""
 
     mean: float
     ci95: Interval = None
@@ -31,7 +31,7 @@ class JudgeMean(StrictModel):
 
 
 class WinRate(StrictModel):
-    """How often one model's answers win."""
+    """Win rate of one model's answers."""
 
     value: Share
     ci95: Interval = None
@@ -60,14 +60,14 @@ class JudgeScores(StrictModel):
 
 
 class ModelScores(JudgeScores):
-    """The answers of one model, with what its row on the page tells."""
+    """Scores of one model, with the fields that its row in the report requires."""
 
     response_length_mean: float
     eos_fraction: Share
 
 
 class BestOf(ModelScores):
-    """The best of several answers."""
+    """Best-of-n sampling of the SFT policy."""
 
     n: int
     kl_bound: float
@@ -76,7 +76,7 @@ class BestOf(ModelScores):
 
 
 class FrontierPoint(JudgeScores):
-    """A policy on PPO's way."""
+    """A snapshot of PPO's policy."""
 
     step: int
     kl: float
@@ -84,7 +84,7 @@ class FrontierPoint(JudgeScores):
 
 
 class SelectedPolicy(StrictModel):
-    """The policy that was picked, or why none was."""
+    """The selected policy, or the reason why none was selected."""
 
     judge: str
     rule: str
@@ -93,27 +93,27 @@ class SelectedPolicy(StrictModel):
 
 
 class SampledResults(StrictModel):
-    """The models and how often they win, by one way of drawing."""
+    """Models and win rates for one way of sampling."""
 
     models: dict[str, ModelScores] = {}
     win_rate: dict[str, WinRates] = {}
 
 
 class Histogram(StrictModel):
-    """Margins between chosen and rejected."""
+    """Histogram of the margins between chosen and rejected."""
 
     edges: list[float]
     counts: list[int]
 
     @model_validator(mode="after")
-    def _fits(self) -> "Histogram":
+    def _check_lengths(self) -> "Histogram":
         if len(self.counts) != len(self.edges) + 1 or 0.0 not in self.edges:
             raise ValueError("edges and counts do not fit")
         return self
 
 
 class Bin(StrictModel):
-    """A bin of the calibration."""
+    """A bin of the calibration curve."""
 
     n: int
     confidence: Share
@@ -129,14 +129,14 @@ class Probe(StrictModel):
 
 
 class Adversarial(StrictModel):
-    """The probes of a reward model."""
+    """Adversarial probes of a reward model."""
 
     n: Count
     probes: dict[str, Probe]
 
 
 class LongerAnswer(StrictModel):
-    """Whether the longer answer is preferred."""
+    """How often the longer answer is preferred."""
 
     n: int
     preferred: Share
@@ -145,14 +145,14 @@ class LongerAnswer(StrictModel):
 
 
 class Flag(StrictModel):
-    """A fault of a reward model."""
+    """A defect of a reward model."""
 
     code: str
     text: str
 
 
 class RewardModelCard(StrictModel):
-    """A reward model's report card."""
+    """Evaluation of a reward model."""
 
     n: Count
     accuracy: Share
@@ -170,13 +170,13 @@ class RewardModelCard(StrictModel):
 
 
 class RewardModelReport(StrictModel):
-    """What a report tells of the reward model: its accuracy alone, or the whole card."""
+    """The report's section on the reward model: its accuracy only, or the full card."""
 
     accuracy: Share
     ci95: Interval = None
 
     @model_validator(mode="after")
-    def _whole(self) -> "RewardModelReport":
+    def _check_card(self) -> "RewardModelReport":
         if "adversarial" in (self.model_extra or {}):
             RewardModelCard.model_validate(self.model_dump())
         return self
@@ -199,17 +199,17 @@ class Report(SampledResults):
     warnings: list[str] = []
 
     @model_validator(mode="after")
-    def _alike(self) -> "Report":
+    def _check_consistency(self) -> "Report":
         if self.selected_step is not None and (self.selected is None or self.selected.optimism is None):
             raise ValueError("it names a selected step and not how it was picked")
-        for what, found in (("models", list(self.models.values())), ("frontier", self.frontier)):
-            if any(each.judges.keys() != found[0].judges.keys() for each in found):
-                raise ValueError(f"not all {what} have the same judges")
+        for section, scores in (("models", list(self.models.values())), ("frontier", self.frontier)):
+            if any(score.judges.keys() != scores[0].judges.keys() for score in scores):
+                raise ValueError(f"not all {section} have the same judges")
         return self
 
 
 class Metrics(StrictModel):
-    """The numbers of a stage that its page begins with."""
+    """Headline metrics of a stage."""
 
     eval_loss: float | None = None
     accuracy: float | None = None
@@ -222,7 +222,7 @@ class Metrics(StrictModel):
 
 
 class BestStep(StrictModel):
-    """The best policy that PPO saw on its way."""
+    """The best policy that PPO recorded."""
 
     step: int
     metric: str
@@ -230,7 +230,7 @@ class BestStep(StrictModel):
 
 
 class ParentEntry(StrictModel):
-    """What a stage was made from."""
+    """A parent of a stage."""
 
     path: str
     stage: str
@@ -260,14 +260,14 @@ class Manifest(StrictModel):
     metrics: Metrics | None = None
 
 
-SHAPES: dict[str, type[StrictModel]] = {"manifest.json": Manifest, "report.json": Report}
+SCHEMAS: dict[str, type[StrictModel]] = {"manifest.json": Manifest, "report.json": Report}
 
 
 def schema_error(name: str, value: Mapping[str, object]) -> str | None:
-    """What in a manifest.json or report.json is not of the form that its readers take; None where all is."""
+    """Return what is invalid in a manifest.json or report.json, or None."""
     try:
-        SHAPES[name].model_validate(value)
+        SCHEMAS[name].model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)[0]
-        return f"{name}: {'.'.join(map(str, found['loc']))}: {found['msg'][:1].lower()}{found['msg'][1:]}"
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg'][:1].lower()}{first['msg'][1:]}"
     return None

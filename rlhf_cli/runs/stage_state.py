@@ -1,4 +1,4 @@
-"""What a stage left in its folder, as far as it is there: it may be half done, running, or damaged."""
+"""State of a stage's folder by its own files, for display: absent, unfinished, finished, damaged or unreadable."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ State = Literal["absent", "begun", "finished", "damaged", "unreadable"]
 
 @dataclass(frozen=True)
 class StageState:
-    """A stage's folder by its own files alone; `problem` says what is damaged, or cannot be read now."""
+    """State of a stage's folder; `problem` names the damage or read error."""
 
     state: State = "absent"
     problem: str | None = None
@@ -25,7 +25,7 @@ class StageState:
 
 
 def read_stage_state(folder: Path) -> StageState:
-    """What a stage left. Of the files that its manifest names the sizes are looked at, of a report the content too."""
+    """Return the state of a stage's folder. Files of the manifest are checked by size, reports also by hash."""
     if not has_output(folder):
         return StageState()
     identity = manifest = None
@@ -42,15 +42,15 @@ def read_stage_state(folder: Path) -> StageState:
 
 
 def describe_changed_parents(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """What a stage was made from and is no longer there: `another ppo than the one that is there now (models.ppo)`."""
+    """Yield the parents that have changed since: `another ppo than the one that is there now (models.ppo)`."""
     parents = manifest.get("parents")
-    for key, told in parents.items() if isinstance(parents, Mapping) else ():
-        stage, path = (told.get("stage"), told.get("path")) if isinstance(told, Mapping) else (None, None)
+    for key, entry in parents.items() if isinstance(parents, Mapping) else ():
+        stage, path = (entry.get("stage"), entry.get("path")) if isinstance(entry, Mapping) else (None, None)
         if stage == FOREIGN or not isinstance(path, str):
             continue
         parent = read_stage_state(folder / path)
-        now = (parent.manifest or {}).get("model_sha256")
-        if now and now != told.get("sha256"):
+        sha256 = (parent.manifest or {}).get("model_sha256")
+        if sha256 and sha256 != entry.get("sha256"):
             yield f"another {stage} than the one that is there now ({key})"
         elif parent.state == "begun":
             yield f"another {stage} than the one that is being made now ({key})"
