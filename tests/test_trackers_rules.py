@@ -85,7 +85,7 @@ def test_a_tracker_is_told_what_it_does_not_hold(
         log = MetricsLog(path, mark, tracked := Trackers(config))
         assert nobody and not tracked
         with tracked:
-            assert (tracked.config, Listener.begun.saved, Listener.begun.told) == (config, 2, 4)
+            assert (tracked.config, Listener.begun.saved_step, Listener.begun.logged_step) == (config, 2, 4)
             for step in (3, 4, 5):
                 log.log(step, {"loss": 1.0})
                 tracked.table(step, "samples", [{"a": 1}])
@@ -164,9 +164,11 @@ def test_e06_a_library_that_is_missing(run_folder: Path, monkeypatch: pytest.Mon
     for command in (["check", run_folder / "ppo.yaml"], ["ppo", "-c", run_folder / "ppo.yaml"]):
         done = rlhf(*command)
         (error,) = (line for line in done.stderr.splitlines() if line.startswith("error"))
-        assert done.exit_code == 2 and error.endswith(": output.report_to names what is not installed: trackio")
+        assert done.exit_code == 2 and error.endswith(
+            ": output.report_to names trackers that are not installed: trackio"
+        )
         assert error.startswith("error[E06]: ") and "ppo.yaml:" in error
-        assert "hint: pip install -e '.[trackers]' in the clone of rlhf-cli; or take it out" in done.stderr
+        assert "hint: pip install -e '.[trackers]' in the clone of rlhf-cli; or remove it" in done.stderr
     write(run_folder, "ppo", {**PPO, "output": {"report_to": ["tensorboard"]}})
     assert rlhf("check", run_folder / "ppo.yaml").exit_code == 0
 
@@ -270,7 +272,7 @@ def test_the_names_of_a_project_are_taken_once(tmp_path: Path) -> None:
     places = []
     for folder in ("a", "b", "a"):
         (tmp_path / folder).mkdir(exist_ok=True)
-        tracker = Trackio(TrackerRun("sft", tmp_path / folder, "taken", "x", "g", {}, saved=0, told=0))
+        tracker = Trackio(TrackerRun("sft", tmp_path / folder, "taken", "x", "g", {}, saved_step=0, logged_step=0))
         tracker.metrics(len(places), {"loss": 1.0})
         places.append((tracker.place.split()[1], tracker.last))
         tracker.close(0)
