@@ -105,7 +105,7 @@ def test_m01_a_tokenizer_whose_rule_never_matches(folder: Path) -> None:
 
 
 def test_d03_a_small_file_that_unpacks_to_a_large_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "LONGEST", 2**16)
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2**16)
     for name, content, says in (("lines", b"\n" * 200_000, "100,000 empty"), ("one", b"\0" * 2**17, "65,536 bytes")):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wb") as file:
             file.write(content)

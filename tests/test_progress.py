@@ -118,7 +118,7 @@ def test_without_a_progress_nothing_is_counted_aloud(
     for item in track_progress("rollout: token", range(3)):
         clock[0] += 60
         seen.append(item)
-    assert seen == [0, 1, 2] and screen.getvalue() == "" and progress._under_way == []
+    assert seen == [0, 1, 2] and screen.getvalue() == "" and progress._open == []
 
 
 def test_a_loop_that_is_left_early_is_under_way_no_more() -> None:
@@ -134,10 +134,10 @@ def test_what_an_error_left_open_ends_with_what_it_stood_in() -> None:
         open_still = track_progress("rollout: token", range(9))
         next(open_still)
         raise KeyError
-    assert progress._under_way == []
+    assert progress._open == []
     with Progress("eval", 1) as bar:
         open_still.close()
-        assert progress._under_way == [bar]
+        assert progress._open == [bar]
 
 
 def test_brief_work_is_shown_from_when_it_is_not(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
