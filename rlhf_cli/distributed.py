@@ -107,7 +107,7 @@ def launch_group(count: int, arguments: Sequence[str]) -> int:
     """
     if world_size() > 1:
         text = f"this is one of {world_size()} processes already, and each would start {count}"
-        raise RLHFError("E04", text, where="--nproc", hint="leave --nproc out, or the launcher")
+        raise RLHFError("E04", text, where="--nproc", hint="use either --nproc or the launcher")
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -130,7 +130,7 @@ def launch_group(count: int, arguments: Sequence[str]) -> int:
         if failure.exitcode > 0:
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
-        text = f"process {rank} of {count} was ended by {name}"
+        text = f"process {rank} of {count} was killed by {name}"
         hint = "the same command resumes from the last checkpoint; SIGKILL is what a machine out of memory sends"
         raise RLHFError("R14", text, hint=hint) from failed
     return 0

@@ -189,7 +189,7 @@ def safe_join(folder: Path, name: str, *, where: str) -> Path:
     pure = PurePosixPath(name)
     path = folder / pure
     if not name or pure.is_absolute() or ".." in pure.parts or not path.resolve().is_relative_to(folder.resolve()):
-        raise RLHFError("S03", f'the entry "{name}" leads out of its folder', where=where)
+        raise RLHFError("S03", f'the entry "{name}" points outside its folder', where=where)
     return path
 
 

@@ -190,9 +190,9 @@ def _refuse_half_surrogates(value: Any, where: str) -> None:
         half = error.object[error.start]
         raise RLHFError(
             "D04",
-            f"the escape \\u{ord(half):04x} is half a character",
+            f"the escape \\u{ord(half):04x} is half of a surrogate pair",
             where=where,
-            hint="write both halves of the pair, or the character itself",
+            hint="write both halves, or the character itself",
         ) from error
 
 

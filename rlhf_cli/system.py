@@ -19,7 +19,7 @@ import psutil
 from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError, shown
 
-STOP_MESSAGE = b"\nstopping after this step, with a checkpoint; a second signal ends it at once\n"
+STOP_MESSAGE = b"\nstopping after this step, with a checkpoint; a second signal stops at once\n"
 DEBOUNCE_S = 0.2  # a signal to a process group reaches a child twice, directly and through its parent
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -213,7 +213,7 @@ def _translate(error: Exception, folder: Path) -> OutOfResources | None:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     if any(map(is_out_of_memory, causes)):
-        text = f"the memory is full: {' '.join(str(error).split())[:160] or 'nothing more could be taken'}"
+        text = f"out of memory: {' '.join(str(error).split())[:160] or 'allocation failed'}"
         hint = "lower the batch size or the lengths, or use a smaller model"
         return OutOfResources("E03", text, where=shown(folder), hint=hint)
     for cause in causes:

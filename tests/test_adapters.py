@@ -339,7 +339,7 @@ def test_m04_a_base_of_the_hub_goes_by_its_id(world: World, tmp_path: Path, monk
     assert run(folder, "reward", "-s", "reward.max_steps=1")["parents"]["model.path"]["path"] == "../sft"
     shutil.rmtree(tmp_path / "hub/models--some--model/snapshots" / ("b" * 40))
     monkeypatch.chdir(folder)
-    assert refused(rlhf("ppo"), "M04", "ppo.yaml", "its base some/model is not there", "hint: fetch it: hf download")
+    assert refused(rlhf("ppo"), "M04", "ppo.yaml", "its base some/model does not exist", "hint: fetch it: hf download")
 
 
 # Defaults, and what training in full pays

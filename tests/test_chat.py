@@ -438,9 +438,9 @@ def test_what_is_not_as_it_was_in_training_is_left_out_and_said(
 
 def test_what_cannot_be_talked_to(run: Path) -> None:
     assert refused(piped("nowhere"), "M01", "no such folder nowhere")
-    assert refused(piped(run, "--step", "99"), "C06", "run/ppo keeps no policy of that step", "there are ")
+    assert refused(piped(run, "--step", "99"), "C06", "run/ppo has no policy of that step", "there are ")
     assert refused(piped(run, "--step", "best"), "C07", "--step best: not last, selected or a number")
-    assert refused(piped(run, "--step", "selected"), "C06", "picked no policy")
+    assert refused(piped(run, "--step", "selected"), "C06", "selected no policy")
     assert refused(piped(run, "--stage", "reward"), "C11", "run/reward is a reward model, which writes no text")
     assert refused(piped(run, "--compare", "sft,pp"), "C07", "pp is not one of sft, ppo", "did you mean ppo?")
     assert refused(piped(run, "--compare", "ppo,ppo"), "C11", "two different models are compared")

@@ -311,8 +311,8 @@ def test_what_cannot_be_chosen(copied: Path) -> None:
     assert refused(said(copied, "--step", "best"), "C07", "--step best: not last, selected or a number")
     assert refused(said(copied, "--dtype", "bfloat"), "C07", "--dtype bfloat: not one of", "did you mean bfloat16?")
     steps = ", ".join(sorted({str(int(path.name[-6:])) for path in (copied / "ppo/snapshots").iterdir()}))
-    assert refused(said(copied, "--step", "99"), "C06", "run/ppo keeps no policy of that step", f"there are {steps};")
-    assert refused(said(copied, "--step", "2", "--stage", "sft"), "C11", "the sft stage leaves one model alone")
+    assert refused(said(copied, "--step", "99"), "C06", "run/ppo has no policy of that step", f"there are {steps};")
+    assert refused(said(copied, "--step", "2", "--stage", "sft"), "C11", "the sft stage has one model only")
     assert refused(said(copied / "ppo", "--stage", "sft"), "M10", "run/ppo was written by the ppo stage, not by sft")
     assert refused(said(copied / "eval"), "M10", "run/eval was written by the eval stage")
     assert refused(said("nowhere"), "M01", "no such folder nowhere")
@@ -326,7 +326,7 @@ def test_what_cannot_be_chosen(copied: Path) -> None:
 def test_selected_needs_a_selection(full: Path) -> None:
     assert rlhf("eval", "-c", "eval.yaml", "-s", "eval.n=2", "-s", "eval.best_of=[]").exit_code == 0
     result = rlhf("export", ".", "--step", "selected", "--out", "out")
-    assert refused(result, "C06", "the evaluation in eval picked no policy (eval.select names no judge)")
+    assert refused(result, "C06", "the evaluation in eval selected no policy (eval.select names no judge)")
 
 
 # What is not as it was written
@@ -351,7 +351,7 @@ def test_damage_is_found_before_anything_is_written(copied: Path) -> None:
         assert refused(result, code, says, exit_code=exit_code)
         path.write_bytes(before)
     shutil.rmtree(copied / "model")
-    assert refused(rlhf("export", copied, "--out", "out"), "M04", "its base run/model is not there")
+    assert refused(rlhf("export", copied, "--out", "out"), "M04", "its base run/model does not exist")
 
 
 def forgotten(model: Any) -> Any:

@@ -274,7 +274,7 @@ def test_e03_memory_that_runs_out_on_the_way(folder: Path, error: Exception, mon
         raise error
 
     monkeypatch.setattr(load, "load_causal_lm", full)
-    assert refused(rlhf("sft"), "E03", "sft: the memory is full", "hint: lower the batch size", exit_code=1)
+    assert refused(rlhf("sft"), "E03", "sft: out of memory", "hint: lower the batch size", exit_code=1)
 
 
 @pytest.mark.parametrize("command", [["check", "sft.yaml", "--deep"], ["replay", "made"]])
@@ -286,7 +286,7 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
 
     monkeypatch.setattr(load, "load_causal_lm", full)
     monkeypatch.setattr(verify, "open_run", full)
-    assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: the memory is full", exit_code=1)
+    assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: out of memory", exit_code=1)
 
 
 def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

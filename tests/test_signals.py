@@ -18,7 +18,7 @@ def test_a_signal_is_noted_and_answered(number: signal.Signals, code: int, capfd
         os.kill(os.getpid(), number)
         stop.sync(SINGLE_PROCESS.all_gather_object)
         assert (stop.requested, stop.exit_code) == (number, code)
-    assert "stopping after this step, with a checkpoint; a second signal ends it at once" in capfd.readouterr().err
+    assert "stopping after this step, with a checkpoint; a second signal stops at once" in capfd.readouterr().err
     assert [signal.getsignal(one) for one in GracefulStop.SIGNALS] == before
 
 

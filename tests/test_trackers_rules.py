@@ -176,11 +176,11 @@ def test_e06_a_library_that_is_missing(run_folder: Path, monkeypatch: pytest.Mon
 NAMELESS = """
 import sys
 from pathlib import Path
-from rlhf_cli import cli, tracking
+from rlhf_cli import cli
 from rlhf_cli.config import load
-from rlhf_cli.tracking import Trackers
+from rlhf_cli.tracking import Trackers, metrics_log
 with Trackers(load("sft", Path(sys.argv[1]), sys.argv[2:])) as trackers:
-    tracking.MetricsLog(Path("metrics.jsonl"), None, trackers)
+    metrics_log.MetricsLog(Path("metrics.jsonl"), None, trackers)
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"wandb", "trackio", "tensorboard", "torch"}))
 """
 

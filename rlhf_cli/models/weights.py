@@ -179,5 +179,5 @@ def shard_files(folder: Path) -> set[str]:
         hint = "fetch the file again, or take it out where model.safetensors holds them all"
         raise RLHFError("M01", text, where=shown(path), hint=hint)
     if outside := sorted(name for name in weight_map.values() if name != Path(name).name):
-        raise RLHFError("S03", f'the part "{outside[0]}" leads out of its folder', where=shown(path))
+        raise RLHFError("S03", f'the part "{outside[0]}" points outside its folder', where=shown(path))
     return set(weight_map.values())

@@ -30,7 +30,7 @@ def find_base(folder: Path) -> Path | None:
         return None
     name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(name, str) or not name:
-        raise RLHFError("M04", f"{shown(folder)} holds an adapter that does not tell its base")
+        raise RLHFError("M04", f"{shown(folder)} holds an adapter that does not name its base")
     base = resolve_base(name, folder, revision)
     if base is None:
         raise missing_base_error(folder, name)
@@ -54,7 +54,7 @@ def missing_base_error(folder: Path, name: str) -> RLHFError:
     """Return M04 for an adapter whose base, `name` relative to its folder, is missing."""
     hub = is_hub_id(name)
     base = name if hub else shown(os.path.normpath(folder / name))
-    text = f"{shown(folder)} holds an adapter, and its base {base} is not there"
+    text = f"{shown(folder)} holds an adapter, but its base {base} does not exist"
     fix = f"fetch it: hf download {shell_word(name)}" if hub else "put it back there"
     return RLHFError("M04", text, hint=f"{fix}; or train the adapter again on another base")
 

@@ -135,7 +135,7 @@ def state_at(folder: Path, step: int) -> Path:
     problem = _problem(path) if path else "it is gone"
     if path is None or problem:
         name = shown(path or folder / f"step_{step:06d}")
-        raise RLHFError("M05", f"{name} is damaged: {problem}", hint="take another step; or run the stage again")
+        raise RLHFError("M05", f"{name} is damaged: {problem}", hint="choose another step, or run the stage again")
     return path
 
 
@@ -161,7 +161,7 @@ def _step(path: Path) -> int:
 def _problem(state: Path, *, content: bool = True) -> str | None:
     manifest, problem = read_checked_json(state / MANIFEST)
     if manifest.get("schema") == 1:
-        text = f"{shown(state)} was written by an older version, which kept less of a run"
+        text = f"{shown(state)} was written by an older version, which saved less of a run"
         raise RLHFError("M05", text, hint="--fresh starts over; the old folder is kept in .old/")
     if problem:
         return problem

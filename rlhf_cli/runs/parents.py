@@ -90,7 +90,7 @@ def _open(path: str, expect: tuple[str, ...], key: str, where: str, revision: st
         _refuse_adapter(cached, key, where)
         return replace(_foreign(cached, key, hashed=hashed), hub=path, revision=revision)
     if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
-        text = f"{key}: {shown(folder)} is the inside of a stage's folder"
+        text = f"{key}: {shown(folder)} is inside a stage's folder"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {shown(folder.parent)}")
     if folder.parent.name == SNAPSHOTS and read_adapter(folder):
         with at_location(where):
@@ -103,7 +103,7 @@ def _open(path: str, expect: tuple[str, ...], key: str, where: str, revision: st
     stages = " or ".join(shown(folder / stage) for stage in expect if has_output(folder / stage))
     raise RLHFError(
         "M01",
-        f"{key}: {shown(folder)} holds no model (no config.json, and no stage of ours wrote it)",
+        f"{key}: {shown(folder)} holds no model (no config.json, and not written by a stage)",
         where=where,
         hint=f"did you mean {stages}?"
         if stages
@@ -159,7 +159,7 @@ def _base(folder: Path, stage: str, entry: Mapping[str, Any], key: str, where: s
     if base.sha256 and base.sha256 != entry["sha256"]:
         then, now = short_hash(entry["sha256"]), short_hash(base.sha256)
         changed = f"its base {shown(base_folder)} has changed since ({then} then, {now} now)"
-        hint = f"bring the old base back, or train on the new one: {_command(stage, folder)} --fresh"
+        hint = f"restore the old base, or train on the new one: {_command(stage, folder)} --fresh"
         raise RLHFError("M04", f"{shown(folder)} holds an adapter, and {changed}", hint=hint)
     return base
 
@@ -171,7 +171,7 @@ def _snapshot(folder: Path, key: str, where: str, *, hashed: bool) -> Parent:
     name, parents = adapter.get("base_model_name_or_path"), identity.get("parents")
     sha256 = parents.get("models.sft") if isinstance(parents, dict) else None
     if not isinstance(name, str) or not isinstance(sha256, str):
-        text = f"{key}: {shown(folder)} holds an adapter, and does not tell its base"
+        text = f"{key}: {shown(folder)} holds an adapter that does not name its base"
         raise RLHFError("M04", text, hint="name the folder of a finished stage")
     if not is_hub_id(name):  # the stage's folder, not the model inside
         model = Path(os.path.normpath(folder / name))
@@ -255,14 +255,14 @@ def _require_unchanged(parent: Parent, loaded: bool) -> None:
     if changed:
         names = [name for name in {**parent.file_stats, **now} if parent.file_stats.get(name) != now.get(name)]
         text = f"{parent.key}: {shown(parent.model)} changed while it was read ({', '.join(sorted(names)[:3])})"
-        hint = "undo the change and give the same command again; or start over with --fresh"
+        hint = "undo the change and run the same command again; or start over with --fresh"
         raise RLHFError("M14", text, hint=hint)
 
 
 def damaged_stage_error(key: str, folder: Path, stage: str, problem: str, where: str) -> RLHFError:
     """Return M10 for a parent that differs from what its stage wrote."""
     text = f"{key}: {shown(folder)} is damaged: {problem}"
-    return RLHFError("M10", text, where=where, hint=f"make it again: {_command(stage, folder)} --fresh")
+    return RLHFError("M10", text, where=where, hint=f"run it again: {_command(stage, folder)} --fresh")
 
 
 def list_model_files(folder: Path) -> list[Path]:
@@ -291,15 +291,15 @@ def _refuse_adapter(folder: Path, key: str, where: str) -> None:
     if adapter is None:
         return
     base = adapter.get("base_model_name_or_path")
-    text = f"{key}: {shown(folder)} holds an adapter, not a whole model"
+    text = f"{key}: {shown(folder)} holds an adapter, not a full model"
     if not isinstance(base, str) or not base:
-        raise RLHFError("M04", f"{text}, and does not tell its base", where=where, hint="name a whole model")
+        raise RLHFError("M04", f"{text}, and does not name its base", where=where, hint="name a full model")
     if is_available_locally(base) or is_available_locally(str(folder / base)):
         adapter_name, base_name = json.dumps(shown(folder)), json.dumps(base)
         merge = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_name}), {adapter_name})"
         hint = f"merge it into its base first, in Python: {merge}.merge_and_unload().save_pretrained(NEW_FOLDER)"
         raise RLHFError("M04", f"{text}; its base is {base}", where=where, hint=hint)
-    text += f", and its base {base} is no folder here and no cached hub id"
+    text += f", and its base {base} is neither a folder nor a cached hub id"
     raise RLHFError(
         "M04", text, where=where, hint=f"fetch the base (hf download {shell_word(base)}), then merge the two"
     )

@@ -163,8 +163,8 @@ def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
     report = _report(parent)
     if parent.stage != "ppo":
         if step != LAST:
-            text = f"--step {step}: the {parent.stage} stage leaves one model alone"
-            raise RLHFError("C11", text, hint="leave --step out; PPO's policies have steps")
+            text = f"--step {step}: the {parent.stage} stage has one model only"
+            raise RLHFError("C11", text, hint="omit --step; only PPO's policies have steps")
         return ResolvedModel(parent, None, True, report)
     end = parent.manifest["step"]
     number = end if step == LAST else _selected(parent, report) if step == SELECTED else int(step)
@@ -174,7 +174,7 @@ def resolve_model(run: Path, stage: str | None, step: str) -> ResolvedModel:
     steps = {*state_steps(snapshots), end}
     if number not in steps:
         names = ", ".join(map(str, sorted(steps)))
-        text = f"--step {number}: {shown(parent.path)} keeps no policy of that step"
+        text = f"--step {number}: {shown(parent.path)} has no policy of that step"
         raise RLHFError("C06", text, hint=f"there are {names}; output.snapshots in ppo.yaml keeps more")
     return ResolvedModel(replace(parent, model=state_at(snapshots, number)), number, False, report)
 
@@ -229,9 +229,9 @@ def _selected(ppo: Parent, report: dict[str, Any] | None) -> int:
     folder = shown(ppo.path.resolve().parent / "eval")
     if report is None:
         text = f"--step {SELECTED}: {folder} holds no finished evaluation of {shown(ppo.path)} as it is"
-        raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that picks")
+        raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that selects")
     if "selected_step" not in report:
         reason = report["selected"]["rule"] if "selected" in report else "eval.select names no judge"
-        text = f"--step {SELECTED}: the evaluation in {folder} picked no policy ({reason})"
+        text = f"--step {SELECTED}: the evaluation in {folder} selected no policy ({reason})"
         raise RLHFError("C06", text, hint="set eval.select in eval.yaml and evaluate again, or give a step's number")
     return int(report["selected_step"])

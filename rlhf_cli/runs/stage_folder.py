@@ -174,7 +174,7 @@ def stage_status(config: Any, wanted: Mapping[str, Any], *, content: bool = Fals
         return StageStatus("new")
     recorded = read_identity(folder)
     if recorded is None:
-        return StageStatus("stale", ("it holds files of no run that is known (identity.json is missing or damaged)",))
+        return StageStatus("stale", ("its files belong to no known run (identity.json is missing or damaged)",))
     if reasons := identity_difference(recorded, wanted, lambda key: _default(config, key)):
         # A start that failed early, e.g. on bad data, is not a run: fixing the data must be enough.
         return StageStatus("stale", tuple(reasons)) if names - _START_FILES else StageStatus("new")
@@ -250,8 +250,9 @@ def _refuse_another_group(config: Any) -> None:
     """Raise E04 for another number of processes: it changes the batch sizes, and so the run."""
     before, now = recorded_num_processes(config.folder), distributed.world_size()
     if before != now:
-        text = f"{shown(config.folder)} was begun in {before} process{'es' * (before > 1)}, {now} would go on with it"
-        raise RLHFError("E04", text, hint=f"go on with --nproc {before}, or start over with --fresh")
+        processes = f"{before} process{'es' * (before > 1)}"
+        text = f"{shown(config.folder)} was started with {processes} and cannot resume with {now}"
+        raise RLHFError("E04", text, hint=f"resume with --nproc {before}, or start over with --fresh")
 
 
 def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
@@ -263,8 +264,8 @@ def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
         if was != after.get(key)
     ]
     if changed:
-        text = f"{shown(folder)} goes on elsewhere than it was started: {', '.join(changed)}"
-        terminal.warn("E05", text, hint="the result is no longer byte for byte that of a run without interruption")
+        text = f"{shown(folder)} resumes in a different environment: {', '.join(changed)}"
+        terminal.warn("E05", text, hint="the result may differ from that of an uninterrupted run")
 
 
 def require_current(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
@@ -274,7 +275,7 @@ def require_current(config: Any, wanted: Mapping[str, Any], *, content: bool = F
         raise _of_another_config(config, status.reasons)
     if status.state == "damaged":
         text = f"{shown(config.folder)} is finished but damaged: {status.reasons[0]}"
-        raise RLHFError("M05", text, hint="--fresh makes it again; the old folder is kept in .old/")
+        raise RLHFError("M05", text, hint="--fresh runs the stage again; the old folder is kept in .old/")
     return status
 
 
@@ -283,8 +284,8 @@ def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:
     text = f"{shown(config.folder)} holds another run: {'; '.join(reasons[:5])}{more}"
     hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
     if not (config.folder / "manifest.json").exists():
-        began = shown(config.folder / "config.yaml")
-        hint = f"with the settings that it began with ({began}) it goes on; {hint}"
+        started_with = shown(config.folder / "config.yaml")
+        hint = f"to resume it, use the settings it was started with ({started_with}); {hint}"
     return RLHFError("C15", text, where=shown(config.file), hint=hint)
 
 
@@ -298,7 +299,7 @@ def _move_aside(folder: Path) -> Path | None:
     old = folder.parent / ".old"
     if path_exists(old) and not old.is_dir():
         text = f"{shown(old)} is a file, so {shown(folder)} cannot be moved into it"
-        raise RLHFError("C15", text, hint="move that file away, then give the same command again")
+        raise RLHFError("C15", text, hint="move that file away, then run the same command again")
     old.mkdir(exist_ok=True)
     matches = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in list_folder(old))
     return folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in matches if match), default=0) + 1}")
@@ -349,7 +350,7 @@ def detect_moved_folder(folder: Path) -> Iterator[None]:
         if isinstance(error, RLHFError) or not is_locked_here(folder) or os.path.exists(folder):
             raise
         text = f"{shown(folder)} was moved or deleted while this command wrote into it"
-        hint = "bring it back, and the same command goes on from its last state; else it starts over"
+        hint = "move it back and run the same command again to resume; otherwise it starts over"
         raise RLHFError("E08", text, hint=hint) from error
 
 

@@ -46,5 +46,5 @@ def check_same_tokenizer(
             f"{b.key} has another chat template than {a.key} ({short_hash(second)} at {shown(b.path)}, "
             f"{short_hash(first)} at {shown(a.path)})",
             where=where,
-            hint="set model.chat_template alike in both stages' files and run the later one again",
+            hint="set the same model.chat_template in both stages' files and run the later stage again",
         )

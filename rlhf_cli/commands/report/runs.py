@@ -271,7 +271,7 @@ def _selected(run: Run) -> int:
     found = (run.report or {}).get("selected_step")
     if not isinstance(found, int):
         text = f"--step {SELECTED}: the evaluation of {run.name} has selected no policy"
-        raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that picks")
+        raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that selects")
     return found
 
 
