@@ -1,4 +1,4 @@
-"""Processes: how to start one of ours, and which of several this one is, by what a launcher told it."""
+"""Processes of a group: rank and world size from the environment, and the launcher of `--nproc`."""
 
 import logging
 import os
@@ -8,72 +8,75 @@ from collections.abc import Sequence
 
 from rlhf_cli.errors import RLHFError
 
-# -P: a file of the working directory named like a library (yaml.py) is never imported in its place.
+# -P: never import a file of the working directory that is named like a library (yaml.py)
 RLHF_COMMAND = (sys.executable, "-P", "-m", "rlhf_cli")
-# Of torchrun, of a step that srun started (SLURM_NTASKS is the allocation's, one process may well use it), of mpirun.
-COUNTS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-# What torchrun, and accelerate launch where it starts several, tell each process of a group.
-GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# set by torchrun, by srun for a step (SLURM_NTASKS is that of the allocation), and by mpirun
+WORLD_SIZE_VARIABLES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+# set by torchrun, and by accelerate launch for several processes, in each process of a group
+GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# torchrun's agent waits this long, both for a step and checkpoint after a stop signal and for ranks whose peer was
+# killed, which NCCL leaves hanging.
+SECONDS_TO_STOP = 50
 
 
 def world_size() -> int:
-    """How many processes train together: 1 without a launcher."""
-    return _number("WORLD_SIZE", 1)
+    """Return the number of processes that train together: 1 without a launcher."""
+    return _integer("WORLD_SIZE", 1)
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
-    return _number("RANK", 0)
+    """Return this process's rank in the group, from 0."""
+    return _integer("RANK", 0)
 
 
 def local_rank() -> int:
-    """Which of those on this machine this is, from 0: its GPU's number."""
-    return _number("LOCAL_RANK", 0)
+    """Return this process's rank on its machine, from 0: the index of its GPU."""
+    return _integer("LOCAL_RANK", 0)
 
 
 def local_world_size() -> int:
-    """How many of them are on this machine."""
-    return _number("LOCAL_WORLD_SIZE", world_size())
+    """Return the number of processes on this machine."""
+    return _integer("LOCAL_WORLD_SIZE", world_size())
 
 
 def is_main_process() -> bool:
-    """Whether this process writes files and speaks: the others of a group do neither."""
+    """Return True on rank 0, the only process that writes files and prints."""
     return rank() == 0
 
 
 def check_group() -> None:
-    """Raises RLHFError E04 where a launcher was asked for several processes, and these are not a group of so many.
+    """Raise RLHFError E04 if a launcher was asked for several processes but these do not form a group of that size.
 
-    Each would train the same and write the same files. `accelerate launch --cpu` leaves MASTER_ADDR alone: it starts
-    one process, whatever it was asked for. A variable that is empty is not set.
+    Otherwise each would train the same model and write the same files. `accelerate launch --cpu` sets MASTER_ADDR only:
+    it starts one process, whatever was requested. An empty variable counts as unset.
     """
     if world_size() > 1:
-        missing = [name for name in GROUP if not _told(name)]
+        missing = [name for name in GROUP_VARIABLES if not _variable(name)]
         if missing:
-            text = f"{world_size()} processes were asked for, and 1 came up by itself: {', '.join(missing)} is not set"
+            text = f"{world_size()} processes were requested, but 1 started on its own: {', '.join(missing)} is not set"
             raise _refusal("WORLD_SIZE", text)
         return
-    for name in COUNTS:
-        if _told(name) not in ("", "1"):
-            raise _refusal(name, f"{_told(name)} processes were asked for, and 1 came up, which knows no other")
-    if _told("MASTER_ADDR") and not _told("WORLD_SIZE"):
-        text = "MASTER_ADDR is set without WORLD_SIZE: a launcher was asked for several processes, and 1 came up"
+    for name in WORLD_SIZE_VARIABLES:
+        if _variable(name) not in ("", "1"):
+            raise _refusal(name, f"{_variable(name)} processes were requested, but 1 started, outside any group")
+    if _variable("MASTER_ADDR") and not _variable("WORLD_SIZE"):
+        text = "MASTER_ADDR is set without WORLD_SIZE: a launcher was asked for several processes, but 1 started"
         raise _refusal("MASTER_ADDR", text)
 
 
 def require_single_process(command: str) -> None:
-    """Raises RLHFError E04 where a launcher was asked for several processes, of a command that runs in one."""
+    """Raise RLHFError E04 if a command that runs in one process was started in several."""
     check_group()
     if world_size() > 1:
         text = f"{world_size()} processes were started, `rlhf {command}` runs in one"
         raise RLHFError("E04", text, where="WORLD_SIZE", hint="start it without a launcher; --nproc N is for stages")
 
 
-def _number(name: str, otherwise: int) -> int:
-    return int(_told(name)) if _told(name).isdecimal() else otherwise
+def _integer(name: str, default: int) -> int:
+    return int(_variable(name)) if _variable(name).isdecimal() else default
 
 
-def _told(name: str) -> str:
+def _variable(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
@@ -82,34 +85,29 @@ def _refusal(name: str, text: str) -> RLHFError:
     return RLHFError("E04", text, where=name, hint=hint)
 
 
-# The agent's two reasons to wait share it: a step to end and a state to be saved after a stop signal; and processes
-# whose peer was killed, which NCCL lets hang.
-SECONDS_TO_STOP = 50
-
-
-def resolve_num_processes(asked: str) -> int:
-    """How many processes `--nproc` means; `auto`: one for each GPU. Raises RLHFError C07, E04."""
+def resolve_num_processes(requested: str) -> int:
+    """Return the number of processes that `--nproc` requests; `auto` is one per GPU. Raises RLHFError C07, E04."""
     import torch
 
     gpus = torch.cuda.device_count()
-    if asked == "auto":
+    if requested == "auto":
         return max(1, gpus)
-    if not asked.isdecimal() or int(asked) < 1:
-        raise RLHFError("C07", f'"{asked}" is not a number of processes', where="--nproc", hint="e.g. 2, or auto")
-    if gpus and int(asked) > gpus:
-        text = f"{asked} processes were asked for, this machine has {gpus} GPUs"
+    if not requested.isdecimal() or int(requested) < 1:
+        raise RLHFError("C07", f'"{requested}" is not a number of processes', where="--nproc", hint="e.g. 2, or auto")
+    if gpus and int(requested) > gpus:
+        text = f"{requested} processes were requested, but this machine has {gpus} GPUs"
         raise RLHFError("E04", text, where="--nproc", hint="--nproc auto starts one for each")
-    return int(asked)
+    return int(requested)
 
 
 def launch_group(count: int, arguments: Sequence[str]) -> int:
-    """Python with these arguments in `count` processes; returns their exit code. They speak for themselves.
+    """Run Python with these arguments in `count` processes, and return their exit code. They print their own errors.
 
-    Raises RLHFError E04 where this is a process of a group already, R14 where one of them was killed.
+    Raises RLHFError E04 if this process is part of a group already, R14 if one of them was killed.
     """
     if world_size() > 1:
         text = f"this is one of {world_size()} processes already, and each would start {count}"
-        raise RLHFError("E04", text, where="--nproc", hint="leave --nproc out, or the launcher")
+        raise RLHFError("E04", text, where="--nproc", hint="use either --nproc or the launcher")
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -127,12 +125,12 @@ def launch_group(count: int, arguments: Sequence[str]) -> int:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
         if 2 in (failure.exitcode for failure in failed.failures.values()):
-            return 2  # what it said of its inputs is the cause; who waited for it in vain ends with 1
+            return 2  # an input error is the cause; ranks that waited for it exit with 1
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
-        text = f"process {rank} of {count} was ended by {name}"
-        hint = "the same command goes on from the last state; SIGKILL is what a machine out of memory sends"
+        text = f"process {rank} of {count} was killed by {name}"
+        hint = "the same command resumes from the last checkpoint; SIGKILL is what a machine out of memory sends"
         raise RLHFError("R14", text, hint=hint) from failed
     return 0

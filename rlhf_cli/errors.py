@@ -1,4 +1,4 @@
-"""What a user is told when something is wrong: problems with a stable code, a place and a fix."""
+"""Errors for users: problems with a stable code, a location and a hint; closest names; redaction of secrets."""
 
 import errno
 import os
@@ -13,15 +13,20 @@ from typing import Any
 
 from rlhf_cli.error_codes import CODES
 
-# A file that is not there, or a name that no file can have; any other error of the system says nothing about the file.
-NOT_THERE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
-NOT_PRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\udc80-\udcff]")
-OVERRIDE = "--set "  # and a key: the place of what a command line said
+# errors for a missing file or an impossible name; any other system error says nothing about the file
+NOT_FOUND = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\udc80-\udcff]")
+OVERRIDE = "--set "  # followed by a key: the location of a command-line override
+TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
+LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://LOGIN@host
+SECRET_VARIABLE = re.compile(r".*(TOKEN|(API|ACCESS|PRIVATE)_?KEY|SECRET|PASSWORD)", re.IGNORECASE)
+MIN_SECRET_LENGTH = 8  # shorter values may be ordinary words
+_registered: set[str] = set()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `where` is FILE:LINE or another place, `hint` the fix, each one line."""
+    """One problem. `where` is FILE:LINE or another location, `hint` the fix; each is one line."""
 
     code: str
     text: str
@@ -32,21 +37,20 @@ class Problem:
         assert self.code in CODES, f"unknown code {self.code}"
 
     def line(self, kind: str = "error") -> str:
-        """The message as printed, led by `error[CODE]` or `warning[CODE]`."""
-        place, text = f"{self.where}: " if self.where else "", self.text
-        if place.startswith(OVERRIDE):  # which names the key that most texts begin with
-            text = text.removeprefix(place.removeprefix(OVERRIDE))
+        """Return the printed message, starting with `error[CODE]` or `warning[CODE]`."""
+        location, text = f"{self.where}: " if self.where else "", self.text
+        if location.startswith(OVERRIDE):  # most texts begin with the same key
+            text = text.removeprefix(location.removeprefix(OVERRIDE))
         hint = "\nhint: " + " ".join(self.hint.splitlines()) if self.hint else ""
-        # A key or a value of the user's may hold a line break; a message is one line.
-        first = " ".join(f"{kind}[{self.code}]: {place}{text}".splitlines())
-        return first + hint
+        # keys and values of the user may hold line breaks
+        return " ".join(f"{kind}[{self.code}]: {location}{text}".splitlines()) + hint
 
     def __str__(self) -> str:
         return self.line()
 
 
 class RLHFError(Exception):
-    """An error for users; it may carry several problems, which are shown together."""
+    """An error for users. It may carry several problems, which are printed together."""
 
     problems: tuple[Problem, ...]
 
@@ -55,34 +59,34 @@ class RLHFError(Exception):
         self.problems = (Problem(code, text, where, hint),)
 
     @classmethod
-    def of(cls, problems: Sequence[Problem]) -> "RLHFError":
-        """One error for all of `problems` (at least one)."""
+    def from_problems(cls, problems: Sequence[Problem]) -> "RLHFError":
+        """Return one error for all of `problems` (at least one)."""
         assert problems, "an error needs a problem"
         error = cls(problems[0].code, problems[0].text)
         error.problems = tuple(problems)
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it is, hints and all: it may be raised in one process and told by another."""
-        return _again, (type(self), self.args, self.__dict__)
+        """Pickle with all problems: an error may be raised in one process and printed by another."""
+        return _unpickle, (type(self), self.args, self.__dict__)
 
     @property
     def exit_code(self) -> int:
-        """2 where `rlhf check` could have seen it, else 1."""
+        """2 for problems that `rlhf check` finds, else 1."""
         return 2 if any(CODES[problem.code].exit == 2 for problem in self.problems) else 1
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
 
 
-def _again(kind: type[RLHFError], args: tuple[Any, ...], state: dict[str, Any]) -> RLHFError:
+def _unpickle(kind: type[RLHFError], args: tuple[Any, ...], state: dict[str, Any]) -> RLHFError:
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
 
 
-def all_of(*checks: Callable[[], object]) -> None:
-    """Make each of the checks. Raises one RLHFError with the problems of all that failed."""
+def collect_errors(*checks: Callable[[], object]) -> None:
+    """Run all checks, then raise one RLHFError with the problems of those that failed."""
     problems: list[Problem] = []
     for check in checks:
         try:
@@ -90,58 +94,58 @@ def all_of(*checks: Callable[[], object]) -> None:
         except RLHFError as error:
             problems += error.problems
     if problems:
-        raise RLHFError.of(list(dict.fromkeys(problems)))
+        raise RLHFError.from_problems(list(dict.fromkeys(problems)))
 
 
 @contextmanager
-def placed(where: str | None) -> Iterator[None]:
-    """Within, an error that tells no place of its own gets this one: the key that named what is wrong."""
+def at_location(where: str | None) -> Iterator[None]:
+    """Set `where` on errors raised inside the context that have no location."""
     try:
         yield
     except RLHFError as error:
         problems = [replace(problem, where=problem.where or where) for problem in error.problems]
-        raise RLHFError.of(problems) from error
+        raise RLHFError.from_problems(problems) from error
 
 
 @contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Within, an error of the system while `path` is read becomes E08: the file may be whole, so it is not damaged.
+def translate_read_errors(path: str | Path) -> Iterator[None]:
+    """Turn system errors while reading `path` into E08: the file may be intact, so it is not reported as damaged.
 
-    An OSError that says that the file is not there (NOT_THERE) comes through as it is.
+    An OSError for a missing file (NOT_FOUND) propagates unchanged.
     """
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.errno in NOT_THERE:
+        if error.errno is None or error.errno in NOT_FOUND:
             raise
-        raise unreadable(error, path) from error
+        raise read_error(error, path) from error
 
 
-def unreadable(error: OSError, path: str | Path) -> RLHFError:
-    """E08 for an error of the system, with the file that it names, or else `path`."""
+def read_error(error: OSError, path: str | Path) -> RLHFError:
+    """Return E08 for a system error, with the file that it names, or else `path`."""
     name = error.filename if isinstance(error.filename, str | Path) else path
     text = f"{shown(name)} cannot be read now: {error.strerror or error}"
     hint = "make it readable, or wait for its disk, then run the same command again; nothing was changed"
     return RLHFError("E08", text, hint=hint)
 
 
-def quoted(path: str | Path) -> str:
-    """The path as `shown`, for a command that is printed."""
+def shell_path(path: str | Path) -> str:
+    """Return the path as `shown`, quoted for a printed command."""
     text = shown(path)
-    return word(f"./{text}" if text.startswith("-") else text)
+    return shell_word(f"./{text}" if text.startswith("-") else text)
 
 
-def word(text: str) -> str:
-    """A text as one word of a shell's command, on one line, of visible characters."""
-    if not NOT_PRINTED.search(text):
+def shell_word(text: str) -> str:
+    """Return a text quoted as one shell word, on one line of printable characters."""
+    if not UNPRINTABLE.search(text):
         return shlex.quote(text)
     raw = os.fsencode(text)
     return "$'" + "".join(chr(b) if 32 <= b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in raw) + "'"
 
 
 @contextmanager
-def panics_as(code: str, text: str) -> Iterator[None]:
-    """Within, the panic of a library in Rust, which is no Exception, is an error with this code."""
+def translate_rust_panics(code: str, text: str) -> Iterator[None]:
+    """Turn the panic of a Rust library, which is not an Exception, into an error with this code."""
     try:
         yield
     except BaseException as error:
@@ -151,65 +155,56 @@ def panics_as(code: str, text: str) -> Iterator[None]:
 
 
 def shown(path: str | Path) -> str:
-    """The path as messages name it: relative to the working directory where it lies below it."""
-    absolute, here = os.path.abspath(path), os.getcwd()
-    return os.path.relpath(absolute, here) if absolute.startswith(here.rstrip("/") + "/") else absolute
+    """Return the path for messages: relative if it is below the working directory."""
+    absolute, cwd = os.path.abspath(path), os.getcwd()
+    return os.path.relpath(absolute, cwd) if absolute.startswith(cwd.rstrip("/") + "/") else absolute
 
 
-def install(extra: str) -> str:
-    """How the libraries of an extra of pyproject.toml come: the project is on no index."""
+def install_hint(extra: str) -> str:
+    """Return how to install an extra of pyproject.toml: the project is not on a package index."""
     return f"pip install -e '.[{extra}]' in the clone of rlhf-cli"
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most like `name`, or one that it begins; None where none is near. Case does not count."""
-    by_folded = {other.casefold(): other for other in known}
-    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=max(cutoff, 0.8))
-    if not found and len(name) >= 3:
-        found = [other for other in by_folded if other.startswith(name.casefold())]
-    found = found or get_close_matches(name.casefold(), by_folded, n=1, cutoff=cutoff)
-    return by_folded[found[0]] if found else None
+def closest_match(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name most similar to `name`, or one that starts with it, ignoring case; else None."""
+    by_folded = {candidate.casefold(): candidate for candidate in known}
+    matches = get_close_matches(name.casefold(), by_folded, n=1, cutoff=max(cutoff, 0.8))
+    if not matches and len(name) >= 3:
+        matches = [folded for folded in by_folded if folded.startswith(name.casefold())]
+    matches = matches or get_close_matches(name.casefold(), by_folded, n=1, cutoff=cutoff)
+    return by_folded[matches[0]] if matches else None
 
 
-def nearest_folder(path: str | Path) -> str | None:
-    """The folder beside the missing `path` whose name is most like it, as messages name it."""
-    return nearest_file(path, is_meant=os.path.isdir)
+def closest_folder(path: str | Path) -> str | None:
+    """Return the folder with the name most similar to that of the missing `path`, in its parent folder."""
+    return closest_path(path, is_candidate=os.path.isdir)
 
 
-def nearest_file(path: str | Path, *, is_meant: Callable[[Path], bool] = os.path.exists) -> str | None:
-    """The file or folder beside the missing `path` whose name is most like it, as messages name it."""
+def closest_path(path: str | Path, *, is_candidate: Callable[[Path], bool] = os.path.exists) -> str | None:
+    """Return the file or folder with the name most similar to that of the missing `path`, in its parent folder."""
     missing = Path(path)
     if not os.path.isdir(missing.parent):  # Path.is_dir raises for a name that is too long
-        folder = nearest_folder(missing.parent) if missing.parent != missing else None
+        folder = closest_folder(missing.parent) if missing.parent != missing else None
         candidate = Path(folder) / missing.name if folder else None
-        return shown(candidate) if candidate and is_meant(candidate) else None
-    names = sorted(name for name in os.listdir(missing.parent) if is_meant(missing.parent / name))
-    # The ending, which all of them share, must not make every name look near.
+        return shown(candidate) if candidate and is_candidate(candidate) else None
+    names = sorted(name for name in os.listdir(missing.parent) if is_candidate(missing.parent / name))
+    # compare without the suffix, which would make all names similar
     stems = {Path(name).stem: name for name in names if Path(name).suffix == missing.suffix}
-    stem = nearest(missing.stem, stems)
-    name = stems[stem] if stem else nearest(missing.name, names, cutoff=0.8)
+    stem = closest_match(missing.stem, stems)
+    name = stems[stem] if stem else closest_match(missing.name, names, cutoff=0.8)
     return shown(missing.parent / name) if name else None
 
 
-TOKEN = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
-LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")  # https://LOGIN@host
-SECRET_VARIABLE = re.compile(r".*(TOKEN|(API|ACCESS|PRIVATE)_?KEY|SECRET|PASSWORD)", re.IGNORECASE)
-SHORTEST = 8  # a shorter value may well be an ordinary word
-_declared: set[str] = set()
+def register_secrets(*values: str) -> None:
+    """Make `redact` remove these values and each of their words: for "Bearer KEY", KEY as well."""
+    _registered.update(part for value in values for part in (value, *value.split()) if len(part) >= MIN_SECRET_LENGTH)
 
 
-def keep_secret(*values: str) -> None:
-    """Have `redacted` take out these values, and each of their words: the key of "Bearer KEY" as well."""
-    _declared.update(part for value in values for part in (value, *value.split()) if len(part) >= SHORTEST)
-
-
-def redacted(text: str) -> str:
-    """The text with `[secret]` in place of tokens, of logins in addresses, and of the values of secret variables and
-    of `keep_secret`.
-    """
-    for value in sorted(_declared, key=len, reverse=True):
+def redact(text: str) -> str:
+    """Replace tokens, logins in URLs, values of secret environment variables and registered secrets by `[secret]`."""
+    for value in sorted(_registered, key=len, reverse=True):
         text = text.replace(value, "[secret]")
     for name, value in os.environ.items():
-        if len(value) >= SHORTEST and value in text and SECRET_VARIABLE.fullmatch(name):
+        if len(value) >= MIN_SECRET_LENGTH and value in text and SECRET_VARIABLE.fullmatch(name):
             text = text.replace(value, "[secret]")
     return LOGIN.sub("[secret]", TOKEN.sub("[secret]", text))

@@ -1,4 +1,4 @@
-"""JSON Lines in and out, with a place in every message."""
+"""Read and write JSON Lines, with file and line in every message."""
 
 import gzip
 import json
@@ -11,24 +11,24 @@ from typing import Any, BinaryIO, cast
 
 import orjson
 
-from rlhf_cli.errors import RLHFError, nearest_file, shown
+from rlhf_cli.errors import RLHFError, closest_path, shown
 
 BOM = b"\xef\xbb\xbf"
 BLANK = (b"\n", b"\r\n")
-LONGEST = 2**27  # bytes of a line; a row of a million words has some 7 million
-MOST_BLANK = 100_000  # empty lines, one behind the other
+MAX_LINE_BYTES = 2**27  # a row of a million words has about 7 million
+MAX_BLANK_LINES = 100_000  # in a row
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
-# A terminal may obey these as it does ESC; json escapes C0 alone.
+# control characters like ESC that json, which escapes C0 only, leaves in
 DEL_AND_C1 = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
-KEY = re.compile(rb'"\s*:')  # behind each key of a JSON text; in a text of its own it may stand too
-ONE_A_LINE = "JSON Lines hold one object a line; a list of objects is read from a file that ends in .json"
+KEY = re.compile(rb'"\s*:')  # follows each key; may also occur inside a string
+ONE_PER_LINE = "JSON Lines hold one object a line; a list of objects is read from a file that ends in .json"
 
 
 def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (line number from 1, row) of each line that is not blank.
+    """Yield (line number from 1, row) for each line that is not blank.
 
-    `where_key` is the place that named the file (`config.where("data.train")`), for the message about a missing one.
-    Raises RLHFError: D01 missing, D03 malformed, D04 not UTF-8, D12 a line that is no JSON object.
+    `where_key` is the location that named the file (`config.where("data.train")`), for the message about a missing one.
+    Raises RLHFError: D01 missing, D03 malformed, D04 not UTF-8, D12 a line that is not a JSON object.
     """
     path = Path(path)
     with open_data(path, where_key) as file:
@@ -36,36 +36,40 @@ def read_jsonl(path: Path, *, where_key: str | None = None) -> Iterator[tuple[in
 
 
 def numbered_rows(file: BinaryIO, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """`read_jsonl` of an open file; `path` is its name in messages."""
-    for number, raw in lines(file, path):
+    """Yield like `read_jsonl` from an open file; `path` is its name in messages."""
+    for number, raw in numbered_lines(file, path):
         try:
             row = orjson.loads(raw)
         except orjson.JSONDecodeError:
-            row = None  # blank, wrong, or odd: the careful reader tells which
+            row = None  # blank or invalid: `parse_json` reports which
         if type(row) is dict:
             if len(KEY.findall(raw)) > len(row):
-                _refuse_twice(row, raw, path, number)
+                _refuse_duplicate_keys(row, raw, path, number)
             yield number, row
-        elif decoded(raw, path, number).strip():
+        elif decode(raw, path, number).strip():
             yield number, _row(raw.rstrip(b"\r\n"), path, number)
 
 
-def lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, bytes) of each line of an open file, without the mark that some editors begin a file with.
+def numbered_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number from 1, bytes) of each line of an open file, without a byte order mark.
 
-    Raises RLHFError D03 for lines without an end and for lines without end: a small packed file may hold either.
+    Raises RLHFError D03 for overlong lines and too many empty ones: a small compressed file may hold either.
     """
     blank = 0
-    for number, raw in enumerate(iter(partial(file.readline, LONGEST + 1), b""), start=1):
+    for number, raw in enumerate(iter(partial(file.readline, MAX_LINE_BYTES + 1), b""), start=1):
         blank = blank + 1 if raw in BLANK else 0
-        if len(raw) > LONGEST or blank > MOST_BLANK:
-            many = f"more than {MOST_BLANK:,} empty lines" if blank else f"a line of more than {LONGEST:,} bytes"
-            raise RLHFError("D03", f"no file of rows: {many}", where=f"{shown(path)}:{number}")
+        if len(raw) > MAX_LINE_BYTES or blank > MAX_BLANK_LINES:
+            problem = (
+                f"more than {MAX_BLANK_LINES:,} empty lines"
+                if blank
+                else f"a line of more than {MAX_LINE_BYTES:,} bytes"
+            )
+            raise RLHFError("D03", f"not a file of rows: {problem}", where=f"{shown(path)}:{number}")
         yield number, raw.removeprefix(BOM) if number == 1 else raw
 
 
 def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
-    """A data file open for its bytes, unpacked where its name ends in .gz. Raises D01 where that cannot be."""
+    """Open a data file for its bytes, decompressed if its name ends in .gz. Raises D01 if that fails."""
     if not os.path.isfile(path):
         raise _missing(path, where_key)
     try:
@@ -75,13 +79,13 @@ def open_data(path: Path, where_key: str | None = None) -> BinaryIO:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes the rows, one line each, keys in the order given. ValueError for a number that is not finite."""
+    """Write one line per row, keys in the order given. Raises ValueError for a number that is not finite."""
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(_line(row) for row in rows)
 
 
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> bytes:
-    """Adds one row at the end, in one write; returns what was written."""
+    """Append one row in one write, and return its bytes."""
     line = _line(row).encode("utf-8")
     with Path(path).open("ab") as file:
         file.write(line)
@@ -93,12 +97,12 @@ def _missing(path: Path, where: str | None) -> RLHFError:
         return RLHFError("D01", f"{shown(path)} is a folder, a data file is needed", where=where)
     if os.path.exists(path):
         return RLHFError("D01", f"{shown(path)} is a device or a pipe, a data file is needed", where=where)
-    near = nearest_file(path)
+    near = closest_path(path)
     return RLHFError("D01", f"no such file: {shown(path)}", where=where, hint=f"did you mean {near}?" if near else None)
 
 
-def decoded(raw: bytes, path: Path, number: int) -> str:
-    """The text of what begins in line `number` of a file. Raises D04 where it is not UTF-8."""
+def decode(raw: bytes, path: Path, number: int) -> str:
+    """Return the text that begins in line `number` of a file. Raises D04 if it is not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -113,51 +117,51 @@ def decoded(raw: bytes, path: Path, number: int) -> str:
         ) from error
 
 
-def parse(raw: bytes, path: Path, number: int = 1) -> Any:
-    """The JSON value that begins in line `number` of a file. Raises RLHFError D03, D04 with line and column.
+def parse_json(raw: bytes, path: Path, number: int = 1) -> Any:
+    """Return the JSON value that begins in line `number` of a file. Raises RLHFError D03, D04 with line and column.
 
-    Integers beyond 64 bits come as floats.
+    Integers beyond 64 bits become floats.
     """
     try:
         value = orjson.loads(raw)
-        _refuse_twice(value, raw, path, number)
+        _refuse_duplicate_keys(value, raw, path, number)
         return value
     except orjson.JSONDecodeError as error:
-        refusal = error  # it has the better place, json the better words, and some of it json takes
-    text = decoded(raw, path, number)
-    at = f"{shown(path)}:{number + refusal.lineno - 1}:{refusal.colno}"
+        orjson_error = error  # has the better location; json has the better message, and accepts more
+    text = decode(raw, path, number)
+    at = f"{shown(path)}:{number + orjson_error.lineno - 1}:{orjson_error.colno}"
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         at = f"{shown(path)}:{number + error.lineno - 1}:{error.colno}"
-        hint = ONE_A_LINE if number == 1 and text.strip() in ("[", "{") else None
+        hint = ONE_PER_LINE if number == 1 and text.strip() in ("[", "{") else None
         raise RLHFError("D03", f"not valid JSON: {error.msg}", where=at, hint=hint) from error
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RLHFError("D03", f"not valid JSON: {reason}", where=at) from error
-    # Only a \u escape can smuggle in half a surrogate pair, which no tokenizer and no file takes.
+    # only a \u escape can produce half a surrogate pair, which cannot be tokenized or written
     if "\\u" in text:
         _refuse_half_surrogates(value, at)
-    _refuse_twice(value, raw, path, number)
+    _refuse_duplicate_keys(value, raw, path, number)
     return value
 
 
-def _refuse_twice(value: Any, raw: bytes, path: Path, number: int) -> None:
-    """D03 where a key stands twice in one object of `raw`, whose `value` has lost the first of the two."""
+def _refuse_duplicate_keys(value: Any, raw: bytes, path: Path, number: int) -> None:
+    """Raise D03 for a key that occurs twice in one object of `raw`; `value` has only the last."""
 
-    def look(pairs: list[tuple[str, Any]]) -> None:
+    def check(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                text = f'not valid JSON: the key "{name}" stands twice in one object'
-                hint = "take one of the two out: the first would be lost"
+                text = f'not valid JSON: the key "{name}" occurs twice in one object'
+                hint = "remove one of the two"
                 raise RLHFError("D03", text, where=f"{shown(path)}:{number}", hint=hint)
             seen.add(name)
 
     try:
         if len(KEY.findall(raw)) > _count_keys(value):
-            json.loads(raw, object_pairs_hook=look, parse_int=str, parse_float=str)
-    except RecursionError as error:  # orjson goes deeper
+            json.loads(raw, object_pairs_hook=check, parse_int=str, parse_float=str)
+    except RecursionError as error:  # orjson allows deeper nesting
         raise RLHFError("D03", "not valid JSON: nested too deeply", where=f"{shown(path)}:{number}") from error
 
 
@@ -167,11 +171,11 @@ def _count_keys(value: Any) -> int:
 
 
 def _row(raw: bytes, path: Path, number: int) -> dict[str, Any]:
-    row = parse(raw, path, number)
+    row = parse_json(raw, path, number)
     if not isinstance(row, dict):
         kinds = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
         text = f"the line holds {kinds.get(type(row), 'a number')}, not an object {{...}}"
-        raise RLHFError("D12", text, where=f"{shown(path)}:{number}", hint=ONE_A_LINE)
+        raise RLHFError("D12", text, where=f"{shown(path)}:{number}", hint=ONE_PER_LINE)
     return row
 
 
@@ -186,14 +190,14 @@ def _refuse_half_surrogates(value: Any, where: str) -> None:
         half = error.object[error.start]
         raise RLHFError(
             "D04",
-            f"the escape \\u{ord(half):04x} is half a character",
+            f"the escape \\u{ord(half):04x} is half of a surrogate pair",
             where=where,
-            hint="write both halves of the pair, or the character itself",
+            hint="write both halves, or the character itself",
         ) from error
 
 
 def to_json(value: object, **style: Any) -> str:
-    """The value as JSON that is harmless on a terminal; `style` is json's."""
+    """Return the value as JSON without terminal control characters; `style` is passed to json."""
     return json.dumps(value, ensure_ascii=False, **style).translate(DEL_AND_C1)
 
 

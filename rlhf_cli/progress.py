@@ -1,6 +1,6 @@
-"""How far long work has come: a live bar with rate and time left on a terminal, plain lines now and then elsewhere.
+"""Progress of long work: a live bar with rate and time left on a terminal, occasional lines elsewhere.
 
-One bar is drawn, of the outermost work; below it (off a terminal: behind it) stands what is under way within.
+Only the outermost work has a bar; nested work is shown below it, or after it off a terminal.
 """
 
 import sys
@@ -14,44 +14,44 @@ from rlhf_cli import distributed, terminal
 from rlhf_cli.terminal import duration
 
 SECONDS_BETWEEN_LINES = 10.0
-BRIEF = 2.0  # seconds that brief work may take unseen on a terminal; elsewhere, until the first line
+BRIEF_S = 2.0  # `brief` work is hidden for this time on a terminal, elsewhere until the first line
 
 T = TypeVar("T")
-_under_way: list["Progress"] = []  # the outermost first
+_open: list["Progress"] = []  # outermost first
 
 
 class Progress:
     """`with Progress("ppo", 100, "update") as bar: bar.advance(note="reward 1.2")`.
 
-    Off a terminal it is a plain line at most every ten seconds, and one at the end. `done` was done before and does not
-    count for the rate. `brief` work is shown only where it takes longer than usual.
+    Off a terminal, prints a line at most every ten seconds and one at the end. `done` units were done earlier and do
+    not count for the rate. `brief` work is shown only if it takes longer than usual.
     """
 
     def __init__(self, label: str, total: int, unit: str = "step", *, done: int = 0, brief: bool = False) -> None:
         self.label, self.total, self.unit, self.brief = terminal.clean(label), total, unit, brief
-        self.done, self.note, self._before = done, "", done
+        self.done, self.note, self._done_before = done, "", done
         self._bar: _Bar | None = None
         self._shown = not brief
 
     def __enter__(self) -> "Progress":
         self._began = self._last_line = time.monotonic()
-        _under_way.append(self)
-        _under_way[0]._show()
+        _open.append(self)
+        _open[0]._show()
         return self
 
     def advance(self, n: int = 1, note: str = "") -> None:
-        """Counts `n` more units as done; `note` is shown behind the numbers until the next one."""
+        """Count `n` more units as done; `note` is shown after the numbers until the next one."""
         self.done += n
         self.note = terminal.clean(note).replace("\n", " ") or self.note
-        if _under_way:
-            _under_way[0]._show()
+        if _open:
+            _open[0]._show()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self not in _under_way:  # what it stood in has ended before it
+        if self not in _open:  # the outer work has ended first
             return
-        place = _under_way.index(self)
-        del _under_way[place:]  # an error may have left inner ones open
-        if place:
+        depth = _open.index(self)
+        del _open[depth:]  # an error may have left nested work open
+        if depth:
             return
         if self._bar:
             with suppress(OSError):
@@ -59,18 +59,18 @@ class Progress:
         elif self._shown:
             terminal.say(self._line())
 
-    def within(self) -> str:
-        """What is under way within this work, the largest first."""
-        return ", ".join(part._counts() for part in _under_way[1:] if part.total > 1)
+    def nested_status(self) -> str:
+        """Return the progress of nested work, outermost first."""
+        return ", ".join(part._counts() for part in _open[1:] if part.total > 1)
 
     def _show(self) -> None:
         now = time.monotonic()
         if terminal.is_terminal(sys.stderr) and distributed.is_main_process():
-            self._shown |= now - self._began >= BRIEF
+            self._shown |= now - self._began >= BRIEF_S
             if self._shown and not self._bar:
-                with suppress(OSError):  # a terminal that is gone
+                with suppress(OSError):  # the terminal is closed
                     self._bar = _Bar(self)
-        elif now - self._last_line >= SECONDS_BETWEEN_LINES and (self.done < self.total or self.within()):
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES and (self.done < self.total or self.nested_status()):
             self._last_line, self._shown = now, True
             terminal.say(self._line())
 
@@ -78,36 +78,34 @@ class Progress:
         return f"{self.label} {self.done}/{self.total} {self.unit}".rstrip()
 
     def rate(self) -> str:
-        """Speed and time left, in words."""
-        seconds, done = time.monotonic() - self._began, self.done - self._before
+        """Return speed and time left as text."""
+        seconds, done = time.monotonic() - self._began, self.done - self._done_before
         if done <= 0 or seconds <= 0:
             return ""
         speed = done / seconds
         rate = f"{speed:.3g} {self.unit}/s" if speed >= 1 else f"{1 / speed:.3g} s/{self.unit}"
-        left = max(self.total - self.done, 0) / speed
-        return f"{rate}, {duration(left)} left" if left else f"{rate}, {duration(seconds)} in all"
+        remaining = max(self.total - self.done, 0) / speed
+        return f"{rate}, {duration(remaining)} left" if remaining else f"{rate}, {duration(seconds)} in all"
 
     def _line(self) -> str:
-        return ", ".join(part for part in (self._counts(), self.rate(), self.note, self.within()) if part)
+        return ", ".join(part for part in (self._counts(), self.rate(), self.note, self.nested_status()) if part)
 
 
-def counted(what: str, items: Sequence[T]) -> Generator[T]:
-    """The items; where a Progress is under way they are counted within it. A library's user sees nothing."""
-    if not _under_way:
+def track_progress(label: str, items: Sequence[T]) -> Generator[T]:
+    """Yield the items, counted as nested work if a Progress is open. Library users see nothing."""
+    if not _open:
         yield from items
         return
-    with Progress(what, len(items), "") as part:
+    with Progress(label, len(items), "") as progress:
         for item in items:
             yield item
-            part.advance()
+            progress.advance()
 
 
 class _Bar:
-    """The live bar of a terminal, drawn anew some times a second. rich is imported here, so that short commands never
-    load it.
-    """
+    """Live bar on a terminal. Imports rich lazily, so that short commands never load it."""
 
-    def __init__(self, of: Progress) -> None:
+    def __init__(self, progress: Progress) -> None:
         from rich.console import Console, Group
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -120,15 +118,19 @@ class _Bar:
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}", markup=False),
         )
-        task = bars.add_task(of.label, total=of.total, rate="")
+        task = bars.add_task(progress.label, total=progress.total, rate="")
 
-        def drawn() -> Any:
-            bars.update(task, completed=of.done, rate=of.rate())
-            below = [Text(f"  {text}", overflow="ellipsis", no_wrap=True) for text in (of.note, of.within()) if text]
-            return Group(bars, *below)
+        def render() -> Any:
+            bars.update(task, completed=progress.done, rate=progress.rate())
+            details = [
+                Text(f"  {text}", overflow="ellipsis", no_wrap=True)
+                for text in (progress.note, progress.nested_status())
+                if text
+            ]
+            return Group(bars, *details)
 
-        # What is printed goes to stdout itself when that is a file, else above the bar.
-        drawable = terminal.is_terminal(sys.stdout)
-        self._live = Live(get_renderable=drawn, console=Console(stderr=True), redirect_stdout=drawable)
+        # on a terminal, stdout is printed above the bar
+        redirect = terminal.is_terminal(sys.stdout)
+        self._live = Live(get_renderable=render, console=Console(stderr=True), redirect_stdout=redirect)
         self._live.start()
         self.stop = self._live.stop

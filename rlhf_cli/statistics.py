@@ -1,4 +1,4 @@
-"""Intervals for evaluation: plain numbers in, plain numbers out."""
+"""Statistics of the evaluation: confidence intervals, win rates and selection bias. Takes and returns plain numbers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,18 +6,18 @@ from statistics import NormalDist
 from typing import Any
 
 Z95 = 1.959963984540054  # standard normal quantile at 0.975
-CAUCHY = 2.5  # Gelman et al. 2008: few effects move log-odds by more than this
+CAUCHY = 2.5  # scale of the prior, Gelman et al. 2008: few effects change the log-odds by more
 RESAMPLES = 2000
-ROUNDS, SETTLED = 200, 1e-8  # of a fit; its rate then moves by less than this
+MAX_ITERATIONS, TOLERANCE = 200, 1e-8  # of the fit; the tolerance is on the rate
 
 
-def together(count: int) -> float:
-    """The normal quantile for which `count` intervals hold together with 95 % (Bonferroni)."""
+def bonferroni_z(count: int) -> float:
+    """Return the normal quantile for `count` simultaneous 95 % intervals (Bonferroni)."""
     return Z95 if count == 1 else NormalDist().inv_cdf(1 - 0.025 / count)
 
 
 def wilson(wins: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """95 % Wilson score interval of a proportion `wins / n`; a tie may count as half a win, the interval is then wide.
+    """Return the 95 % Wilson score interval of a proportion `wins / n`; half wins for ties make it conservative.
 
     Wilson 1927; Brown, Cai and DasGupta 2001, section 3.1.1. Another `z` gives another level.
     """
@@ -28,21 +28,18 @@ def wilson(wins: float, n: int, z: float = Z95) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def wilson_difference(ours: tuple[float, int], theirs: tuple[float, int], z: float = Z95) -> tuple[float, float]:
-    """95 % interval of the difference of two proportions, each (share, n), of independent rows.
+def wilson_difference(first: tuple[float, int], second: tuple[float, int], z: float = Z95) -> tuple[float, float]:
+    """Return the 95 % interval of the difference of two independent proportions, each (share, n).
 
-    Newcombe 1998 (Statistics in Medicine 17, 873-890), method 10. Of rows that are alike it is too wide.
+    Newcombe 1998 (Statistics in Medicine 17, 873-890), method 10. Too wide for correlated rows.
     """
-    (one, other), bounds = (ours[0], theirs[0]), [wilson(share * n, n, z) for share, n in (ours, theirs)]
-    (low, high), (low_other, high_other) = bounds
-    return (
-        one - other - math.hypot(one - low, high_other - other),
-        one - other + math.hypot(high - one, other - low_other),
-    )
+    (p1, p2), bounds = (first[0], second[0]), [wilson(share * n, n, z) for share, n in (first, second)]
+    (low1, high1), (low2, high2) = bounds
+    return p1 - p2 - math.hypot(p1 - low1, high2 - p2), p1 - p2 + math.hypot(high1 - p1, p2 - low2)
 
 
 def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean (BCa, Efron 1987), the same for the same seed.
+    """Return the 95 % bootstrap interval of the mean (BCa, Efron 1987), deterministic for a seed.
 
     A constant sample has an interval of width 0.
     """
@@ -59,52 +56,52 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0, resamples: int = R
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
-def win_rate(ours: Sequence[float], theirs: Sequence[float]) -> dict:
-    """Share of rows where `ours` is above `theirs`, a tie counting half: {value, ci95, n, ties}."""
-    points = _points(ours, theirs)
+def win_rate(scores: Sequence[float], baseline: Sequence[float]) -> dict:
+    """Return the share of rows where `scores` is above `baseline`, ties counting half: {value, ci95, n, ties}."""
+    points = _points(scores, baseline)
     n, won = len(points), sum(points)
     return {"value": won / n, "ci95": list(wilson(won, n)), "n": n, "ties": points.count(0.5)}
 
 
-def _points(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """1 for a row that ours wins, 0.5 for a tie, 0 for one that it loses."""
-    assert len(ours) == len(theirs) > 0
-    return [0.5 * ((a > b) + (a >= b)) for a, b in zip(ours, theirs, strict=True)]
+def _points(scores: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """Return 1 for each win, 0.5 for a tie and 0 for a loss."""
+    assert len(scores) == len(baseline) > 0
+    return [0.5 * ((a > b) + (a >= b)) for a, b in zip(scores, baseline, strict=True)]
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> dict[str, Any]:
-    """The mean of ours - theirs, row by row: {difference, difference_ci95}.
+def paired_difference(scores: Sequence[float], baseline: Sequence[float], *, seed: int = 0) -> dict[str, Any]:
+    """Return the mean of scores - baseline, row by row: {difference, difference_ci95}.
 
-    Paired: what makes a prompt easy or hard for both falls away, so the interval is narrower than those of the means.
+    Pairing cancels the difficulty of a prompt, so the interval is narrower than those of the means.
     """
-    gains = [a - b for a, b in zip(ours, theirs, strict=True)]
+    gains = [a - b for a, b in zip(scores, baseline, strict=True)]
     return {"difference": math.fsum(gains) / len(gains), "difference_ci95": list(bootstrap_mean(gains, seed=seed))}
 
 
 def length_controlled(
-    ours: Sequence[float], theirs: Sequence[float], longer: Sequence[float], *, seed: int = 0
+    scores: Sequence[float], baseline: Sequence[float], length_difference: Sequence[float], *, seed: int = 0
 ) -> tuple[float, tuple[float, float]]:
-    """The win rate that would be if no answer were longer than the other's, and its 95 % interval (paired bootstrap).
+    """Return the win rate expected at equal answer lengths, and its 95 % interval (paired bootstrap).
 
-    `longer` is by how much ours is the longer one, row by row. Dubois et al. 2024 (arXiv 2404.04475), section 3: the
-    preference is regressed on the length difference d, P(win) = logistic(a + b tanh(d / std d)), a tie counting half,
-    and d is then set to 0, which leaves logistic(a). Of their terms the one of a prompt's difficulty falls away: it
-    wants several models on the same prompts. They hold b back by an L1 penalty that cross-validation picks; here it is
-    Gelman et al.'s default prior (2008, Annals of Applied Statistics 2(4), sections 2-3: Cauchy of scale 2.5, fitted
-    by their EM), which has no draws of its own.
+    `length_difference` is by how much our answer is longer, row by row. Dubois et al. 2024 (arXiv 2404.04475), section
+    3: the preference is regressed on the length difference d, P(win) = logistic(a + b tanh(d / std d)), a tie counting
+    half, and d is set to 0, which leaves logistic(a). Their term for the difficulty of a prompt is omitted: it needs
+    several models on the same prompts. They shrink b by an L1 penalty chosen by cross-validation; here it has Gelman et
+    al.'s default prior (2008, Annals of Applied Statistics 2(4), sections 2-3: Cauchy of scale 2.5, fitted by their
+    EM), which needs no random draws.
 
-    Where all differences are the same, or one side wins every row, lengths explain nothing: it is the plain rate, with
-    its Wilson interval.
+    If all differences are equal, or one side wins every row, lengths explain nothing: returns the plain rate with its
+    Wilson interval.
     """
     import numpy as np
     from scipy.special import expit
 
-    points, apart = _points(ours, theirs), np.asarray(longer, dtype=np.float64)
+    points, differences = _points(scores, baseline), np.asarray(length_difference, dtype=np.float64)
     n, won = len(points), sum(points)
-    if np.ptp(apart) == 0 or won in (0, n):
+    if np.ptp(differences) == 0 or won in (0, n):
         return won / n, wilson(won, n)
-    # Rows of the same difference and result are one cell, and a resample is how often each cell was drawn.
-    (d, y), rows = np.unique(np.stack([apart, points]), axis=1, return_counts=True)
+    # rows of equal difference and result form a cell; a resample is the number of draws per cell
+    (d, y), rows = np.unique(np.stack([differences, points]), axis=1, return_counts=True)
     drawn = np.random.default_rng(seed).multinomial(n, rows / n, size=RESAMPLES)
     counts = np.concatenate([rows[None], drawn]).astype(np.float64)
     spread = np.sqrt(np.maximum(counts @ d**2 / n - (counts @ d / n) ** 2, 0.0))[:, None]
@@ -115,31 +112,34 @@ def length_controlled(
 
 
 def _logistic_intercept(x: Any, y: Any, counts: Any) -> Any:
-    """a of P(y) = logistic(a + b x) in each row of `counts`, by Newton's steps; b has the prior of `CAUCHY`."""
+    """Return a of P(y) = logistic(a + b x) for each row of `counts`, by Newton; b has the prior of `CAUCHY`."""
     import numpy as np
     from scipy.special import expit
 
     a, b = np.zeros(len(counts)), np.zeros(len(counts))
-    for _ in range(ROUNDS):
-        held = 2 / (CAUCHY**2 + b * b)  # EM: a Cauchy is a normal of unknown variance, here its inverse expected
+    for _ in range(MAX_ITERATIONS):
+        precision = 2 / (CAUCHY**2 + b * b)  # E step: a Cauchy is a normal of unknown variance
         p = expit(a[:, None] + b[:, None] * x)
-        off, weight = counts * (y - p), counts * p * (1 - p)
-        to_a, to_b = off.sum(1), (off * x).sum(1) - held * b
-        aa, ab, bb = weight.sum(1) + 1e-9, (weight * x).sum(1), (weight * x * x).sum(1) + held
-        step_a, step_b = (bb * to_a - ab * to_b) / (aa * bb - ab**2), (aa * to_b - ab * to_a) / (aa * bb - ab**2)
-        short = 2 / np.maximum(2, np.maximum(np.abs(step_a), np.abs(step_b)))  # a resample may be all wins
+        residual, weight = counts * (y - p), counts * p * (1 - p)
+        grad_a, grad_b = residual.sum(1), (residual * x).sum(1) - precision * b
+        aa, ab, bb = weight.sum(1) + 1e-9, (weight * x).sum(1), (weight * x * x).sum(1) + precision
+        step_a, step_b = (
+            (bb * grad_a - ab * grad_b) / (aa * bb - ab**2),
+            (aa * grad_b - ab * grad_a) / (aa * bb - ab**2),
+        )
+        damping = 2 / np.maximum(2, np.maximum(np.abs(step_a), np.abs(step_b)))  # a resample may be all wins
         before = expit(a)
-        a, b = a + short * step_a, b + short * step_b
-        if np.abs(expit(a) - before).max() < SETTLED:
+        a, b = a + damping * step_a, b + damping * step_b
+        if np.abs(expit(a) - before).max() < TOLERANCE:
             break
     return a
 
 
-def optimism(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> float:
-    """How much the mean of the best of several flatters itself for being picked on the very rows that it is told on.
+def selection_bias(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> float:
+    """Return by how much the mean of the best candidate is overestimated because it was selected on the same rows.
 
-    `scores`: each candidate's, row by row. Efron 1983 (JASA 78), the bootstrap's estimate of optimism: rows are drawn
-    anew, the best is picked by them, and its mean there is held against its mean over the rows that were there.
+    `scores`: each candidate's, row by row. Efron 1983 (JASA 78), bootstrap estimate of optimism: rows are resampled,
+    the best candidate is selected on them, and its mean there is compared with its mean over the original rows.
     """
     import numpy as np
 
@@ -147,15 +147,15 @@ def optimism(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> float:
     n, means = table.shape[1], table.mean(axis=1)
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES) @ table.T / n
     picked, best = drawn.argmax(axis=1), means.argmax()
-    # What the rows' best gains by the draw alone is 0 on the mean: taken off, little noise is left.
+    # control variate: the best candidate's gain in the resample has mean 0; subtracting it reduces the noise
     return float((drawn.max(axis=1) - drawn[:, best] + means[best] - means[picked]).mean())
 
 
 def within_noise(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> list[Any]:
-    """Those of several whose means chance may have put below the highest one; all others are surely below the best.
+    """Return the candidates that may be as good as the best one; all others are significantly worse.
 
-    `scores`: each candidate's, row by row. Multiple comparisons with the best (Hsu 1981, Annals of Statistics 9(5)):
-    with 95 %, none is left out that is as good as the best, however many were searched. The critical values are a
+    `scores`: each candidate's, row by row. Multiple comparisons with the best (Hsu 1981, Annals of Statistics 9(5)): at
+    95 %, no candidate as good as the best is excluded, however many there are. The critical values come from a
     bootstrap over rows of all candidates together (White 2000, Econometrica 68(5)).
     """
     import numpy as np
@@ -164,24 +164,24 @@ def within_noise(scores: Mapping[Any, Sequence[float]], *, seed: int = 0) -> lis
     table = np.asarray(list(scores.values()), dtype=np.float64)
     (k, n), means = table.shape, table.mean(axis=1)
     if n < 2:
-        return list(scores)  # one row has no spread to learn from
+        return list(scores)  # one row has no variance
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES) @ table.T / n
-    # Of few rows a bootstrap is too narrow: its deviation by this root, its tails by Student's t for the normal's.
+    # small samples: correct the bootstrap's standard deviation, and replace normal by Student's t tails
     level, freedom = 1 - 0.05 / max(2, k), n - 1
-    wider = math.sqrt(n / freedom) * float(stdtrit(freedom, level)) / NormalDist().inv_cdf(level)
-    noise = (drawn - means) * wider
+    widening = math.sqrt(n / freedom) * float(stdtrit(freedom, level)) / NormalDist().inv_cdf(level)
+    noise = (drawn - means) * widening
     bounds = np.quantile(noise.max(axis=1)[:, None] - noise, 0.95, axis=0)
-    below = means.max() - means
-    return [name for name, gap, bound in zip(scores, below, bounds, strict=True) if gap <= bound]
+    gaps = means.max() - means
+    return [name for name, gap, bound in zip(scores, gaps, bounds, strict=True) if gap <= bound]
 
 
 def with_interval(value: float, bounds: Sequence[float] | None) -> str:
-    """A value as a report tells it, with its 95 % interval where it has one."""
+    """Return a value as text for reports, with its 95 % interval if there is one."""
     return f"{value:.3f} [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else f"{value:.3f}"
 
 
 def best_of_n_kl(n: int) -> float:
-    """Upper bound in nats on KL(best-of-n policy || policy).
+    """Return an upper bound in nats on KL(best-of-n policy || policy).
 
     log n - (n - 1) / n (Stiennon et al. 2020, appendix G.3; Beirami et al. 2024).
     """

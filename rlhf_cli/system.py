@@ -1,7 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as a wish, not a blow: the loop ends at its next safe place.
-
-A second signal ends the process at once. And a bound on work that others decide the length of.
-"""
+"""Operating system: graceful shutdown on signals, CPU time limits, disk space and memory."""
 
 import ctypes
 import errno
@@ -22,92 +19,108 @@ import psutil
 from rlhf_cli import distributed
 from rlhf_cli.errors import RLHFError, shown
 
-HEARD = b"\nstopping after this step, with a checkpoint; a second signal ends it at once\n"
-ONE_BLOW = 0.2  # seconds: what stops a whole group of processes reaches a child twice, itself and through its parent
+STOP_MESSAGE = b"\nstopping after this step, with a checkpoint; a second signal stops at once\n"
+DEBOUNCE_S = 0.2  # a signal to a process group reaches a child twice, directly and through its parent
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+# messages of safetensors and torch, which raise no OSError
+DISK_FULL_MESSAGES = (
+    "No space left on device",
+    "File too large",
+    "Disk quota exceeded",
+    "file write failed",
+    "unexpected pos",
+)
+OUT_OF_MEMORY_MESSAGES = (
+    "out of memory",
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+)
 
 
-class StopWish:
-    """`with StopWish() as stop:` ...
+class GracefulStop:
+    """Context that turns SIGINT, SIGTERM and SIGHUP into a request to stop after the step. Main thread only.
 
-    `stop.settle(told); if stop.wished: save; raise SystemExit(stop.exit_code)`. Only in the main thread.
+    `stop.sync(all_gather); if stop.requested: save; raise SystemExit(stop.exit_code)`. A second signal ends the
+    process.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.wished: signal.Signals | None = None
-        self._heard: signal.Signals | None = None
-        self._heard_at = 0.0
-        self._before: dict[signal.Signals, object] = {}
+        self.requested: signal.Signals | None = None
+        self._received: signal.Signals | None = None
+        self._received_at = 0.0
+        self._handlers: dict[signal.Signals, object] = {}
 
     @property
     def exit_code(self) -> int:
         """128 + the signal's number: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP."""
-        assert self.wished
-        return 128 + self.wished
+        assert self.requested
+        return 128 + self.requested
 
-    def settle(self, told: Callable[[signal.Signals | None], Iterable[signal.Signals | None]]) -> None:
-        """Make a signal that came to any process of a group by now the wish of all; `told` says what each one heard.
+    def sync(self, all_gather: Callable[[signal.Signals | None], Iterable[signal.Signals | None]]) -> None:
+        """Set `requested` on all ranks if any rank received a signal; `all_gather` collects the signals of the ranks.
 
-        The wish changes here alone. A signal comes at any time, to one of them, and all must end at the same place.
+        `requested` changes only here, because a signal reaches ranks at different times and all must stop at the same
+        step.
         """
-        if self.wished is None:
-            self.wished = next((heard for heard in told(self._heard) if heard), None)
+        if self.requested is None:
+            self.requested = next((number for number in all_gather(self._received) if number), None)
 
-    def __enter__(self) -> "StopWish":
+    def __enter__(self) -> "GracefulStop":
         numbers = [number for number in self.SIGNALS if not is_nohup(number)]
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        self._handlers = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._heard is None:
-            self._heard, self._heard_at = signal.Signals(number), time.monotonic()
+        if self._received is None:
+            self._received, self._received_at = signal.Signals(number), time.monotonic()
             if distributed.is_main_process():
-                with suppress(OSError):  # whoever read it may be gone
-                    os.write(2, HEARD)  # straight to the terminal: a print may be what was interrupted
-        elif time.monotonic() - self._heard_at > ONE_BLOW:
+                with suppress(OSError):  # stderr may be closed
+                    os.write(2, STOP_MESSAGE)  # unbuffered, because the signal may have interrupted a print
+        elif time.monotonic() - self._received_at > DEBOUNCE_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 def is_nohup(number: signal.Signals) -> bool:
-    """Whether this is the hang-up of a terminal, and somebody asked to outlive it."""
+    """Return True if this is SIGHUP and the process was started to ignore it (nohup)."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def end_with(parent: int) -> None:
-    """In a new child of the process `parent`: SIGTERM when that one is gone, however it went. On Linux alone."""
+def die_with_parent(parent: int) -> None:
+    """Send this new child process SIGTERM when the process `parent` ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it was quicker
+        if os.getppid() != parent:  # it has already ended
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class TooLong(Exception):
-    """Work took longer than `at_most` lets it."""
+class CPUTimeExceeded(Exception):
+    """Code in `cpu_time_limit` used more CPU time than allowed."""
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Within, TooLong after so many seconds of the process's own computing; waiting, or a busy machine, does not count.
+def cpu_time_limit(seconds: float) -> Iterator[None]:
+    """Raise CPUTimeExceeded after `seconds` of this process's CPU time; waiting does not count.
 
-    Only in the main thread, which alone hears signals; in another one there is no bound.
+    Without effect outside the main thread, which alone receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
-        raise TooLong
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise CPUTimeExceeded
 
-    before = signal.signal(signal.SIGVTALRM, end)
+    before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
@@ -116,106 +129,100 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-# safetensors and torch tell it in words of their own, where no error of the system's stands behind.
-FULL_WORDS = ("No space left on device", "File too large", "Disk quota exceeded", "file write failed", "unexpected pos")
-MEMORY_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc")
-
-
-class OutOfRoom(RLHFError):
-    """E03 on the way, where nothing could be checked any more: the command failed, its beginning was right."""
+class OutOfResources(RLHFError):
+    """E03 raised at run time, when disk or memory ran out."""
 
     @property
     def exit_code(self) -> int:
-        """1: the command had begun."""
+        """1: the command had started."""
         return 1
 
 
 @contextmanager
-def explained(folder: Path) -> Iterator[None]:
-    """Within, what any library raises on a full disk, or out of memory, becomes OutOfRoom; `folder` is written."""
+def translate_resource_errors(folder: Path) -> Iterator[None]:
+    """Turn the errors that libraries raise on a full disk or memory into OutOfResources; `folder` is being written."""
     try:
         yield
     except Exception as error:
-        told = None if isinstance(error, RLHFError) else _told(error, folder)
-        if told is None:
+        translated = None if isinstance(error, RLHFError) else _translate(error, folder)
+        if translated is None:
             raise
-        raise told from error
+        raise translated from error
 
 
-def free(folder: Path) -> int | None:
-    """Bytes that are free where `folder` is, or is to be; None where the file system does not tell its size."""
-    usage = shutil.disk_usage(existing(folder))
+def free_disk_bytes(folder: Path) -> int | None:
+    """Return the free bytes on the disk of `folder`, which may not exist yet; None if the size is not reported."""
+    usage = shutil.disk_usage(nearest_existing(folder))
     return usage.free if usage.total else None
 
 
-def used(folder: Path) -> int:
-    """Bytes of all files below a folder, as far as they can be seen; links are not followed."""
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all readable files below a folder, without following links."""
     total = 0
-    for where, _, names in os.walk(folder):
+    for parent, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # gone by now
-                total += os.lstat(os.path.join(where, name)).st_size
+            with suppress(OSError):  # deleted meanwhile
+                total += os.lstat(os.path.join(parent, name)).st_size
     return total
 
 
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or its closest parent that exists."""
     return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 def require_writable(folder: Path, *, where: str | None = None, hint: str) -> None:
-    """Raises RLHFError E03 where the folder cannot be made, or written."""
-    above = existing(folder)
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        reason = "is read-only" if above.is_dir() else "is a file"
-        text = f"{shown(folder)} cannot be written: {shown(above)} {reason}"
+    """Raise RLHFError E03 if the folder cannot be created or written."""
+    existing = nearest_existing(folder)
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        reason = "is read-only" if existing.is_dir() else "is a file"
+        text = f"{shown(folder)} cannot be written: {shown(existing)} {reason}"
         raise RLHFError("E03", text, where=where, hint=hint)
 
 
-def memory() -> int:
-    """Bytes of this machine's memory, or fewer where a container is allowed fewer."""
-    whole = psutil.virtual_memory().total
+def total_memory() -> int:
+    """Return the bytes of this machine's memory, or of the container's limit."""
+    total = psutil.virtual_memory().total
     try:
-        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no such group, no limit ("max"), or no Linux
-        return whole
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no cgroup, no limit ("max"), or not Linux
+        return total
 
 
-def resident() -> int:
-    """Bytes of memory that this process holds now."""
+def process_memory() -> int:
+    """Return the resident memory of this process in bytes."""
     return psutil.Process().memory_info().rss
 
 
-def size(count: float) -> str:
-    """Bytes in words."""
+def format_bytes(count: float) -> str:
+    """Return a number of bytes as text."""
     units = ["bytes", "kB", "MB", "GB"]
     power = min(len(units) - 1, int(math.log10(max(count, 1)) / 3))
     return f"{count / 1000**power:.{0 if power == 0 else 1}f} {units[power]}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the memory is full, in whatever words."""
-    return isinstance(error, MemoryError) or any(word in str(error) for word in MEMORY_WORDS)
+    """Return True for the out-of-memory errors of Python and the libraries."""
+    return isinstance(error, MemoryError) or any(message in str(error) for message in OUT_OF_MEMORY_MESSAGES)
 
 
-def _told(error: Exception, folder: Path) -> OutOfRoom | None:
+def _translate(error: Exception, folder: Path) -> OutOfResources | None:
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     if any(map(is_out_of_memory, causes)):
-        text = f"the memory is full: {' '.join(str(error).split())[:160] or 'nothing more could be taken'}"
+        text = f"out of memory: {' '.join(str(error).split())[:160] or 'allocation failed'}"
         hint = "lower the batch size or the lengths, or use a smaller model"
-        return OutOfRoom("E03", text, where=shown(folder), hint=hint)
-    for one in causes:
-        number = one.errno if isinstance(one, OSError) else None
-        if number in FULL or any(word in str(one) for word in FULL_WORDS):
-            said = (os.strerror(number) if number else " ".join(str(one).split()))[:160]
-            left = free(folder)
-            text = f"the disk cannot take what is to be written: {said}"
-            text += "" if left is None else f"; {size(left)} are free there"
-            hint = "make room there; the same command then goes on, a stage from its last state"
-            return OutOfRoom("E03", text, where=shown(folder), hint=hint)
+        return OutOfResources("E03", text, where=shown(folder), hint=hint)
+    for cause in causes:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number in DISK_FULL or any(message in str(cause) for message in DISK_FULL_MESSAGES):
+            reason = (os.strerror(number) if number else " ".join(str(cause).split()))[:160]
+            available = free_disk_bytes(folder)
+            text = f"could not write to disk: {reason}"
+            text += "" if available is None else f"; {format_bytes(available)} are free there"
+            hint = "free some disk space and run the same command again; a stage resumes from its last checkpoint"
+            return OutOfResources("E03", text, where=shown(folder), hint=hint)
     return None

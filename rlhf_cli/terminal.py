@@ -1,4 +1,4 @@
-"""The only place that prints, and reads: results and tables on stdout, log lines on stderr (and progress.py's bars)."""
+"""Terminal input and output. Results and tables go to stdout, log lines to stderr; only this and progress.py print."""
 
 import errno
 import hashlib
@@ -17,123 +17,117 @@ from typing import TextIO
 from unicodedata import combining, east_asian_width
 
 from rlhf_cli import distributed
-from rlhf_cli.errors import Problem, redacted
+from rlhf_cli.errors import Problem, redact
 
-FILE = "RLHF_TOLD"  # names to the children the file with a hash a line of what was told before
-_here: set[str] = set()
+SEEN_FILE_VARIABLE = "RLHF_SEEN_MESSAGES"  # names a file with one hash per printed message
+_seen: set[str] = set()
+# Characters that can move the cursor, recolour or retitle a terminal: C0 except tab and newline, DEL, C1.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+SECONDS_BETWEEN_DRAWINGS = 0.05
+MIN_COLUMN_WIDTH = 48  # for texts side by side
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+_warnings: dict[str, Problem] = {}  # by the line as printed, without its hint
+_muted = False
+_closed_streams: list[TextIO] = []
+_stdout_error: OSError | None = None
+READER_GONE = (errno.EPIPE, errno.EIO)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Within, what one process tells is not told again by those that are started after it."""
-    before = os.environ.get(FILE)
+def share_seen_messages() -> Iterator[None]:
+    """Print each message once in this process and the child processes started in this context."""
+    before = os.environ.get(SEEN_FILE_VARIABLE)
     with tempfile.TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True) as folder:
-        os.environ[FILE] = str(Path(folder, "told"))
+        os.environ[SEEN_FILE_VARIABLE] = str(Path(folder, "seen"))
         try:
             yield
         finally:
-            os.environ.pop(FILE)
+            os.environ.pop(SEEN_FILE_VARIABLE)
             if before is not None:
-                os.environ[FILE] = before
+                os.environ[SEEN_FILE_VARIABLE] = before
 
 
-def is_new(text: str) -> bool:
-    """Whether the command has not told this text yet; from now on it has. Of several processes the first one tells."""
+def is_first_time(text: str) -> bool:
+    """Return True, and record it, if the command has not printed this text. Only the main process prints."""
     if not distributed.is_main_process():
         return False
     line = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
-    if line in _here or line in _before():
+    if line in _seen or line in _seen_by_others():
         return False
-    _here.add(line)
-    with suppress(OSError):  # the disk is full: it is told twice
-        if file := os.environ.get(FILE):
+    _seen.add(line)
+    with suppress(OSError):  # on a full disk the message is printed twice
+        if file := os.environ.get(SEEN_FILE_VARIABLE):
             with open(file, "a", encoding="ascii") as lines:
                 lines.write(f"{line}\n")
     return True
 
 
-def _before() -> list[str]:
-    """What processes before this one told."""
+def _seen_by_others() -> list[str]:
+    """Return the hashes of the messages that earlier processes of the command printed."""
     try:
-        return Path(os.environ[FILE]).read_text(encoding="ascii").split()
-    except (KeyError, OSError):  # this command has one process, or none of them told anything yet
+        return Path(os.environ[SEEN_FILE_VARIABLE]).read_text(encoding="ascii").split()
+    except (KeyError, OSError):  # a single process, or no message yet
         return []
 
 
-def forget() -> None:
-    """Starts a new command in the same process."""
-    _here.clear()
-
-
-# Everything that could move the cursor, recolour or retitle a terminal: C0 but tab and newline, DEL, C1.
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-SECONDS_BETWEEN_DRAWINGS = 0.05
-READABLE = 48  # columns of a terminal for one of several texts beside one another
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-
-_said: dict[str, Problem] = {}  # by the line as printed, without its hint
-_muted = False
-_left: list[TextIO] = []  # streams that nobody reads any more
-_cut_off: OSError | None = None  # why a part of stdout is missing, where it went to a file
-NOBODY_THERE = (errno.EPIPE, errno.EIO)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 def clean(text: str) -> str:
-    """The text without secrets, and without control characters except newline and tab: model text is untrusted."""
-    return redacted(CONTROL.sub("", text))
+    """Return the text without secrets and control characters except newline and tab: model text is untrusted."""
+    return redact(CONTROL.sub("", text))
 
 
 def say(text: str) -> None:
-    """One log line on stderr. Of several processes the first one speaks."""
+    """Print a log line on stderr, on the main process only."""
     if distributed.is_main_process():
         _write(sys.stderr, text)
 
 
 def out(text: str = "") -> None:
-    """A result line on stdout. Of several processes the first one speaks."""
+    """Print a result line on stdout, on the main process only."""
     if distributed.is_main_process():
         _write(sys.stdout, text)
 
 
-def aside(text: str) -> None:
-    """`say`, dim on a terminal: numbers beside a text."""
+def log_dim(text: str) -> None:
+    """Print a log line on stderr, dimmed on a terminal."""
     if distributed.is_main_process():
         _write(sys.stderr, text, dim=True)
 
 
-def piece(text: str) -> None:
-    """A part of a text on stdout, as it comes: what follows goes on behind it."""
+def print_partial(text: str) -> None:
+    """Print text on stdout without a line break."""
     if distributed.is_main_process():
         _write(sys.stdout, text, end="")
 
 
-def is_heard() -> bool:
-    """Whether somebody may still read stdout: False once the other end of a pipe is gone."""
-    return not any(stream is sys.stdout for stream in _left)
+def is_stdout_open() -> bool:
+    """Return False once the reader of stdout is gone."""
+    return not any(stream is sys.stdout for stream in _closed_streams)
 
 
-def cut_off() -> OSError | None:
-    """Why stdout is not whole, where its disk is full; None where it is, or where nobody reads it."""
-    return _cut_off
+def stdout_error() -> OSError | None:
+    """Return the error that truncated stdout (disk full), or None. A missing reader is not an error."""
+    return _stdout_error
 
 
-def is_talk() -> bool:
-    """Whether somebody types at a terminal and reads the answers there."""
+def is_interactive() -> bool:
+    """Return True if both stdin and stdout are terminals."""
     return bool(sys.stdin and sys.stdin.isatty() and sys.stdout.isatty())
 
 
 def ask(prompt: str) -> str | None:
-    """The next line of stdin, without its line break; None at the end. Bytes that are no text come as surrogates.
+    """Return the next line of stdin without its line break, or None at the end. Invalid UTF-8 becomes surrogates.
 
-    In a talk `prompt` is shown, the line can be edited and older ones called back, and a paste of several lines is one.
+    In an interactive session, `prompt` is shown, lines have editing and history, and a pasted block is one line.
     """
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "surrogateescape":
         sys.stdin.reconfigure(errors="surrogateescape")
-    if not is_talk():
+    if not is_interactive():
         line = sys.stdin.readline() if sys.stdin else ""
         return line.removesuffix("\n").removesuffix("\r") if line else None
-    import readline  # what `input` edits with
+    import readline  # enables line editing in `input`
 
     readline.parse_and_bind("set enable-bracketed-paste on")
     try:
@@ -143,31 +137,31 @@ def ask(prompt: str) -> str | None:
         return None
 
 
-def say_here(text: str) -> None:
-    """One log line on stderr, whichever process this is: what went wrong in this one alone."""
+def log_from_any_rank(text: str) -> None:
+    """Print a log line on stderr from any process, with its rank: for errors of one process."""
     _write(sys.stderr, text if distributed.world_size() == 1 else f"process {distributed.rank()}: {text}")
 
 
-def say_once(text: str) -> None:
-    """A log line that a command says once, however many of its stages come to it."""
-    if is_new(text):
+def log_once(text: str) -> None:
+    """Print a log line once per command, even if several stages log it."""
+    if is_first_time(text):
         say(text)
 
 
 def warn(code: str, text: str, *, where: str | None = None, hint: str | None = None) -> None:
-    """`warning[CODE]: ...` on stderr. The same warning is said once in a command, and kept for `warnings_said`."""
-    where = where and clean(where)  # a file's name is no better than a model's text
+    """Print `warning[CODE]: ...` on stderr once per command, and keep it for `emitted_warnings`."""
+    where = where and clean(where)  # file names are untrusted, too
     problem = Problem(code, clean(text), where, hint and clean(hint))
     line = Problem(code, problem.text, where).line("warning")
-    if line not in _said:
-        _said[line] = problem
-        if not _muted and is_new(line):
+    if line not in _warnings:
+        _warnings[line] = problem
+        if not _muted and is_first_time(line):
             say(problem.line("warning"))
 
 
 @contextmanager
 def muted_warnings() -> Iterator[None]:
-    """Within, warnings are kept but not shown: somebody else will say them."""
+    """Keep warnings without printing them: another process will."""
     global _muted
     before, _muted = _muted, True
     try:
@@ -176,34 +170,33 @@ def muted_warnings() -> Iterator[None]:
         _muted = before
 
 
-def warnings_said() -> list[str]:
-    """The warnings so far, without their hints, for reports and manifests."""
-    return list(_said)
+def emitted_warnings() -> list[str]:
+    """Return the warnings so far, without their hints, for reports and manifests."""
+    return list(_warnings)
 
 
-def problems_warned_of() -> list[Problem]:
-    """The warnings so far, part by part."""
-    return list(_said.values())
+def emitted_problems() -> list[Problem]:
+    """Return the warnings so far as problems."""
+    return list(_warnings.values())
 
 
-def forget_warnings() -> None:
-    """Starts a new command in the same process: what it warns about is said again."""
-    global _cut_off
-    _cut_off = None
-    _said.clear()
-    forget()
+def reset() -> None:
+    """Forget all warnings and messages: a new command starts in the same process."""
+    global _stdout_error
+    _stdout_error = None
+    _warnings.clear()
+    _seen.clear()
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """A table on stdout: drawn and wrapped on a terminal, aligned plain text (never cut) elsewhere.
-
-    Of several processes the first one shows it.
+    """Print a table on stdout, on the main process only: drawn and wrapped on a terminal, else aligned and never
+    truncated.
     """
     assert all(len(row) == len(columns) for row in rows), "every row needs a cell for each column"
     if not distributed.is_main_process():
         return
     if is_terminal(sys.stdout):
-        _drawn_table(columns, rows, title)
+        _print_rich_table(columns, rows, title)
         return
     cells = [[clean(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in (columns, *rows)]
     widths = [max(_width(row[column]) for row in cells) for column in range(len(columns))]
@@ -213,15 +206,15 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
         out("  ".join(cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def has_room(columns: int) -> bool:
-    """Whether so many texts can be read beside one another: the width of a terminal."""
-    return is_terminal(sys.stdout) and shutil.get_terminal_size().columns >= columns * READABLE
+def fits_side_by_side(columns: int) -> bool:
+    """Return True if the terminal is wide enough for this number of text columns."""
+    return is_terminal(sys.stdout) and shutil.get_terminal_size().columns >= columns * MIN_COLUMN_WIDTH
 
 
 class Columns:
-    """`with Columns(["sft", "ppo"]) as columns: columns.add(0, " a piece")`: texts that grow on stdout, side by side.
+    """Streams several texts to stdout side by side; use it only if `fits_side_by_side`.
 
-    Only where `has_room`.
+    `with Columns(["sft", "ppo"]) as columns: columns.add(0, " a piece")`
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -246,42 +239,42 @@ class Columns:
         return self
 
     def add(self, column: int, text: str) -> None:
-        """A further piece of a column's text."""
+        """Append text to a column."""
         self._cells[column].append(clean(text))
         if time.monotonic() - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
             self._live.refresh()
             self._drawn = time.monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with suppress(OSError):  # a terminal that is gone
+        with suppress(OSError):  # the terminal is closed
             self._live.stop()
 
 
-def _drawn_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
+def _print_rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=Text(clean(title)) if title else None)
+    grid = Table(title=Text(clean(title)) if title else None)
     for column in columns:
-        drawn.add_column(Text(clean(column)))
+        grid.add_column(Text(clean(column)))
     for row in rows:
-        drawn.add_row(*(Text(clean(cell)) for cell in row))
-    Console(file=sys.stdout).print(drawn)
+        grid.add_row(*(Text(clean(cell)) for cell in row))
+    Console(file=sys.stdout).print(grid)
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether somebody looks at it who can be shown more than plain lines."""
+    """Return True if the stream is a terminal that can redraw."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _width(text: str) -> int:
-    """Columns that a text takes in a fixed-width font: East Asian characters are two wide, accents none."""
+    """Return the columns a text takes in a fixed-width font: 2 per East Asian character, 0 per combining mark."""
     return sum(0 if combining(char) else 2 if east_asian_width(char) in "WF" else 1 for char in text)
 
 
 def _write(stream: TextIO, text: str, *, end: str = "\n", dim: bool = False) -> None:
-    """One line; what the stream's encoding cannot show is written as an escape instead of failing."""
+    """Write text and flush; characters that the stream cannot encode are escaped."""
     encoding = stream.encoding or "utf-8"
     shown = clean(text).encode(encoding, "backslashreplace").decode(encoding)
     styled = dim and is_terminal(stream) and not os.environ.get("NO_COLOR")
@@ -289,36 +282,34 @@ def _write(stream: TextIO, text: str, *, end: str = "\n", dim: bool = False) -> 
         stream.write((f"{DIM}{shown}{PLAIN}" if styled else shown) + end)
         stream.flush()
     except OSError as error:
-        if error.errno not in NOBODY_THERE + FULL:
+        if error.errno not in READER_GONE + DISK_FULL:
             raise
-        if error.errno in FULL and stream is sys.stdout:
-            global _cut_off
-            _cut_off = error
-        _left.append(stream)
-        # The terminal is closed, the other end of a pipe is gone, or the disk of the log is full. A run goes on and can
-        # save; what it says is lost.
+        if error.errno in DISK_FULL and stream is sys.stdout:
+            global _stdout_error
+            _stdout_error = error
+        _closed_streams.append(stream)
+        # The terminal or pipe is closed, or the disk is full. The run continues and can save; its output is lost.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-MINUTE, HOUR, DAY = 60, 3600, 86400
-
-
 def duration(seconds: float) -> str:
-    """`under 1 ms`, `0.012 s`, `4.7 s`, `42 s`, `12 min 3 s`, `2 d 5 h`: two units at most, none that is 0."""
+    """Return a duration as text in at most two units: `under 1 ms`, `0.012 s`, `4.7 s`, `42 s`, `12 min 3 s`, `2 d 5
+    h`.
+    """
     if 0 < seconds < 0.001:
         return "under 1 ms"
     if seconds < 9.95:
         return f"{seconds:.2g} s"
-    whole = round(seconds)
+    rounded = round(seconds)
     for large, unit, small, rest in ((DAY, "d", HOUR, "h"), (HOUR, "h", MINUTE, "min"), (MINUTE, "min", 1, "s")):
-        if whole >= large:
-            left = whole % large // small
-            return f"{whole // large} {unit}" + (f" {left} {rest}" if left else "")
-    return f"{whole} s"
+        if rounded >= large:
+            minor = rounded % large // small
+            return f"{rounded // large} {unit}" + (f" {minor} {rest}" if minor else "")
+    return f"{rounded} s"
 
 
 def ago(seconds: float) -> str:
-    """`just now`, `12 min ago`, `3 h ago`, `2 d ago`; a time to come, of a clock that is ahead, is now."""
+    """Return an age as text: `just now`, `12 min ago`, `3 h ago`, `2 d ago`. Negative ages are `just now`."""
     for size, unit in ((DAY, "d"), (HOUR, "h"), (MINUTE, "min")):
         if seconds >= size:
             return f"{int(seconds // size)} {unit} ago"

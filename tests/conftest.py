@@ -107,7 +107,7 @@ def _caches_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(autouse=True)
 def _a_new_command() -> Any:
     """Each test starts as a new process would: no warning was said, no output is held."""
-    terminal.forget_warnings()
+    terminal.reset()
     yield
     runs.release()
 

@@ -82,7 +82,7 @@ class Chain:
 
 def rlhf(stage: str, run: Path, *more: str) -> Any:
     """`rlhf STAGE` on a run's folder, as in a process of its own."""
-    terminal.forget_warnings()
+    terminal.reset()
     try:
         return CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *more])
     finally:

@@ -54,8 +54,8 @@ def make_stage(run: Path, stage: str, weights: bytes = b"weights", **fields: Any
     """A finished stage folder, made through begin and finish."""
     run.mkdir(exist_ok=True)
     config = FakeConfig(run, stage)
-    wanted = runs.identity(config, {}, {})
-    assert runs.begin(config, wanted, {}, fresh=False) == "new"
+    wanted = runs.compute_identity(config, {}, {})
+    assert runs.start_stage(config, wanted, {}, fresh=False) == "new"
     write_model(config.folder / "model", weights)
-    runs.finish(config, wanted, parents={}, fields=fields)
+    runs.complete_stage(config, wanted, parents={}, fields=fields)
     return config.folder

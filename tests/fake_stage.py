@@ -23,8 +23,8 @@ parser.add_argument("--trust-remote-code", action="store_true")
 
 def work(loaded: config.Config, fresh: bool) -> None:
     parents = runs.open_parents(loaded)
-    identity = runs.identity(loaded, parents, loaded.sources())
-    print(f"{loaded.stage} {runs.begin(loaded, identity, {}, fresh=fresh)}", flush=True)
+    identity = runs.compute_identity(loaded, parents, loaded.sources())
+    print(f"{loaded.stage} {runs.start_stage(loaded, identity, {}, fresh=fresh)}", flush=True)
     if os.environ.get("FAKE_FAILS") == loaded.stage:
         (loaded.folder / "state/step_000120").mkdir(parents=True)
         sys.exit(7)
@@ -43,7 +43,7 @@ def work(loaded: config.Config, fresh: bool) -> None:
         told = [settings["learning_rate"], settings.get("kl_coef"), loaded.seed, identity["data"], identity["parents"]]
         (loaded.folder / "model").mkdir()
         (loaded.folder / "model/model.safetensors").write_text(json.dumps(told))
-    runs.finish(loaded, identity, parents=parents, fields={})
+    runs.complete_stage(loaded, identity, parents=parents, fields={})
 
 
 JUDGED = {"reward_mean": 0.5, "response_length_mean": 9.0, "eos_fraction": 1.0, "judges": {"reward": {"mean": 0.5}}}

@@ -44,7 +44,7 @@ def dawdle(rank: int) -> None:
         return lambda *args: (time.sleep(0.1), do(*args))[1]
 
     if rank == 0:
-        runs.make_room = slowly(runs.make_room)
+        runs.prepare_state_folder = slowly(runs.prepare_state_folder)
     else:
         transformers.Trainer._save_rng_state = slowly(transformers.Trainer._save_rng_state)
 

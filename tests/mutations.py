@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.files import file_sha256, write_sealed
+from rlhf_cli.files import file_sha256, write_checked_json
 
 ODD: list[Any] = [
     None, True, -1, 0, 1.5, 1e308, 10**30, "", "x", "1", "é\u2028<b>", [], ["x"], [1, "x"], [[]], {}, {"x": 1},
@@ -38,7 +38,7 @@ def mutate(folder: Path, draw: random.Random) -> str:
     else:
         tree[last] = value
     if file.name == "manifest.json":
-        write_sealed(file, told)
+        write_checked_json(file, told)
     else:
         file.write_text(json.dumps(told))
         manifest = folder / "eval/manifest.json"
@@ -46,5 +46,5 @@ def mutate(folder: Path, draw: random.Random) -> str:
         listed.pop("sha256")
         if isinstance(listed.get("files"), dict):
             listed["files"]["report.json"] = {"sha256": file_sha256(file), "bytes": file.stat().st_size}
-        write_sealed(manifest, listed)
+        write_checked_json(manifest, listed)
     return f"{file.relative_to(folder)}: {'.'.join(map(str, (*above, last)))} = {value!r}"

@@ -105,10 +105,10 @@ def as_stage(folder: Path, stage: str, model: Path, config: dict, **fields: obje
     """A model's folder as the finished folder of a stage with this config and these fields in its manifest."""
     write(folder, stage, config)
     loaded = load(stage, folder / f"{stage}.yaml")
-    identity = runs.identity(loaded, {}, loaded.sources())
-    runs.begin(loaded, identity, {}, fresh=False)
+    identity = runs.compute_identity(loaded, {}, loaded.sources())
+    runs.start_stage(loaded, identity, {}, fresh=False)
     shutil.copytree(model, folder / stage / "model")
-    runs.finish(loaded, identity, parents={}, fields=fields)
+    runs.complete_stage(loaded, identity, parents={}, fields=fields)
     runs.release()
 
 

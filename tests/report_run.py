@@ -14,7 +14,7 @@ from markupsafe import Markup
 from rlhf_cli.commands.report import charts, page, svg
 from rlhf_cli.commands.report.runs import read_run
 from rlhf_cli.commands.report.svg import Drawing
-from rlhf_cli.files import describe, names_in, write_sealed
+from rlhf_cli.files import hash_files, list_files, write_checked_json
 from rlhf_cli.jsonl import write_jsonl
 
 SFT_LOSSES = [3.0, 2.5, 2.25, 2.125]
@@ -164,10 +164,10 @@ def finish(folder: Path, *, parents: tuple[str, ...] = (), **fields: Any) -> Non
         "parents": told,
         "seed": 0,
         "versions": {"rlhf": "0.1.0", "torch": "2.13.0"},
-        "files": describe(folder, [name for name in names_in(folder) if name != "manifest.json"]),
+        "files": hash_files(folder, [name for name in list_files(folder) if name != "manifest.json"]),
         "model_sha256": f"{folder.name}-model",
     }
-    write_sealed(folder / "manifest.json", manifest | fields)
+    write_checked_json(folder / "manifest.json", manifest | fields)
 
 
 def sha_of(folder: Path) -> str:
@@ -179,7 +179,7 @@ def change(path: Path, **fields: Any) -> None:
     told = json.loads(path.read_text()) | fields
     if path.name == "manifest.json":
         told.pop("sha256", None)
-        write_sealed(path, told)
+        write_checked_json(path, told)
     else:
         path.write_text(json.dumps(told))
 

@@ -316,12 +316,12 @@ def test_a_whole_reward_model_may_stand_on_sft_adapters(adapters_copy: Path) -> 
 
 
 def test_the_hash_of_an_adapter_covers_its_base(adapters_run: Path) -> None:
-    from rlhf_cli.runs.adapters import whole_sha256
+    from rlhf_cli.runs.adapters import sha256_with_base
 
     manifest = json.loads((adapters_run / "sft/manifest.json").read_text())
-    assert manifest["model_sha256"] == whole_sha256(manifest["files"], manifest["parents"])
+    assert manifest["model_sha256"] == sha256_with_base(manifest["files"], manifest["parents"])
     other = {"model.path": {**manifest["parents"]["model.path"], "sha256": "0" * 64}}
-    assert manifest["model_sha256"] != whole_sha256(manifest["files"], other)
+    assert manifest["model_sha256"] != sha256_with_base(manifest["files"], other)
 
 
 def test_m04_a_base_of_the_hub_goes_by_its_id(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_m04_a_base_of_the_hub_goes_by_its_id(world: World, tmp_path: Path, monk
     assert run(folder, "reward", "-s", "reward.max_steps=1")["parents"]["model.path"]["path"] == "../sft"
     shutil.rmtree(tmp_path / "hub/models--some--model/snapshots" / ("b" * 40))
     monkeypatch.chdir(folder)
-    assert refused(rlhf("ppo"), "M04", "ppo.yaml", "its base some/model is not there", "hint: fetch it: hf download")
+    assert refused(rlhf("ppo"), "M04", "ppo.yaml", "its base some/model does not exist", "hint: fetch it: hf download")
 
 
 # Defaults, and what training in full pays

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.training
 
 def test_m04_the_base_is_gone(adapters_copy: Path) -> None:
     (adapters_copy / "model").rename(adapters_copy / "elsewhere")
-    says = ("sft holds an adapter, and its base model is not there", "hint: put it back there; or train the adapter")
+    says = ("sft holds an adapter, but its base model does not exist", "hint: put it back there; or train the adapter")
     assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says) and not (adapters_copy / "ppo").exists()
     seen = check("ppo.yaml")
     assert seen.exit_code == 2 and "error[M04]" in seen.stdout + seen.stderr
@@ -35,7 +35,7 @@ def test_m04_the_base_is_gone(adapters_copy: Path) -> None:
 def test_m04_the_base_has_changed_since(adapters_copy: Path) -> None:
     tensors = load_file("model/model.safetensors")
     save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, "model/model.safetensors", {"format": "pt"})
-    says = ("sft holds an adapter, and its base model has changed since (", "hint: bring the old base back, or train")
+    says = ("sft holds an adapter, and its base model has changed since (", "hint: restore the old base, or train")
     assert refused(rlhf("ppo"), "M04", "ppo.yaml", *says)
     told = CliRunner().invoke(app, ["run", ".", "--dry-run"])  # which makes it all again
     assert told.exit_code == 0 and "stale: model.path: other weights" in told.stdout
@@ -188,7 +188,7 @@ def test_c17_a_push_of_adapters_whose_base_is_a_folder_here(
 def test_m04_the_base_below_a_policy_of_adapters(adapters_copy: Path) -> None:
     run(adapters_copy, "ppo", "-s", "models.adapters={kind: lora, r: 2}")
     run(adapters_copy, "sft", "--fresh", "-s", "seed=1")
-    says = ("ppo holds an adapter, and its base sft has changed since (", "hint: bring the old base back, or train")
+    says = ("ppo holds an adapter, and its base sft has changed since (", "hint: restore the old base, or train")
     result = rlhf("eval")
     assert result.exit_code == 2 and "error[M04]: eval.yaml" in result.stderr
     assert all(text in result.stderr for text in says), result.stderr

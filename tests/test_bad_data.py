@@ -240,8 +240,8 @@ def test_d03_a_key_that_stands_twice(folder: Path, name: str) -> None:
     """Of the two a reader would see one, and nothing would tell; a text that looks like keys is none."""
     good, twice = r'{"prompt": "\":\":\" a", "completion": "b"}', '{"prompt": "a", "completion": "b", "prompt" : "c"}'
     (folder / name).write_text(f"[{good}, {twice}]" if name.endswith(".json") else f"{good}\n{twice}\n")
-    place, says = f"{name}:{1 if name.endswith('.json') else 2}: ", 'the key "prompt" stands twice in one object'
-    assert refused(rlhf("sft", "-s", f"data.train={name}"), "D03", place, says, "hint: take one of the two out")
+    place, says = f"{name}:{1 if name.endswith('.json') else 2}: ", 'the key "prompt" occurs twice in one object'
+    assert refused(rlhf("sft", "-s", f"data.train={name}"), "D03", place, says, "hint: remove one of the two")
 
 
 def test_d04_not_utf8(folder: Path) -> None:

@@ -110,16 +110,16 @@ def test_m03_a_reward_model_of_two_labels(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "says"),
     [
-        ("owner/base-model", ("its base owner/base-model is no folder here", "hint: fetch the base (hf download")),
+        ("owner/base-model", ("its base owner/base-model is neither a folder", "hint: fetch the base (hf download")),
         ("model", ("its base is model", "hint: merge it into its base first", "merge_and_unload()")),
-        (None, ("does not tell its base", "hint: name a whole model")),
+        (None, ("does not name its base", "hint: name a full model")),
     ],
 )
 def test_m04_an_adapter_in_place_of_a_model(folder: Path, base: str | None, says: tuple[str, ...]) -> None:
     (folder / "adapter").mkdir()
     (folder / "adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     replace("sft.yaml", "path: model", "path: adapter")
-    assert refused(rlhf("sft"), "M04", "sft.yaml:1: ", "adapter holds an adapter, not a whole model", *says)
+    assert refused(rlhf("sft"), "M04", "sft.yaml:1: ", "adapter holds an adapter, not a full model", *says)
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
@@ -150,7 +150,7 @@ def test_m05_a_finished_stage_that_was_changed(folder: Path) -> None:
     assert rlhf("sft").exit_code == 0
     with open("sft/model/model.safetensors", "r+b") as file:
         file.truncate(1000)
-    says = ("model/model.safetensors has 1000 bytes", "hint: --fresh makes it again")
+    says = ("model/model.safetensors has 1000 bytes", "hint: --fresh runs the stage again")
     assert refused(rlhf("sft"), "M05", "sft is finished but damaged: ", *says, exit_code=1)
 
 

@@ -305,7 +305,7 @@ def test_replies_go_to_stdout_and_all_else_to_stderr(run: Path) -> None:
 
 def test_it_ends_when_nobody_reads_any_more(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = iter([True, True, False])
-    monkeypatch.setattr(terminal, "is_heard", lambda: next(heard))
+    monkeypatch.setattr(terminal, "is_stdout_open", lambda: next(heard))
     result = piped(run, said="a\nb\nc\n")
     assert result.exit_code == 0 and len(result.stdout.splitlines()) == 2
 
@@ -438,9 +438,9 @@ def test_what_is_not_as_it_was_in_training_is_left_out_and_said(
 
 def test_what_cannot_be_talked_to(run: Path) -> None:
     assert refused(piped("nowhere"), "M01", "no such folder nowhere")
-    assert refused(piped(run, "--step", "99"), "C06", "run/ppo keeps no policy of that step", "there are ")
+    assert refused(piped(run, "--step", "99"), "C06", "run/ppo has no policy of that step", "there are ")
     assert refused(piped(run, "--step", "best"), "C07", "--step best: not last, selected or a number")
-    assert refused(piped(run, "--step", "selected"), "C06", "picked no policy")
+    assert refused(piped(run, "--step", "selected"), "C06", "selected no policy")
     assert refused(piped(run, "--stage", "reward"), "C11", "run/reward is a reward model, which writes no text")
     assert refused(piped(run, "--compare", "sft,pp"), "C07", "pp is not one of sft, ppo", "did you mean ppo?")
     assert refused(piped(run, "--compare", "ppo,ppo"), "C11", "two different models are compared")
@@ -465,5 +465,5 @@ def test_a_stage_that_runs_beside_it_is_not_in_the_way(run: Path, monkeypatch: p
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("no lock may be taken")
 
-    monkeypatch.setattr(locks, "hold", never)
+    monkeypatch.setattr(locks, "lock_folder", never)
     assert piped(run).exit_code == 0

@@ -73,16 +73,16 @@ def test_a_stage_trusts_no_weights_that_their_stage_did_not_write(tmp_path: Path
         )
     }
     config = FakeConfig(tmp_path / "run", "ppo")
-    wanted = runs.identity(config, parents, {})
+    wanted = runs.compute_identity(config, parents, {})
     for folder in folders:
         (folder / "model/model.safetensors").write_bytes(b"weigHts")
     with pytest.raises(RLHFError) as caught:
-        runs.begin(config, wanted, parents, fresh=False)
+        runs.start_stage(config, wanted, parents, fresh=False)
     assert [problem.code for problem in caught.value.problems] == ["M10", "M10"]
     assert "model/model.safetensors: its content is not what was written (sha256 differs)" in str(caught.value)
     for folder in folders:
         (folder / "model/model.safetensors").write_bytes(b"weights")
-    assert runs.begin(config, wanted, parents, fresh=False) == "new"
+    assert runs.start_stage(config, wanted, parents, fresh=False) == "new"
 
 
 def test_files_beside_the_model_do_not_spoil_a_parent(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ HARMS = (
 def test_a_damaged_state_is_passed_over_with_a_warning(
     tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    terminal.forget_warnings()
+    terminal.reset()
     for step in (1, 2):
         runs.commit_state(tmp_path, f"step_{step:06}", put(f"state {step}"), keep=2)
     harm(tmp_path / "step_000002", how)
@@ -110,7 +110,7 @@ def test_only_whole_states_count_as_kept(tmp_path: Path) -> None:
 def test_a_folder_that_another_program_writes_counts_from_its_seal_on(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         name = f"checkpoint-{step}"
-        runs.make_room(tmp_path, name)
+        runs.prepare_state_folder(tmp_path, name)
         (tmp_path / name).mkdir()
         put(str(step))(tmp_path / name)
         assert runs.latest_state(tmp_path) == (tmp_path / f"checkpoint-{step - 10}" if step > 10 else None)
@@ -119,7 +119,7 @@ def test_a_folder_that_another_program_writes_counts_from_its_seal_on(tmp_path: 
     assert runs.state_steps(tmp_path) == [20, 30]
     runs.seal_state(tmp_path / "checkpoint-30", keep=1, spare={"checkpoint-20"})
     assert runs.state_steps(tmp_path) == [20, 30]
-    runs.make_room(tmp_path, "checkpoint-30")  # it is going to be written once more
+    runs.prepare_state_folder(tmp_path, "checkpoint-30")  # it is going to be written once more
     assert runs.latest_state(tmp_path) == tmp_path / "checkpoint-20"
 
 

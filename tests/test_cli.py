@@ -297,8 +297,8 @@ def test_a_dry_run_tells_what_is_not_ready_and_refuses_what_nobody_will_make(fol
 def test_a_dry_run_tells_what_would_become_of_the_output(folder: Path) -> None:
     loaded = config.load("sft", folder / "sft.yaml")
     parents = runs.open_parents(loaded)
-    identity = runs.identity(loaded, parents, loaded.sources())
-    runs.begin(loaded, identity, {}, fresh=False)
+    identity = runs.compute_identity(loaded, parents, loaded.sources())
+    runs.start_stage(loaded, identity, {}, fresh=False)
     runs.commit_state(loaded.folder / "state", "checkpoint-7", lambda path: None, keep=2)
 
     def outcome(*more: str) -> str:
@@ -307,7 +307,7 @@ def test_a_dry_run_tells_what_would_become_of_the_output(folder: Path) -> None:
     assert outcome() == "# writes  sft: resumes at step 7"
     assert outcome("sft.max_length=9") == "# writes  sft: stale: sft.max_length 1024 -> 9; needs --fresh"
     assert outcome("sft.max_length=9", "--fresh") == "# writes  sft: new; the old folder moves to .old/"
-    runs.finish(loaded, identity, parents=parents, fields={})
+    runs.complete_stage(loaded, identity, parents=parents, fields={})
     assert outcome() == "# writes  sft: it is finished, nothing to do"
 
 
@@ -382,12 +382,12 @@ cli.app(["sft", "-c", "sft.yaml"])
 
 def test_a_lock_is_let_go_when_a_command_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(given: Any, _: Any) -> None:
-        runs.begin(given, runs.identity(given, {}, {}), {}, fresh=False)
+        runs.start_stage(given, runs.compute_identity(given, {}, {}), {}, fresh=False)
         raise ZeroDivisionError
 
     monkeypatch.setattr(train, "_runner", lambda name: run)
     assert rlhf("sft", "-c", "sft.yaml").exit_code == 1
-    script = "import pathlib, sys; from rlhf_cli.runs.locks import hold; hold(pathlib.Path(sys.argv[1]))"
+    script = "import pathlib, sys; from rlhf_cli.runs.locks import lock_folder; lock_folder(pathlib.Path(sys.argv[1]))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", script, str(folder / "sft")], env=environment, check=True)
 

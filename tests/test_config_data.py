@@ -135,7 +135,7 @@ def test_the_tokenizer_of_new_weights_reads_the_training_data_as_it_is_read(tmp_
 
 def identity(folder: Path, **data: Any) -> dict[str, Any]:
     made = config(folder, **MODEL, data=data)
-    return runs.identity(made, {}, made.sources())
+    return runs.compute_identity(made, {}, made.sources())
 
 
 def data_folder(root: Path) -> Path:
@@ -167,14 +167,18 @@ def test_only_what_is_in_the_files_counts_and_not_where_they_lie(tmp_path: Path)
 def test_what_changes_the_rows_is_another_result(tmp_path: Path, change: dict[str, Any], lines: list[str]) -> None:
     data_folder(tmp_path / "a")
     before, after = ({"train": "a", "max_rows": 5} | extra for extra in ({}, change))
-    assert runs.difference(identity(tmp_path, **before), identity(tmp_path, **after)) == lines
+    assert runs.identity_difference(identity(tmp_path, **before), identity(tmp_path, **after)) == lines
 
 
 def test_each_file_of_a_split_counts(tmp_path: Path) -> None:
     root = data_folder(tmp_path / "a")
     before = identity(tmp_path, train="a", eval="a[test]")
     jsonl.write_jsonl(root / "data" / "train-1.jsonl", [{"text": "changed"}])
-    assert runs.difference(before, identity(tmp_path, train="a", eval="a[test]")) == ["data.train: other content"]
+    assert runs.identity_difference(before, identity(tmp_path, train="a", eval="a[test]")) == [
+        "data.train: other content"
+    ]
     jsonl.write_jsonl(root / "data" / "train-1.jsonl", [{"text": "train-1"}])
     jsonl.write_jsonl(root / "data" / "train-2.jsonl", [{"text": "new"}])
-    assert runs.difference(before, identity(tmp_path, train="a", eval="a[test]")) == ["data.train: other content"]
+    assert runs.identity_difference(before, identity(tmp_path, train="a", eval="a[test]")) == [
+        "data.train: other content"
+    ]

@@ -8,7 +8,7 @@ import pytest
 from damage_chain import Chain, refusal, rlhf
 from damages import ALONE, OTHER_RUN, PROPERTY, SAME, SILENT, Matrix, harm
 
-from rlhf_cli.files import NOT_THE_MODEL
+from rlhf_cli.files import MODEL_CARDS
 
 pytestmark = pytest.mark.training
 
@@ -57,7 +57,7 @@ def test_every_file_of_a_finished_stage_and_every_damage(
     )
     whole = chain.folder / stage
     names = [path.relative_to(whole).as_posix() for part in ("model", "value") for path in (whole / part).rglob("*")]
-    names = [name for name in names if not name.endswith(NOT_THE_MODEL)]  # a card may be edited
+    names = [name for name in names if not name.endswith(MODEL_CARDS)]  # a card may be edited
     for name in [*sorted(names), "manifest.json"]:
         for how in (*ALONE, OTHER_RUN):
             run = tmp_path / how / name

@@ -405,7 +405,7 @@ def test_long_rows_are_dropped_and_counted_or_refused(
     path = file_of(tmp_path, GOOD, long, long)
     assert len(data.sft_rows(path, tokenizer, max_length=20)) == 1
     assert "rows.jsonl: 2 of 3 rows dropped: longer than 20 tokens (first: line 2)" in capsys.readouterr().err
-    assert terminal.warnings_said()[0].startswith("warning[D10]")
+    assert terminal.emitted_warnings()[0].startswith("warning[D10]")
     error = problems_of(data.sft_rows, path, tokenizer, max_length=20, on_long="error")
     assert [problem.code for problem in error.problems] == ["D10", "D10"] and ":2: " in str(error)
 

@@ -124,7 +124,7 @@ def test_odd_dialogues_have_a_code_or_are_left_out(
     assert problem.code == code and text in problem.text and str(problem.where).endswith("rows.jsonl:2")
     lenient = source(tmp_path, PAIR, odd, odd, on_bad="drop")
     assert len(data.preference_rows(lenient, chat, max_length=999, on_identical="drop")) == 1
-    (said,) = terminal.warnings_said()
+    (said,) = terminal.emitted_warnings()
     assert said.startswith(f"warning[{code}]") and "2 of 3 rows dropped: " in said and "(first: line 2)" in said
 
 
@@ -152,7 +152,7 @@ def test_rows_left_out_are_counted_by_fault_wherever_they_stand(plain: Any, tmp_
     contents = [{**GOOD, "prompt": None}, *[{**GOOD, **one} for one in bad], {"odd": 1}, GOOD]
     found = source(tmp_path, *contents, on_bad="drop")
     assert len(data.preference_rows(found, plain, max_length=99)) == 1
-    told = {line.split("]")[0][-3:]: line for line in terminal.warnings_said()}
+    told = {line.split("]")[0][-3:]: line for line in terminal.emitted_warnings()}
     assert set(told) == {"D06", "D09", "D08", "D10", "D12", "D02"} - {"D02"}
     null = '"prompt" is null; expected text or a list of messages; the others are similar (first: line 1)'
     assert f"3 of 8 rows dropped: {null}" in told["D06"]
@@ -192,7 +192,7 @@ def test_a_conversation_that_the_template_refuses_is_one_row_left_out(plain: Any
     good = {"prompt": [{"role": "user", "content": "Hi"}], **answers}
     bad = {"prompt": [{"role": "system", "content": "Hi"}], **answers}
     assert len(data.preference_rows(source(tmp_path, bad, good, good, on_bad="drop"), plain, max_length=99)) == 2
-    (said,) = [line for line in terminal.warnings_said() if "D06" in line]
+    (said,) = [line for line in terminal.emitted_warnings() if "D06" in line]
     assert "1 of 3 rows dropped: the chat template rejects" in said and "(first: line 1)" in said
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rlhf_cli.cli import app
 from rlhf_cli.commands import run_summary
 from rlhf_cli.commands.report import brief, write_beside
-from rlhf_cli.errors import word
+from rlhf_cli.errors import shell_word
 
 SOURCE = Path(run_summary.__file__).parent
 
@@ -80,7 +80,7 @@ def test_a_page_that_is_missing_is_drawn_again(
 )
 def test_a_printed_name_is_one_word_of_a_shell(name: str) -> None:
     """What is pasted names the very file, and no character of it moves a cursor."""
-    printed = word(name)
+    printed = shell_word(name)
     assert printed.isprintable()
     told = subprocess.run(["bash", "-c", f"printf %s {printed}"], capture_output=True, check=True).stdout
     assert told == name.encode("utf-8", "surrogateescape")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_cli.error_codes import CODES
-from rlhf_cli.errors import Problem, RLHFError, nearest, nearest_file, nearest_folder, shown
+from rlhf_cli.errors import Problem, RLHFError, closest_folder, closest_match, closest_path, shown
 
 
 def test_a_problem_is_one_line_and_at_most_one_hint() -> None:
@@ -32,13 +32,13 @@ def test_an_unknown_code_is_a_programmers_mistake() -> None:
     [(["C01"], 2), (["R01"], 1), (["R01", "D07"], 2), (["M05"], 1), (["R06"], 1), (["M10"], 2), (["M09", "R05"], 1)],
 )
 def test_the_exit_code_is_2_where_a_check_could_have_seen_it(codes: list[str], exit_code: int) -> None:
-    error = RLHFError.of([Problem(code, "text") for code in codes])
+    error = RLHFError.from_problems([Problem(code, "text") for code in codes])
     assert error.exit_code == exit_code
     assert str(error).splitlines() == [f"error[{code}]: text" for code in codes]
 
 
 def test_an_error_crosses_processes_whole() -> None:
-    error = RLHFError.of([Problem("C01", "one", "f:1", "fix"), Problem("D07", "two")])
+    error = RLHFError.from_problems([Problem("C01", "one", "f:1", "fix"), Problem("D07", "two")])
     assert pickle.loads(pickle.dumps(error)).problems == error.problems
 
 
@@ -112,22 +112,22 @@ def test_paths_are_shown_from_where_the_user_stands(tmp_path: Path, monkeypatch:
     [("kl_coeff", "kl_coef"), ("KL_COEF", "kl_coef"), ("gam", "gamma"), ("zzzzz", None), ("", None)],
 )
 def test_the_nearest_name(name: str, expected: str | None) -> None:
-    assert nearest(name, ["kl_coef", "gamma", "lam"]) == expected
+    assert closest_match(name, ["kl_coef", "gamma", "lam"]) == expected
 
 
 def test_the_nearest_file_may_be_in_a_misspelt_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").touch()
-    assert nearest_file("data/trian.jsonl") == "data/train.jsonl"
-    assert nearest_file("dta/train.jsonl") == "data/train.jsonl"
-    assert nearest_file("data/zzz") is None
+    assert closest_path("data/trian.jsonl") == "data/train.jsonl"
+    assert closest_path("dta/train.jsonl") == "data/train.jsonl"
+    assert closest_path("data/zzz") is None
 
 
 def test_only_a_folder_is_named_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo.log").touch()
-    assert nearest_file("demo") == "demo.log" and nearest_folder("demo") is None
+    assert closest_path("demo") == "demo.log" and closest_folder("demo") is None
     (tmp_path / "demmo").mkdir()
     (tmp_path / "demmo/sft.yaml").touch()
-    assert nearest_folder("demo") == "demmo" and nearest_file("demo.log/sft.yaml") is None
+    assert closest_folder("demo") == "demmo" and closest_path("demo.log/sft.yaml") is None

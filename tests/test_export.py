@@ -311,8 +311,8 @@ def test_what_cannot_be_chosen(copied: Path) -> None:
     assert refused(said(copied, "--step", "best"), "C07", "--step best: not last, selected or a number")
     assert refused(said(copied, "--dtype", "bfloat"), "C07", "--dtype bfloat: not one of", "did you mean bfloat16?")
     steps = ", ".join(sorted({str(int(path.name[-6:])) for path in (copied / "ppo/snapshots").iterdir()}))
-    assert refused(said(copied, "--step", "99"), "C06", "run/ppo keeps no policy of that step", f"there are {steps};")
-    assert refused(said(copied, "--step", "2", "--stage", "sft"), "C11", "the sft stage leaves one model alone")
+    assert refused(said(copied, "--step", "99"), "C06", "run/ppo has no policy of that step", f"there are {steps};")
+    assert refused(said(copied, "--step", "2", "--stage", "sft"), "C11", "the sft stage has one model only")
     assert refused(said(copied / "ppo", "--stage", "sft"), "M10", "run/ppo was written by the ppo stage, not by sft")
     assert refused(said(copied / "eval"), "M10", "run/eval was written by the eval stage")
     assert refused(said("nowhere"), "M01", "no such folder nowhere")
@@ -326,7 +326,7 @@ def test_what_cannot_be_chosen(copied: Path) -> None:
 def test_selected_needs_a_selection(full: Path) -> None:
     assert rlhf("eval", "-c", "eval.yaml", "-s", "eval.n=2", "-s", "eval.best_of=[]").exit_code == 0
     result = rlhf("export", ".", "--step", "selected", "--out", "out")
-    assert refused(result, "C06", "the evaluation in eval picked no policy (eval.select names no judge)")
+    assert refused(result, "C06", "the evaluation in eval selected no policy (eval.select names no judge)")
 
 
 # What is not as it was written
@@ -351,7 +351,7 @@ def test_damage_is_found_before_anything_is_written(copied: Path) -> None:
         assert refused(result, code, says, exit_code=exit_code)
         path.write_bytes(before)
     shutil.rmtree(copied / "model")
-    assert refused(rlhf("export", copied, "--out", "out"), "M04", "its base run/model is not there")
+    assert refused(rlhf("export", copied, "--out", "out"), "M04", "its base run/model does not exist")
 
 
 def forgotten(model: Any) -> Any:
@@ -396,7 +396,7 @@ def test_nothing_is_overwritten(full: Path) -> None:
     assert sorted(path.name for path in Path("full").iterdir()) == [".hidden", "mine.txt"]
     assert refused(rlhf("export", ".", "--out", "full/mine.txt"), "C15", "full/mine.txt is a file")
     assert refused(rlhf("export", ".", "--out", "full/mine.txt/in"), "E03", "full/mine.txt is a file")
-    assert refused(rlhf("export", ".", "--out", "."), "C15", "is the working directory")
+    assert refused(rlhf("export", ".", "--out", "."), "C15", "cannot replace the working directory")
     Path("empty").mkdir()
     Path("link").symlink_to("empty")
     assert rlhf("export", ".", "--out", "link").exit_code == 0
@@ -417,8 +417,8 @@ def test_e03_room_is_asked_for_first(full: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_c15_another_process_is_at_it(full: Path) -> None:
     code = (
-        "import sys, pathlib; from rlhf_cli.runs.locks import hold;"
-        "hold(pathlib.Path('out').resolve()); print('held', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from rlhf_cli.runs.locks import lock_folder;"
+        "lock_folder(pathlib.Path('out').resolve()); print('held', flush=True); sys.stdin.read()"
     )
     root = str(Path(__file__).parent.parent)
     with subprocess.Popen(
@@ -457,5 +457,5 @@ def test_what_breaks_off_leaves_nothing(full: Path, error: Any, monkeypatch: pyt
     monkeypatch.setattr(save, "save_model", write_some)
     result = rlhf("export", ".", "--out", "out")
     if isinstance(error, OSError):
-        assert refused(result, "E03", "the disk cannot take what is to be written", exit_code=1)
+        assert refused(result, "E03", "could not write to disk", exit_code=1)
     assert result.exit_code != 0 and not Path("out").exists() and not list(Path().glob(".tmp-*"))

@@ -22,7 +22,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.references import Chosen
+from rlhf_cli.runs.references import ResolvedModel
 
 TEXTS = ["What should I cook tonight?", "A lentil soup: it is quick, and it keeps.", "\n\nHuman: \n\nAssistant:"]
 
@@ -50,13 +50,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizers.train_tokenizer(rows, 280)
 
 
-def chosen(run: Path, stage: str = "ppo", step: int | None = None) -> Chosen:
+def chosen(run: Path, stage: str = "ppo", step: int | None = None) -> ResolvedModel:
     """A model of the run, and its evaluation: that it is of this model's, `checkpoints.choose` sees to."""
     manifest = json.loads((run / stage / "manifest.json").read_text())
     told = json.loads((run / "eval/report.json").read_text()) if (run / "eval/report.json").is_file() else None
     parent = Parent("RUN", run / stage, stage, run / stage / "model", manifest["model_sha256"], manifest)
     end = manifest.get("step") if stage == "ppo" else None
-    return Chosen(parent, step or end, step in (None, end), told)
+    return ResolvedModel(parent, step or end, step in (None, end), told)
 
 
 def written(run: Path, tokenizer: Any, stage: str = "ppo", step: int | None = None, name: str = "policy") -> str:
@@ -357,7 +357,7 @@ def asks(run: Path, stage: str, prompt: Any) -> None:
 def test_a_prompt_of_the_data_stands_in_it_where_that_was_asked_for(run: Path, tokenizer: Any) -> None:
     assert "Write a prompt here, of the kind" in written(run, tokenizer)
     with pytest.raises(RLHFError) as caught:
-        card.held_out(Chosen(Parent("RUN", run / "none/ppo", "ppo", run, "", {}), None, True, None))
+        card.held_out(ResolvedModel(Parent("RUN", run / "none/ppo", "ppo", run, "", {}), None, True, None))
     assert caught.value.problems[0].code == "M01" and "rlhf eval" in str(caught.value.problems[0].hint)
 
     def shown(*prompts: Any) -> Any:

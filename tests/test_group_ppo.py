@@ -180,8 +180,8 @@ def test_the_stage_in_two_processes(group_folder: Path) -> None:
     assert replayed.exit_code == 0, replayed.output
     (group_folder / "ppo/manifest.json").unlink()  # one process does not go on with what two began
     other = ppo(group_folder)
-    assert is_one_error(other, "E04") and "was begun in 2 processes, 1 would go on with it" in other.stderr
-    assert "hint: go on with --nproc 2, or start over with --fresh" in other.stderr
+    assert is_one_error(other, "E04") and "was started with 2 processes and cannot resume with 1" in other.stderr
+    assert "hint: resume with --nproc 2, or start over with --fresh" in other.stderr
     alone = ppo(group_folder, "--fresh", "-s", "ppo.per_device_train_batch_size=4")
     assert alone.exit_code == 0
     for ours, theirs in zip(lines(group_folder / "ppo/metrics.jsonl"), two, strict=True):
@@ -246,7 +246,7 @@ def test_one_is_killed_and_the_other_ends(group_folder: Path, straight: tuple[ob
     os.kill(ranks_of[which], signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert time.monotonic() - began < 60 and process.returncode == 1, said
-    assert f"error[R14]: process {which} of 2 was ended by SIGKILL" in said and "Traceback" not in said
+    assert f"error[R14]: process {which} of 2 was killed by SIGKILL" in said and "Traceback" not in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     again = child(*stage(group_folder))
     assert again.returncode == 0 and "resumes at step" in again.stderr, again.stderr

@@ -213,7 +213,7 @@ def test_one_hears_a_signal_both_stop_and_save_once_and_go_on_to_the_bytes_of_a_
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143 and said.count("saved; the same command goes on from here") == 1, said
     alone = rlhf("sft", "-c", path)
-    assert is_one_error(alone, "E04") and "was begun in 2 processes, 1 would go on with it" in alone.stderr
+    assert is_one_error(alone, "E04") and "was started with 2 processes and cannot resume with 1" in alone.stderr
     again = child(*TORCHRUN, "-m", "rlhf_cli", "sft", "-c", path)
     assert again.returncode == 0 and again.stderr.count("resumes at step") == 1, again.stderr
     assert "sft      2 processes\n" in again.stderr and "4 x 1 x 2 processes = 8 rows" in again.stderr
@@ -233,7 +233,7 @@ def test_one_is_killed_the_other_ends_and_the_same_command_goes_on_to_the_same_b
     os.kill(pids[1], signal.SIGKILL)
     _, said = process.communicate(timeout=60)
     assert time.monotonic() - began < 60 and process.returncode == 1, said
-    assert "error[R14]: process 1 of 2 was ended by SIGKILL" in said, said
+    assert "error[R14]: process 1 of 2 was killed by SIGKILL" in said, said
     assert "Traceback" not in said and "error[R00]" not in said, said
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     again = child(*stage(path))

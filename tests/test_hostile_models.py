@@ -84,10 +84,10 @@ def test_m01_a_chat_template_that_does_not_end(folder: Path, monkeypatch: pytest
 
 
 def test_a_bound_on_work_ends_and_leaves_nothing_behind() -> None:
-    with pytest.raises(system.TooLong), system.at_most(0.05):
+    with pytest.raises(system.CPUTimeExceeded), system.cpu_time_limit(0.05):
         while True:
             pass
-    with system.at_most(0.05):
+    with system.cpu_time_limit(0.05):
         pass
     assert sum(range(3_000_000)) > 0  # more than 0.05 s, and no bound is left
 
@@ -105,7 +105,7 @@ def test_m01_a_tokenizer_whose_rule_never_matches(folder: Path) -> None:
 
 
 def test_d03_a_small_file_that_unpacks_to_a_large_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonl, "LONGEST", 2**16)
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2**16)
     for name, content, says in (("lines", b"\n" * 200_000, "100,000 empty"), ("one", b"\0" * 2**17, "65,536 bytes")):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wb") as file:
             file.write(content)

@@ -35,5 +35,5 @@ def test_the_exit_code_is_that_of_the_cause(monkeypatch: pytest.MonkeyPatch, cod
 
 def test_a_process_that_was_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ends(monkeypatch, 1, -9)
-    with pytest.raises(RLHFError, match="process 1 of 2 was ended by SIGKILL"):
+    with pytest.raises(RLHFError, match="process 1 of 2 was killed by SIGKILL"):
         distributed.launch_group(2, ["sft"])

@@ -50,7 +50,7 @@ def test_plan_check_and_a_locked_stage_do_without_linux(folder: Path) -> None:
     commands = [["plan", "sft.yaml"], ["check", "sft.yaml"], ["ls"], ["env"]]
     script = f"LINUX_OS, LINUX_SIGNAL, COMMANDS = {LINUX_OS}, {LINUX_SIGNAL}, {commands}\n{SCRIPT}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    locks.hold(folder / "sft")  # `rlhf ls` asks whether its process runs
+    locks.lock_folder(folder / "sft")  # `rlhf ls` asks whether its process runs
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     ends = [line for line in done.stdout.splitlines() if line.startswith("ended")]
     assert ends == [f"ended {command[0]} 0" for command in commands], done.stdout + done.stderr
@@ -71,5 +71,5 @@ def test_memory_is_what_the_system_says() -> None:
     if not pages.exists():
         pytest.skip("no Linux, which says it in another way to compare with")
     held = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    assert system.resident() == pytest.approx(held, rel=0.05)
-    assert 0 < system.memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert system.process_memory() == pytest.approx(held, rel=0.05)
+    assert 0 < system.total_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -16,9 +16,9 @@ from rlhf_cli.commands.export import card, card_context
 from rlhf_cli.commands.report import page
 from rlhf_cli.commands.report.runs import read_run
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.files import describe, names_in
+from rlhf_cli.files import hash_files, list_files
 from rlhf_cli.models import tokenizers
-from rlhf_cli.runs.shapes import oddity
+from rlhf_cli.runs.shapes import schema_error
 
 # Each of the first ones failed with R00 on its own way, when these tests were written.
 SEEDS = [6, 7, 27, 28, 34, 36, 47, 65, 66, 71, 75, 91, 93, 105, 130, 132, 133, 136, 142, 149, 159, 168, 178, 190, 235]
@@ -32,13 +32,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "ppo/model").mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / "ppo/model" / name).write_text("{}")
-    names = [name for name in names_in(folder / "ppo") if name != "manifest.json"]
+    names = [name for name in list_files(folder / "ppo") if name != "manifest.json"]
     best = {"step": 20, "metric": "objective/scores", "value": 1.0}
-    change(folder / "ppo/manifest.json", files=describe(folder / "ppo", names), best=best, stopped="it stopped")
+    change(folder / "ppo/manifest.json", files=hash_files(folder / "ppo", names), best=best, stopped="it stopped")
     parents = json.loads((folder / "eval/manifest.json").read_text())["parents"]
-    parents["models.ppo"]["sha256"] = runs.choose(folder, None, "last").model.sha256
+    parents["models.ppo"]["sha256"] = runs.resolve_model(folder, None, "last").model.sha256
     change(folder / "eval/manifest.json", parents=parents)
-    assert runs.choose(folder, None, "last").report
+    assert runs.resolve_model(folder, None, "last").report
     return folder
 
 
@@ -61,7 +61,7 @@ def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) ->
         folder = shutil.copytree(whole, tmp_path / str(seed))
         said = mutate(folder, random.Random(seed))
         try:
-            found = runs.choose(folder, None, "last")
+            found = runs.resolve_model(folder, None, "last")
             assert card.write(card_context.subject(found, model, tokenizer, "float32", "name", "./x", None)), said
             written += 1
         except RLHFError as error:
@@ -70,7 +70,7 @@ def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) ->
 
 
 def test_what_is_odd_is_named() -> None:
-    assert oddity("report.json", report()) is None and oddity("manifest.json", {"card": CARD}) is None
-    assert oddity("report.json", report() | {"n": "256"}) == "report.json: n: input should be a valid integer"
-    odd = oddity("manifest.json", {"card": {**CARD, "ece": None}})
+    assert schema_error("report.json", report()) is None and schema_error("manifest.json", {"card": CARD}) is None
+    assert schema_error("report.json", report() | {"n": "256"}) == "report.json: n: input should be a valid integer"
+    odd = schema_error("manifest.json", {"card": {**CARD, "ece": None}})
     assert odd == "manifest.json: card.ece: input should be a valid number"

@@ -184,13 +184,13 @@ def test_ppo_leaves_adapters_beside_the_sft_model(trained: Path) -> None:
 
 
 def test_the_hash_of_the_policy_covers_its_base(trained: Path) -> None:
-    from rlhf_cli.runs.adapters import whole_sha256
+    from rlhf_cli.runs.adapters import sha256_with_base
 
     manifest = json.loads((trained / "ppo/manifest.json").read_text())
     parents = manifest["parents"]
-    assert manifest["model_sha256"] == whole_sha256(manifest["files"], parents)
+    assert manifest["model_sha256"] == sha256_with_base(manifest["files"], parents)
     other = {**parents, "models.sft": {**parents["models.sft"], "sha256": "0" * 64}}
-    assert manifest["model_sha256"] != whole_sha256(manifest["files"], other)
+    assert manifest["model_sha256"] != sha256_with_base(manifest["files"], other)
 
 
 def test_a_state_holds_what_learns_alone(trained: Path) -> None:

@@ -137,10 +137,10 @@ def test_the_bound_that_refuses_is_the_plans_less_heads(three: Path, monkeypatch
     """One theory: E03 before a training counts the same models, as the least that they can take."""
     told = phase(found("ppo.yaml")["ppo"], "judge")["bytes"]
     fixed = told["weights"] + told["gradients"] + told["optimizer"]
-    monkeypatch.setattr(system, "memory", lambda: fixed)
+    monkeypatch.setattr(system, "total_memory", lambda: fixed)
     assert "E03" not in check("ppo.yaml").stderr
     heads = (4 + 16) * load_reward_model("scorer").score.weight.numel()  # the value model's learns
-    monkeypatch.setattr(system, "memory", lambda: fixed - heads - 600)  # angles, and counts of steps
+    monkeypatch.setattr(system, "total_memory", lambda: fixed - heads - 600)  # angles, and counts of steps
     assert "warning[E03]" in check("ppo.yaml").stderr
 
 
@@ -598,7 +598,7 @@ def test_what_does_not_fit_is_told_with_what_would_help(
 ) -> None:
     assert all(told["fits"] and not told["advice"] for told in found(".").values())
     with monkeypatch.context() as small:
-        small.setattr(system, "memory", lambda: 1000)
+        small.setattr(system, "total_memory", lambda: 1000)
         told = counted_anew("ppo.yaml")["ppo"]
     advised = {one["set"]: one["saves"] for one in told["advice"]}
     assert not told["fits"] and list(advised.values()) == sorted(advised.values(), reverse=True)

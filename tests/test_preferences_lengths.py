@@ -41,7 +41,7 @@ def warned(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.fixture(autouse=True)
 def _each_warning_is_said() -> None:
-    terminal.forget_warnings()
+    terminal.reset()
 
 
 # --- the rule
@@ -172,9 +172,9 @@ def test_what_is_written_for_real_dialogues_is_so(tmp_path: Path, hh: Any) -> No
     prompts = {row["prompt"] for part in ("sft", "pairs", "prompts", "heldout") for row in read(run, part)}
     used = [length for pair, length in zip(*hh, strict=True) if pair.prompt in prompts]
     assert len(used) == 396 and abs(told - 100 * sum(length.chosen <= 176 for length in used) / len(used)) <= 0.5
-    terminal.forget_warnings()
+    terminal.reset()
     assert check.run(run, [], Options(), deep=False, as_json=False, quiet=True) == 0
-    assert [problem.code for problem in terminal.problems_warned_of() if problem.code in ("D10", "D11")] == []
+    assert [problem.code for problem in terminal.emitted_problems() if problem.code in ("D10", "D11")] == []
 
 
 @shared

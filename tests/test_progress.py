@@ -7,7 +7,7 @@ import pytest
 from test_terminal import Tty
 
 from rlhf_cli import distributed, progress, terminal
-from rlhf_cli.progress import Progress, counted
+from rlhf_cli.progress import Progress, track_progress
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def test_what_is_under_way_within_is_told_behind_the_rest(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Progress("ppo", 2, "update") as bar:
-        for _ in counted("update: epoch", range(4)):
-            for _ in counted("of one alone", range(1)):
-                for _ in counted("micro-batch", range(3)):
+        for _ in track_progress("update: epoch", range(4)):
+            for _ in track_progress("of one alone", range(1)):
+                for _ in track_progress("micro-batch", range(3)):
                     clock[0] += 4
         bar.advance(note="reward 1")
     assert capsys.readouterr().err.splitlines() == [
@@ -93,7 +93,7 @@ def test_what_is_under_way_when_all_steps_are_done_is_told_too(
     with Progress("sft", 1) as bar:
         clock[0] += 1
         bar.advance()
-        for _ in counted("evaluation: batch", range(3)):
+        for _ in track_progress("evaluation: batch", range(3)):
             clock[0] += 60
     assert [line.partition(", evaluation: ")[2] for line in capsys.readouterr().err.splitlines()] == [
         "batch 1/3", "batch 2/3", "batch 3/3", ""
@@ -115,29 +115,29 @@ def test_without_a_progress_nothing_is_counted_aloud(
     screen = Tty()
     monkeypatch.setattr(sys, "stderr", screen)
     seen = []
-    for item in counted("rollout: token", range(3)):
+    for item in track_progress("rollout: token", range(3)):
         clock[0] += 60
         seen.append(item)
-    assert seen == [0, 1, 2] and screen.getvalue() == "" and progress._under_way == []
+    assert seen == [0, 1, 2] and screen.getvalue() == "" and progress._open == []
 
 
 def test_a_loop_that_is_left_early_is_under_way_no_more() -> None:
     with Progress("ppo", 1) as bar:
-        for _ in counted("rollout: token", range(9)):
-            assert bar.within() == "rollout: token 0/9"
+        for _ in track_progress("rollout: token", range(9)):
+            assert bar.nested_status() == "rollout: token 0/9"
             break
-        assert bar.within() == ""
+        assert bar.nested_status() == ""
 
 
 def test_what_an_error_left_open_ends_with_what_it_stood_in() -> None:
     with pytest.raises(KeyError), Progress("ppo", 1):
-        open_still = counted("rollout: token", range(9))
+        open_still = track_progress("rollout: token", range(9))
         next(open_still)
         raise KeyError
-    assert progress._under_way == []
+    assert progress._open == []
     with Progress("eval", 1) as bar:
         open_still.close()
-        assert progress._under_way == [bar]
+        assert progress._open == [bar]
 
 
 def test_brief_work_is_shown_from_when_it_is_not(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ def test_the_bar_tells_what_is_under_way_below_it(monkeypatch: pytest.MonkeyPatc
     screen = Tty()
     monkeypatch.setattr(sys, "stderr", screen)
     with Progress("ppo", 2, "update") as bar:
-        for token in counted("rollout: token", range(53)):
+        for token in track_progress("rollout: token", range(53)):
             if token == 31:
                 assert bar._bar
                 bar._bar._live.refresh()

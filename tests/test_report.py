@@ -389,16 +389,16 @@ def test_a_page_that_cannot_be_drawn_is_a_warning_with_its_reason(run: Path, mon
 
     monkeypatch.setattr(page, "of_run", fail)
     assert write_beside(run / "eval") is None and not (run / "eval/report.html").exists()
-    (said,) = terminal.warnings_said()
+    (said,) = terminal.emitted_warnings()
     assert said == "warning[R15]: the page of the evaluation could not be made: ValueError: no such font"
 
 
 def test_a_page_alone_makes_no_stage_stale(run: Path) -> None:
     """What `rlhf report` wrote into eval/ before there was an evaluation does not stand in its way."""
-    from rlhf_cli.runs.stage_folder import examine
+    from rlhf_cli.runs.stage_folder import stage_status
 
     shutil.rmtree(run / "eval")
     (run / "eval").mkdir()
     (run / "eval/report.html").touch()
     config = type("Config", (), {"folder": run / "eval"})
-    assert examine(config, {}).state == "new"
+    assert stage_status(config, {}).state == "new"

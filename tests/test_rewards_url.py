@@ -62,7 +62,7 @@ class Server:
 def by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """No proxy, and no secret of another test."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(errors, "_declared", set())
+    monkeypatch.setattr(errors, "_registered", set())
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_a_declared_header_is_not_repeated(server: Server, monkeypatch: pytest.M
             ask(server.address, headers={"X-Key": "REWARD_AUTH"})
         assert "[sec" in str(refused.value) and "s3cr" not in str(refused.value)
     assert server.asked[0][1]["X-Key"] == f"Bearer {secret}"
-    assert errors.redacted(f"loss 1, {secret}!") == "loss 1, [secret]!"
+    assert errors.redact(f"loss 1, {secret}!") == "loss 1, [secret]!"
 
 
 @pytest.mark.parametrize(

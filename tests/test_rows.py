@@ -38,7 +38,7 @@ def test_rows_come_with_line_numbers_and_blank_lines_are_skipped(here: Path) -> 
         (b'{"a": ' + b"9" * 5000 + b"}", "D03", "a.jsonl:2:7", "not valid JSON: Exceeds the limit"),
         (b"[" * 100_000, "D03", "a.jsonl:2:1026", "not valid JSON: nested too deeply"),
         (b'{"a": "caf\xe9"}', "D04", "a.jsonl:2", "byte 0xE9 at position 11 of the line is not UTF-8"),
-        (b'{"a": "\\ud83d"}', "D04", "a.jsonl:2:8", "the escape \\ud83d is half a character"),
+        (b'{"a": "\\ud83d"}', "D04", "a.jsonl:2:8", "the escape \\ud83d is half of a surrogate pair"),
         (b"[1, 2]", "D12", "a.jsonl:2", "the line holds a list, not an object {...}"),
         (b"null", "D12", "a.jsonl:2", "the line holds null, not an object {...}"),
         (b"3", "D12", "a.jsonl:2", "the line holds a number, not an object {...}"),

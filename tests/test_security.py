@@ -302,7 +302,7 @@ def test_hostile_names_in_errors_and_warnings_are_harmless(folder: Path) -> None
         assert result.exit_code == 2 and not ACTIVE.search(result.output), result.output
     assert "[2J" in results[1].stderr and results[1].stderr.startswith("error[D02]")
     terminal.warn("T02", HOSTILE, where=HOSTILE, hint=HOSTILE)
-    assert not ACTIVE.search("".join(terminal.warnings_said()) + str(terminal.problems_warned_of()[-1]))
+    assert not ACTIVE.search("".join(terminal.emitted_warnings()) + str(terminal.emitted_problems()[-1]))
 
 
 def test_a_traceback_is_as_clean_as_any_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_secrets_are_taken_out_of_whatever_is_shown(monkeypatch: pytest.MonkeyPa
     text = f"get https://me:pass@host/x?t={TOKEN} or s3://key@bucket, 0123456789abcdef, short; me@host, a://b/c@d"
     text, rest = f"{text} of-aws-0123 of-ssh-0123", " [secret] [secret]"
     clean = "get https://[secret]@host/x?t=[secret] or s3://[secret]@bucket, [secret], short; me@host, a://b/c@d" + rest
-    assert errors.redacted(text) == clean
+    assert errors.redact(text) == clean
     terminal.say(text)
     terminal.out(text)
     terminal.table([text], [[text]], title=text)
@@ -346,7 +346,7 @@ def test_secrets_are_taken_out_of_whatever_is_shown(monkeypatch: pytest.MonkeyPa
         bar.advance(note=text)
     out, err = capsys.readouterr()
     assert (out + err).count(clean) == 10 and "pass@" not in out + err and TOKEN not in out + err
-    assert terminal.warnings_said() == [f"warning[T02]: {clean}: {clean}"]
+    assert terminal.emitted_warnings() == [f"warning[T02]: {clean}: {clean}"]
 
 
 def test_a_token_in_a_path_is_not_shown(folder: Path) -> None:
@@ -435,10 +435,10 @@ def test_fresh_moves_a_link_and_not_what_it_points_to(tmp_path: Path, precious: 
     run.mkdir()
     (run / "sft").symlink_to(precious)
     config = FakeConfig(run)
-    wanted = runs.identity(config, {}, {})
+    wanted = runs.compute_identity(config, {}, {})
     with pytest.raises(RLHFError, match="C15"):
-        runs.begin(config, wanted, {}, fresh=False)
-    assert runs.begin(config, wanted, {}, fresh=True) == "new"
+        runs.start_stage(config, wanted, {}, fresh=False)
+    assert runs.start_stage(config, wanted, {}, fresh=True) == "new"
     assert not (run / "sft").is_symlink() and (run / ".old/sft-1").is_symlink()
     assert [path.name for path in precious.iterdir()] == ["thesis.tex"]
 
@@ -456,7 +456,7 @@ def test_no_link_is_followed_into_a_manifest(tmp_path: Path, precious: Path) -> 
     config = FakeConfig(tmp_path / "run")
     make_stage(tmp_path / "run", "sft")
     (config.folder / "snapshots").symlink_to(precious)
-    runs.finish(config, runs.identity(config, {}, {}), parents={}, fields={})
+    runs.complete_stage(config, runs.compute_identity(config, {}, {}), parents={}, fields={})
     assert not any("thesis" in name for name in json.loads((config.folder / "manifest.json").read_text())["files"])
 
 

@@ -8,34 +8,34 @@ import sys
 import pytest
 
 from rlhf_cli.models.parallel import SINGLE_PROCESS
-from rlhf_cli.system import StopWish
+from rlhf_cli.system import GracefulStop
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_is_noted_and_answered(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
-    before = [signal.getsignal(one) for one in StopWish.SIGNALS]
-    with StopWish() as stop:
+    before = [signal.getsignal(one) for one in GracefulStop.SIGNALS]
+    with GracefulStop() as stop:
         os.kill(os.getpid(), number)
-        stop.settle(SINGLE_PROCESS.all_gather_object)
-        assert (stop.wished, stop.exit_code) == (number, code)
-    assert "stopping after this step, with a checkpoint; a second signal ends it at once" in capfd.readouterr().err
-    assert [signal.getsignal(one) for one in StopWish.SIGNALS] == before
+        stop.sync(SINGLE_PROCESS.all_gather_object)
+        assert (stop.requested, stop.exit_code) == (number, code)
+    assert "stopping after this step, with a checkpoint; a second signal stops at once" in capfd.readouterr().err
+    assert [signal.getsignal(one) for one in GracefulStop.SIGNALS] == before
 
 
 def test_several_processes_end_at_one_place_whenever_a_signal_comes() -> None:
     """One that comes behind their talk to one of them counts from the next talk on."""
-    with StopWish() as stop:
-        stop.settle(lambda own: [own, None])
+    with GracefulStop() as stop:
+        stop.sync(lambda own: [own, None])
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.wished is None
-        stop.settle(lambda own: [signal.SIGINT, own])
+        assert stop.requested is None
+        stop.sync(lambda own: [signal.SIGINT, own])
         assert stop.exit_code == 130  # of the first one in their order, the same for all
 
 
 SCRIPT = """
 import os, signal, sys, time
-from rlhf_cli.system import StopWish
-with StopWish() as stop:
+from rlhf_cli.system import GracefulStop
+with GracefulStop() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     print("first", flush=True)
     time.sleep(float(sys.argv[1]))
@@ -64,15 +64,15 @@ def test_one_blow_that_comes_twice_is_one_wish() -> None:
 def test_a_hang_up_saves_unless_somebody_asked_to_outlive_it() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
     try:
-        with StopWish() as stop:
+        with GracefulStop() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            stop.settle(SINGLE_PROCESS.all_gather_object)
+            stop.sync(SINGLE_PROCESS.all_gather_object)
             assert stop.exit_code == 129
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-        with StopWish() as stop:
+        with GracefulStop() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            stop.settle(SINGLE_PROCESS.all_gather_object)
-            assert stop.wished is None
+            stop.sync(SINGLE_PROCESS.all_gather_object)
+            assert stop.requested is None
     finally:
         signal.signal(signal.SIGHUP, before)
 

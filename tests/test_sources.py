@@ -143,7 +143,7 @@ FAULTS = [
     ("a.json", b'[{"a": 1},\n {"a": "' + BAD_UTF8 + b'"}]', "D04", "a.json:2", "byte 0xE9 at position 12"),
     ("a.json", b'[{"a": 1},\n {"a": }]', "D03", "a.json:2:8", "Expecting value"),
     ("a.json", b'[{"a": 1},\n {"a": NaN}]', "D03", "a.json:2:8", "NaN is not a JSON number"),
-    ("a.json", b'[{"a": 1},\n {"a": "\\ud83d"}]', "D04", "a.json:2:9", "\\ud83d is half a character"),
+    ("a.json", b'[{"a": 1},\n {"a": "\\ud83d"}]', "D04", "a.json:2:9", "\\ud83d is half of a surrogate pair"),
     ("a.json", b'[{"a": ' + b"9" * 5000 + b"}]", "D03", "a.json:1:8", "Exceeds the limit"),
     ("a.json", b"[" * 50_000, "D03", "a.json:1:1026", "nested too deeply"),
     ("a.json", b'[{"a": 1}, [2]]', "D12", "a.json: row 2", "the list contains `[2]`, not an object"),

@@ -213,7 +213,7 @@ def snapshots(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings) -> Snap
     config = SimpleNamespace(
         folder=folder, held_out=[], ppo=PPOSettings(total_episodes=80, **settings), output=SimpleNamespace(snapshots=1)
     )
-    return Snapshots(config, SimpleNamespace(num_updates=10), runs.Cost())
+    return Snapshots(config, SimpleNamespace(num_updates=10), runs.CheckpointTimer())
 
 
 def numbers(score: float, kl: float = 0.0, kl_coef: float = 0.05) -> dict[str, float]:

@@ -8,11 +8,11 @@ import pytest
 from rlhf_cli.statistics import (
     Z95,
     best_of_n_kl,
+    bonferroni_z,
     bootstrap_mean,
-    difference,
     length_controlled,
-    optimism,
-    together,
+    paired_difference,
+    selection_bias,
     wilson,
     wilson_difference,
     win_rate,
@@ -47,8 +47,8 @@ def test_the_difference_of_two_shares_by_newcombes_table(
 
 
 def test_intervals_that_hold_together_are_wider() -> None:
-    assert together(1) == Z95 and together(5) == pytest.approx(2.5758, abs=1e-4)
-    assert together(10) == pytest.approx(2.8070, abs=1e-4), "Bonferroni, by the normal table"
+    assert bonferroni_z(1) == Z95 and bonferroni_z(5) == pytest.approx(2.5758, abs=1e-4)
+    assert bonferroni_z(10) == pytest.approx(2.8070, abs=1e-4), "Bonferroni, by the normal table"
 
 
 def test_win_rate_counts_a_tie_as_half() -> None:
@@ -77,11 +77,11 @@ def test_a_difference_is_paired() -> None:
     """Prompts that are hard for both widen the means' intervals, not the difference's."""
     theirs = [math.sin(7 * i) for i in range(400)]
     ours = [x + 0.02 + 0.05 * math.sin(11 * i) for i, x in enumerate(theirs)]
-    found = difference(ours, theirs)
+    found = paired_difference(ours, theirs)
     low, high = found["difference_ci95"]
     assert found["difference"] == pytest.approx(0.02, abs=1e-3)
     assert 0.01 < low < high < 0.03 and high - low < 0.2 * (bootstrap_mean(ours)[1] - bootstrap_mean(ours)[0])
-    assert difference([1.0, 2.0, 4.0], [1.0, 1.0, 1.0])["difference"] == pytest.approx(4 / 3)
+    assert paired_difference([1.0, 2.0, 4.0], [1.0, 1.0, 1.0])["difference"] == pytest.approx(4 / 3)
 
 
 # Length-controlled win rates
@@ -195,10 +195,10 @@ def test_the_best_of_many_flatters_itself() -> None:
         draw = random.Random(seed)
         scores = {k: [draw.gauss(0.0, 1.0) for _ in range(100)] for k in range(10)}
         errors.append(max(sum(row) / 100 for row in scores.values()))
-        told.append(optimism(scores))
+        told.append(selection_bias(scores))
     assert sum(told) / 20 == pytest.approx(0.154, abs=0.05) and sum(errors) / 20 == pytest.approx(0.154, abs=0.04)
-    assert optimism({1: [0.3, 0.9, 0.1]}) == 0.0
-    assert optimism({1: [0.3, 0.9, 0.1], 2: [5.3, 5.9, 5.1]}) == 0.0, "no doubt, no flattery"
+    assert selection_bias({1: [0.3, 0.9, 0.1]}) == 0.0
+    assert selection_bias({1: [0.3, 0.9, 0.1], 2: [5.3, 5.9, 5.1]}) == 0.0, "no doubt, no flattery"
 
 
 def test_those_that_may_be_as_good_as_the_best_are_named() -> None:

@@ -25,10 +25,10 @@ from rlhf_cli.config.training import SFTSettings
 from rlhf_cli.files import files_sha256
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.runs import discover, quick_status
-from rlhf_cli.runs.locks import lock_of
+from rlhf_cli.runs.locks import lock_path
 
 HOLDER = (
-    "import sys, pathlib; from rlhf_cli.runs.locks import hold; hold(pathlib.Path(sys.argv[1]));"
+    "import sys, pathlib; from rlhf_cli.runs.locks import lock_folder; lock_folder(pathlib.Path(sys.argv[1]));"
     "print('held', flush=True); sys.stdin.read()"
 )
 
@@ -417,7 +417,7 @@ def test_nothing_is_written_and_no_lock_is_taken(run: Path, monkeypatch: pytest.
 
 
 def test_what_is_large_is_known_by_its_date_and_never_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick_status, "LITTLE", 0)
+    monkeypatch.setattr(quick_status, "SMALL_FILES_BYTES", 0)
     monkeypatch.setattr(quick_status, "files_sha256", lambda paths: pytest.fail(f"read {paths}"))
     monkeypatch.setattr(quick_status, "open_reference", lambda *_: pytest.fail("read a model"))
     for stage in CONFIGS:
@@ -432,11 +432,11 @@ def test_what_is_large_is_known_by_its_date_and_never_read(run: Path, monkeypatc
     lines = rlhf("status", run).splitlines()
     assert lines[-1] == "next: nothing, as far as dates tell"
     assert lines[-3].startswith("sft      model.path: large, with a date later than this stage's start")
-    monkeypatch.setattr(quick_status, "LITTLE", 32_000_000)
+    monkeypatch.setattr(quick_status, "SMALL_FILES_BYTES", 32_000_000)
     monkeypatch.setattr(quick_status, "open_reference", runs.open_reference)
     monkeypatch.setattr(quick_status, "files_sha256", files_sha256)
     changed_base(run)
-    assert runs.glance(pipeline.load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
+    assert runs.quick_stage_status(pipeline.load_all({"sft": run / "sft.yaml"}, {"sft": []})["sft"]).state == "stale"
 
 
 def test_it_answers_at_once_and_imports_no_torch(run: Path) -> None:
@@ -473,7 +473,7 @@ DAMAGES: dict[str, Any] = {
 def test_no_damage_to_any_file_is_too_much(run: Path, damage: str) -> None:
     unfinished(run, "ppo", *metrics(3), saved=2)
     write_jsonl(run / "sft/metrics.jsonl", [{"step": 1, "loss": 1.0, "epoch": 0.1, "time_s": 1.0}])
-    lock_of(run / "ppo").write_text("{}")
+    lock_path(run / "ppo").write_text("{}")
     kept = [path for path in run.rglob("*") if path.is_file()]
     assert len(kept) > 20
     for path in kept:

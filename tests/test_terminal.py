@@ -21,7 +21,7 @@ class Tty(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal.forget_warnings()
+    terminal.reset()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -48,10 +48,10 @@ def test_a_warning_is_said_once_and_kept(capsys: pytest.CaptureFixture[str]) -> 
         terminal.warn("T02", "no pad token", where="a.yaml:3", hint="nothing to do")
     terminal.warn("T02", "no pad token", where="b.yaml:3")
     lines = ["warning[T02]: a.yaml:3: no pad token", "warning[T02]: b.yaml:3: no pad token"]
-    assert terminal.warnings_said() == lines
+    assert terminal.emitted_warnings() == lines
     assert capsys.readouterr().err == f"{lines[0]}\nhint: nothing to do\n{lines[1]}\n"
-    terminal.forget_warnings()
-    assert terminal.warnings_said() == []
+    terminal.reset()
+    assert terminal.emitted_warnings() == []
 
 
 def test_a_table_off_a_terminal_is_aligned_and_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,9 +110,9 @@ def test_rich_is_loaded_only_for_a_terminal() -> None:
 
 def test_a_text_comes_piece_by_piece_and_cleaned(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("a\x1b[2J ", "b\n", "c"):
-        terminal.piece(text)
+        terminal.print_partial(text)
     terminal.out()
-    terminal.aside("numbers\x07")
+    terminal.log_dim("numbers\x07")
     assert capsys.readouterr() == ("a[2J b\nc\n", "numbers\n")
 
 
@@ -121,16 +121,16 @@ def test_an_aside_is_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color
     screen = Tty()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("NO_COLOR", no_color)
-    terminal.aside("a")
+    terminal.log_dim("a")
     assert screen.getvalue() == shown
 
 
 def test_texts_grow_side_by_side_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Tty()
     monkeypatch.setattr(sys, "stdout", screen)
-    assert not terminal.has_room(2)  # 80 columns
+    assert not terminal.fits_side_by_side(2)  # 80 columns
     monkeypatch.setenv("COLUMNS", "100")
-    assert terminal.has_room(2)
+    assert terminal.fits_side_by_side(2)
     with terminal.Columns(["one", "two"]) as columns:
         columns.add(0, "[bold]left\x1b]0;title\x07 ")
         columns.add(1, "right")
@@ -138,7 +138,7 @@ def test_texts_grow_side_by_side_where_there_is_room(monkeypatch: pytest.MonkeyP
     (row,) = [line for line in screen.getvalue().splitlines() if "more" in line]
     assert "[bold]left]0;title and more" in row and row.index("right") - row.index("[bold]") >= 48
     monkeypatch.setenv("TERM", "dumb")
-    assert not terminal.has_room(2)
+    assert not terminal.fits_side_by_side(2)
 
 
 def test_lines_are_asked_for_without_a_word_off_a_terminal() -> None:
@@ -149,14 +149,14 @@ def test_lines_are_asked_for_without_a_word_off_a_terminal() -> None:
 
 def test_a_stdin_that_is_closed_has_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
-    assert terminal.ask("> ") is None and not terminal.is_talk()
+    assert terminal.ask("> ") is None and not terminal.is_interactive()
 
 
 def test_it_is_known_when_nobody_reads_any_more() -> None:
     code = (
         "import os, sys; from rlhf_cli import terminal\n"
         "said = []\n"
-        "for _ in range(2): terminal.out('x'); said.append(terminal.is_heard())\n"
+        "for _ in range(2): terminal.out('x'); said.append(terminal.is_stdout_open())\n"
         "print(said, file=sys.stderr)"
     )
     reader, writer = os.pipe()
@@ -174,11 +174,11 @@ def test_a_full_disk_of_the_log_ends_nothing(name: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(sys, name, full)
         for _ in range(3):
             (terminal.out if name == "stdout" else terminal.say)("a line")
-        lost = terminal.cut_off()
+        lost = terminal.stdout_error()
         assert (lost is not None and lost.errno == errno.ENOSPC) if name == "stdout" else lost is None
         monkeypatch.undo()
-    terminal.forget_warnings()
-    assert terminal.cut_off() is None
+    terminal.reset()
+    assert terminal.stdout_error() is None
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
@@ -191,5 +191,5 @@ def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path:
 
     assert ended("init", "hh", "run")[0] == 0 and (tmp_path / "run/ppo.yaml").is_file()
     code, said = ended("ls")
-    assert code == 1 and said.startswith("error[E03]: stdout cannot take what is to be written: No space left")
+    assert code == 1 and said.startswith("error[E03]: could not write to stdout: No space left")
     assert len(said.splitlines()) == 2

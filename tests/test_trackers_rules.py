@@ -16,7 +16,7 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import load
 from rlhf_cli.tracking import Trackers
 from rlhf_cli.tracking.metrics_log import MetricsLog
-from rlhf_cli.tracking.tracker_run import Run
+from rlhf_cli.tracking.tracker_run import TrackerRun
 from rlhf_cli.tracking.trackio import Trackio
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ class Listener:
     place, held = "here", -1
     said: list[tuple[str, int]]
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         self.last, self.run = self.held, run
         type(self).said = []
         type(self).begun = run
@@ -63,7 +63,7 @@ def began(config: Config) -> tuple[Path, Any]:
     log, marks = MetricsLog(path), []
     for step in range(1, 5):
         log.log(step, {"loss": 1.0})
-        marks.append(log.mark(step))
+        marks.append(log.position(step))
     return path, marks[1]
 
 
@@ -85,7 +85,7 @@ def test_a_tracker_is_told_what_it_does_not_hold(
         log = MetricsLog(path, mark, tracked := Trackers(config))
         assert nobody and not tracked
         with tracked:
-            assert (tracked.config, Listener.begun.saved, Listener.begun.told) == (config, 2, 4)
+            assert (tracked.config, Listener.begun.saved_step, Listener.begun.logged_step) == (config, 2, 4)
             for step in (3, 4, 5):
                 log.log(step, {"loss": 1.0})
                 tracked.table(step, "samples", [{"a": 1}])
@@ -164,9 +164,11 @@ def test_e06_a_library_that_is_missing(run_folder: Path, monkeypatch: pytest.Mon
     for command in (["check", run_folder / "ppo.yaml"], ["ppo", "-c", run_folder / "ppo.yaml"]):
         done = rlhf(*command)
         (error,) = (line for line in done.stderr.splitlines() if line.startswith("error"))
-        assert done.exit_code == 2 and error.endswith(": output.report_to names what is not installed: trackio")
+        assert done.exit_code == 2 and error.endswith(
+            ": output.report_to names trackers that are not installed: trackio"
+        )
         assert error.startswith("error[E06]: ") and "ppo.yaml:" in error
-        assert "hint: pip install -e '.[trackers]' in the clone of rlhf-cli; or take it out" in done.stderr
+        assert "hint: pip install -e '.[trackers]' in the clone of rlhf-cli; or remove it" in done.stderr
     write(run_folder, "ppo", {**PPO, "output": {"report_to": ["tensorboard"]}})
     assert rlhf("check", run_folder / "ppo.yaml").exit_code == 0
 
@@ -236,7 +238,7 @@ def test_the_project_unless_it_is_named(tmp_path: Path) -> None:
     with stand_in() as server:
         _, err = online(tmp_path, server.url, 1, WANDB_API_KEY="ab" * 20, WANDB_PROJECT="mine").communicate("\n")
         assert err.startswith(f"sft      wandb: {server.url}/me/mine/runs/")
-    tracker = Trackio(Run("sft", tmp_path, None, "x", "g", {}))
+    tracker = Trackio(TrackerRun("sft", tmp_path, None, "x", "g", {}))
     tracker.close(0)
     assert tracker.place == "run x of project rlhf (trackio show --project rlhf)"
 
@@ -263,14 +265,14 @@ def test_what_trackio_only_warns_of_is_a_failure(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TRACKIO_SERVER_URL", "http://127.0.0.1:9?write_token=x")  # where nobody listens
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match="could not create a remote client"):
         warnings.simplefilter("default")
-        Trackio(Run("sft", tmp_path, None, "x", "g", {}))
+        Trackio(TrackerRun("sft", tmp_path, None, "x", "g", {}))
 
 
 def test_the_names_of_a_project_are_taken_once(tmp_path: Path) -> None:
     places = []
     for folder in ("a", "b", "a"):
         (tmp_path / folder).mkdir(exist_ok=True)
-        tracker = Trackio(Run("sft", tmp_path / folder, "taken", "x", "g", {}, saved=0, told=0))
+        tracker = Trackio(TrackerRun("sft", tmp_path / folder, "taken", "x", "g", {}, saved_step=0, logged_step=0))
         tracker.metrics(len(places), {"loss": 1.0})
         places.append((tracker.place.split()[1], tracker.last))
         tracker.close(0)

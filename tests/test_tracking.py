@@ -31,7 +31,7 @@ def test_a_resumed_log_forgets_all_after_the_mark_and_goes_on(tmp_path: Path) ->
     log.log(2, {"loss": 2.0})
     log._began -= 200  # as if it had taken so long
     log.log(2, {"eval_loss": 2.5})
-    mark, kept = log.mark(2), path.read_bytes()
+    mark, kept = log.position(2), path.read_bytes()
     log.log(3, {"loss": 3.0})
     with path.open("a") as file:
         file.write('{"step": 4, "lo')  # the process was killed here
@@ -40,7 +40,7 @@ def test_a_resumed_log_forgets_all_after_the_mark_and_goes_on(tmp_path: Path) ->
     again.log(3, {"loss": 9.0})
     assert [line["step"] for line in lines(path)] == [1, 2, 2, 3]
     assert 200 <= lines(path)[-1]["time_s"] < 210  # the clock goes on where it stopped
-    assert MetricsLog(path, again.mark(3)).mark(3) == again.mark(3)
+    assert MetricsLog(path, again.position(3)).mark(3) == again.position(3)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_a_resumed_log_forgets_all_after_the_mark_and_goes_on(tmp_path: Path) ->
 def test_a_log_that_is_not_what_was_saved_is_told_and_keeps_what_it_has(
     tmp_path: Path, harm: Callable[[Path], None], left: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    terminal.forget_warnings()
+    terminal.reset()
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in (1, 2):
         log.log(step, {"loss": float(step)})
-    mark = log.mark(2)
+    mark = log.position(2)
     log.log(3, {"loss": 3.0})
     harm(path)
     again = MetricsLog(path, mark)
@@ -83,9 +83,9 @@ def test_whatever_byte_of_a_log_is_damaged_the_run_goes_on(
     log = MetricsLog(path)
     for step in (1, 2, 3):
         log.log(step, {"loss": float(step)})
-    mark, whole = log.mark(3), path.read_bytes()
+    mark, whole = log.position(3), path.read_bytes()
     for place in range(len(whole)):
-        terminal.forget_warnings()
+        terminal.reset()
         path.write_bytes(whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :])
         again = MetricsLog(path, mark)
         assert "warning[M05]: " in capsys.readouterr().err
@@ -96,11 +96,11 @@ def test_whatever_byte_of_a_log_is_damaged_the_run_goes_on(
 
 def test_a_mark_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log(tmp_path / "samples.jsonl")
-    assert log.mark(0)["bytes"] == 0  # no file yet, nothing to wait for
+    assert log.position(0)["bytes"] == 0  # no file yet, nothing to wait for
     log.append({"step": 1})
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
-    log.mark(1)
+    log.position(1)
     assert synced == [(tmp_path / "samples.jsonl").stat().st_ino, tmp_path.stat().st_ino]
 
 

@@ -19,7 +19,7 @@ from rlhf_cli.commands import run as pipeline
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import locate_files
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.files import CHANGED, read_object
+from rlhf_cli.files import HASH_DIFFERS, read_json_object
 
 STAGES = ("sft", "reward", "ppo", "eval")
 
@@ -76,7 +76,7 @@ def _config(run: Path, stage: str) -> Any:
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT])
 def test_only_a_file_that_is_not_there_is_missing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "manifest.json"
-    assert read_object(path) is None and read_object(path / "below a file") is None
+    assert read_json_object(path) is None and read_json_object(path / "below a file") is None
     path.write_text("{}")
 
     def broken(self: Path, *args: Any, **kwargs: Any) -> str:
@@ -84,23 +84,23 @@ def test_only_a_file_that_is_not_there_is_missing(number: int, tmp_path: Path, m
 
     monkeypatch.setattr(Path, "read_text", broken)
     with pytest.raises(RLHFError, match=r"error\[E08\]: .*manifest.json cannot be read now: a network disk") as caught:
-        read_object(path)
+        read_json_object(path)
     assert caught.value.exit_code == 1
 
 
 def test_weights_that_cannot_be_read_when_a_stage_begins(tmp_path: Path) -> None:
     """Its own: E08 and not M05. A parent's: E08 and not M10."""
     folder, config = make_stage(tmp_path, "sft"), FakeConfig(tmp_path)
-    wanted, weights = runs.identity(config, {}, {}), folder / "model/model.safetensors"
+    wanted, weights = runs.compute_identity(config, {}, {}), folder / "model/model.safetensors"
     parent = runs.open_parent(str(folder), expect=("sft",), key="model.path", where="w")
     with taken_away(weights):
         with pytest.raises(RLHFError, match="E08"):
-            runs.begin(config, wanted, {}, fresh=False)
+            runs.start_stage(config, wanted, {}, fresh=False)
         with pytest.raises(RLHFError, match="E08"):
-            runs.begin(FakeConfig(tmp_path, "reward"), wanted, {"model.path": parent}, fresh=False)
+            runs.start_stage(FakeConfig(tmp_path, "reward"), wanted, {"model.path": parent}, fresh=False)
     weights.write_bytes(b"WEIGHTS")
-    with pytest.raises(RLHFError, match=rf"M05.*{CHANGED[:20]}"):
-        runs.begin(config, wanted, {}, fresh=False)
+    with pytest.raises(RLHFError, match=rf"M05.*{HASH_DIFFERS[:20]}"):
+        runs.start_stage(config, wanted, {}, fresh=False)
 
 
 def test_a_state_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:

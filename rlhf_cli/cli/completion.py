@@ -68,7 +68,7 @@ def _offered(incomplete: str, names: list[str]) -> Offer:
 
 
 def _runs(base: Path) -> list[str]:
-    return [os.path.relpath(path, base) for path in discover.below(base, DEPTH, MOST)]
+    return [os.path.relpath(path, base) for path in discover.find_run_folders(base, DEPTH, MOST)]
 
 
 # Names
@@ -81,12 +81,12 @@ def stages(incomplete: str) -> Offer:
 
 def talking(incomplete: str) -> Offer:
     """The stages whose models write text."""
-    return list(discover.TALKING)
+    return list(discover.POLICY_STAGES)
 
 
 def compared(incomplete: str) -> Offer:
     """What `rlhf chat` compares, in both orders."""
-    return [",".join(order) for order in permutations(reversed(discover.TALKING))]
+    return [",".join(order) for order in permutations(reversed(discover.POLICY_STAGES))]
 
 
 @quietly
@@ -102,7 +102,7 @@ def steps(ctx: typer.Context, incomplete: str) -> Offer:
     """PPO's policies of the run that is named before: its end, the selected one, its snapshots."""
     from rlhf_cli import runs as checkpoints
 
-    ppo = next((path for run in _named(ctx) for path in (run / "ppo", run) if discover.is_begun(path)), None)
+    ppo = next((path for run in _named(ctx) for path in (run / "ppo", run) if discover.has_output(path)), None)
     found = checkpoints.state_steps(ppo / checkpoints.SNAPSHOTS) if ppo else []
     return [checkpoints.LAST, checkpoints.SELECTED, *map(str, found)]
 

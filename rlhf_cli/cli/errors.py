@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.cli.options import STAGES, config_of
-from rlhf_cli.errors import NOT_THERE, RLHFError, nearest, quoted, shown, unreadable, word
+from rlhf_cli.errors import NOT_FOUND, RLHFError, closest_match, read_error, shell_path, shell_word, shown
 
 _TRAIN = "rlhf run DIR trains all stages of a folder; one alone: rlhf sft --config FILE, or reward, ppo, eval"
 _PUSH = "rlhf export RUN --out DIR writes a plain model folder, adapters merged; --push REPO uploads it"
@@ -49,7 +49,7 @@ RUNS = ("folder", "folders", "path")  # the arguments that name a run
 RESULT_ALONE = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay"}  # write only to stdout
 LONGEST = 7  # characters of a command name, so that all groups of --help share one column
 NAMED = 5  # runs, where more could be meant
-SYSTEM = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.FULL
+SYSTEM = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.DISK_FULL
 TO_SPEAK = 5.0  # seconds that another process has to say what it found
 
 
@@ -99,19 +99,21 @@ class Commands(TyperGroup):
         """Run a command line and exit: 0 done, 2 wrong beforehand, 1 failed on the way, 130 and 143 by a signal."""
         arguments = list(sys.argv[1:] if args is None else args)
         code = 0
-        terminal.forget_warnings()
+        terminal.reset()
         before = _on_sigterm(_raise_terminated)
         try:
             try:
                 code = super().main(arguments, prog_name, complete_var, False, windows_expand_args, **extra) or 0
             except Exception as error:
                 if "--debug" in arguments:
-                    terminal.say_here(traceback.format_exc().rstrip())
+                    terminal.log_from_any_rank(traceback.format_exc().rstrip())
                 code = _explain(error, arguments, self.commands)
             looks = "--dry-run" in arguments or bool(RESULT_ALONE & {*arguments[:1]})
-            if code == 0 and looks and (lost := terminal.cut_off()):
-                text = f"stdout cannot take what is to be written: {lost.strerror}"
-                code = _explain(system.OutOfRoom("E03", text, hint="make room on its disk, or write to another place"))
+            if code == 0 and looks and (lost := terminal.stdout_error()):
+                text = f"could not write to stdout: {lost.strerror}"
+                code = _explain(
+                    system.OutOfResources("E03", text, hint="make room on its disk, or write to another place")
+                )
         except Terminated:  # while it explained, too
             code = 143
         finally:
@@ -131,7 +133,7 @@ def _explain(error: Exception, arguments: Sequence[str] = (), commands: Collecti
         error = _of_the_system(error) or error
     if isinstance(error, RLHFError):
         if distributed.world_size() == 1 or not _told_by_others(error):
-            (terminal.say if distributed.is_main_process() else terminal.say_here)(str(error))
+            (terminal.say if distributed.is_main_process() else terminal.log_from_any_rank)(str(error))
         return error.exit_code
     if isinstance(error, typer.Abort):
         return 130
@@ -142,14 +144,14 @@ def _explain(error: Exception, arguments: Sequence[str] = (), commands: Collecti
         if command in ELSEWHERE and command not in commands:
             terminal.say(str(RLHFError("C11", f"there is no command {command}", hint=ELSEWHERE[command])))
             return 2
-        near = nearest(command, commands) if command not in commands else None
+        near = closest_match(command, commands) if command not in commands else None
         hint = f"did you mean rlhf {near}?" if near and not command.startswith("-") else _meant(arguments)
         hint = hint or " ".join(["rlhf", *[word for word in [command] if word in commands], "--help"])
         terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=hint)))
         return 2
     said = " ".join(str(error).split())
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    terminal.say_here(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
+    terminal.log_from_any_rank(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
     return 1
 
 
@@ -158,14 +160,14 @@ def _of_the_system(error: OSError) -> RLHFError | None:
     name = error.filename
     if not isinstance(name, str | Path) or error.errno not in SYSTEM:
         return None
-    full = error.errno in system.FULL
+    full = error.errno in system.DISK_FULL
     try:
         os.close(os.open(name, os.O_RDONLY | os.O_NONBLOCK))
         if not full and os.access(name, os.W_OK):
             return None  # it can be read and written: something else was asked of it
     except OSError as now:
-        if not full and now.errno not in NOT_THERE:
-            return unreadable(error, name)
+        if not full and now.errno not in NOT_FOUND:
+            return read_error(error, name)
     return RLHFError("E03", f"{shown(name)} cannot be written: {error.strerror}", hint="write to another place")
 
 
@@ -175,7 +177,7 @@ def _meant(arguments: Sequence[str]) -> str | None:
     if stage not in STAGES or {"--config", "-c"} & set(arguments):
         return None
     files = [file for word in arguments[1:] if (file := config_of(stage, Path(word)))]
-    return f"rlhf {stage} --config {quoted(files[0])}" if files else None
+    return f"rlhf {stage} --config {shell_path(files[0])}" if files else None
 
 
 def _no_run(arguments: Sequence[str]) -> RLHFError:
@@ -189,7 +191,7 @@ def _no_run(arguments: Sequence[str]) -> RLHFError:
     else:
         more = f" and {len(found) - NAMED} more (rlhf ls)" if len(found) > NAMED else ""
         text = "This folder is one" if found == ["."] else f"There are {', '.join(found[:NAMED])}{more}"
-        hint = " ".join(map(word, ["rlhf", command, found[0], *options]))
+        hint = " ".join(map(shell_word, ["rlhf", command, found[0], *options]))
     return RLHFError("C11", f"rlhf {command}: which run? {text}", hint=hint)
 
 

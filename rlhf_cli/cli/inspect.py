@@ -69,7 +69,7 @@ def report(
     from rlhf_cli.commands import report
 
     named = folders or [only_run()]
-    with system.explained(out or named[0]):
+    with system.translate_resource_errors(out or named[0]):
         report.run(named, out, step)
 
 
@@ -128,7 +128,7 @@ def export(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     to = export.Repository(push, public) if push is not None else None
-    with system.explained(out or folder):
+    with system.translate_resource_errors(out or folder):
         export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=to, show_prompt=show_prompt)
 
 
@@ -192,7 +192,7 @@ def chat(
         from rlhf_cli.commands import chat
 
     wishes = chat.Wishes(stage, step, compare, temperature, max_new_tokens, seed)
-    with system.explained(folder):
+    with system.translate_resource_errors(folder):
         chat.run(folder, wishes, Options(trust_remote_code=trust_remote_code, debug=debug))
 
 
@@ -220,6 +220,6 @@ def verify(
     with heavy_imports():
         from rlhf_cli.commands import verify as replay
 
-    with system.explained(folder):
+    with system.translate_resource_errors(folder):
         code = replay.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
     raise typer.Exit(code)

@@ -8,7 +8,7 @@ import typer
 from rlhf_cli import system, terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.options import STAGES, Debug, FileOrFolder, Set, Trailing, TrustRemoteCode, heavy_imports
-from rlhf_cli.errors import RLHFError, nearest
+from rlhf_cli.errors import RLHFError, closest_match
 
 
 def init(
@@ -122,7 +122,7 @@ def check(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     overrides = [*(set_ or []), *(assignments or [])]
-    with system.explained(path):
+    with system.translate_resource_errors(path):
         code = check.run(path, overrides, options, deep=deep, as_json=as_json, quiet=quiet)
     raise typer.Exit(code)
 
@@ -184,7 +184,7 @@ def schema(
     from rlhf_cli.config import json_schema
 
     if stage is not None and stage not in STAGES:
-        near = nearest(stage, STAGES)
+        near = closest_match(stage, STAGES)
         hint = f"did you mean {near}?" if near else None
         raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=hint)
     terminal.out(json_schema.as_text(stage).rstrip())

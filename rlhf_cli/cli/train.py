@@ -12,8 +12,8 @@ import typer
 from rlhf_cli import distributed, system, terminal
 from rlhf_cli.cli import completion
 from rlhf_cli.cli.options import ConfigFile, Debug, Nproc, Set, Trailing, TrustRemoteCode, config_of, heavy_imports
-from rlhf_cli.errors import RLHFError, quoted, shown
-from rlhf_cli.system import end_with
+from rlhf_cli.errors import RLHFError, shell_path, shown
+from rlhf_cli.system import die_with_parent
 
 
 def stage_command(stage: str) -> Callable[..., None]:
@@ -54,11 +54,11 @@ def stage_command(stage: str) -> Callable[..., None]:
             _, *arguments = pipeline.child_command(loaded, overrides, options, fresh=fresh)
             raise typer.Exit(distributed.launch_group(count, arguments))
         if distributed.world_size() > 1:
-            end_with(os.getppid())
+            die_with_parent(os.getppid())
             terminal.say(f"{stage:<8} {distributed.world_size()} processes")
         from rlhf_cli import runs
 
-        with system.explained(loaded.folder), runs.in_place(loaded.folder):
+        with system.translate_resource_errors(loaded.folder), runs.detect_moved_folder(loaded.folder):
             _runner(stage)(loaded, options)
             if isinstance(loaded, EvalConfig):
                 from rlhf_cli.commands.report import show_evaluation
@@ -78,8 +78,8 @@ def _runner(stage: str) -> Callable[[Any, Any], None]:
 
 def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:
     inside = config_of(stage, folder)
-    hint = f"--config {quoted(inside)}" if inside else "give the stage's YAML file"
-    more = f"; for all stages: rlhf run {quoted(folder)}" if inside else ""
+    hint = f"--config {shell_path(inside)}" if inside else "give the stage's YAML file"
+    more = f"; for all stages: rlhf run {shell_path(folder)}" if inside else ""
     return RLHFError("C09", f"{shown(folder)} is a folder, --config takes a file", hint=hint + more)
 
 
@@ -131,6 +131,6 @@ def run(
     distributed.require_single_process("run")
     selection = pipeline.Selection(tuple(only or ()), start, tuple(force or ()))
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
-    with terminal.together():
+    with terminal.share_seen_messages():
         code = pipeline.run(folder, [*(set_ or []), *(assignments or [])], selection, options)
     raise typer.Exit(code)

@@ -18,10 +18,10 @@ from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.loading import load_what_is_sound, stage_of
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.data import hub, sources
-from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.references import Reference
-from rlhf_cli.runs.stage_folder import Status
+from rlhf_cli.runs.stage_folder import StageStatus
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Report:
 
     def _as_json(self) -> dict[str, Any]:
         levels = [("error", problem) for problem in self.errors]
-        levels += [("warning", problem) for problem in terminal.problems_warned_of()]
+        levels += [("warning", problem) for problem in terminal.emitted_problems()]
         problems = [
             {"code": each.code, "text": each.text, "where": each.where, "hint": each.hint, "level": level}
             for level, each in levels
@@ -105,7 +105,7 @@ class Stage:
     parents: dict[str, Parent] = field(default_factory=dict)  # those that are there
     waits: dict[str, Path] = field(default_factory=dict)  # key -> folder that an earlier stage is still to make
     data: set[str] = field(default_factory=set)  # keys whose files are there
-    status: Status | None = None  # of its output; None where that cannot be known, or would be refused
+    status: StageStatus | None = None  # of its output; None where that cannot be known, or would be refused
 
     @property
     def finished(self) -> bool:
@@ -166,10 +166,10 @@ def _find_parents(stage: Stage, to_make: Collection[Path], report: Report) -> No
 def _is_on_the_hub_alone(config: Config, reference: Reference) -> bool:
     """Whether a name can only be a hub id that is not cached, and is not a misspelt folder beside the config."""
     name, beside = reference.path, config.file.parent
-    if not MODEL_ID.fullmatch(name) or runs.is_here(name, reference.revision):
+    if not MODEL_ID.fullmatch(name) or runs.is_available_locally(name, reference.revision):
         return False
     owner, slash, _ = name.partition("/")
-    return not os.path.isdir(beside / owner) if slash else nearest_file(beside / name) is None
+    return not os.path.isdir(beside / owner) if slash else closest_path(beside / name) is None
 
 
 def _find_status(stage: Stage, report: Report, *, whole_run: bool) -> None:
@@ -178,8 +178,8 @@ def _find_status(stage: Stage, report: Report, *, whole_run: bool) -> None:
     if len(stage.parents) < len(runs.references(config)) or len(stage.data) < len(config.sources()):
         return
     with report.collecting():
-        wanted = runs.identity(config, stage.parents, config.sources())
-        stage.status = (runs.examine if whole_run else runs.usable)(config, wanted)
+        wanted = runs.compute_identity(config, stage.parents, config.sources())
+        stage.status = (runs.stage_status if whole_run else runs.require_current)(config, wanted)
 
 
 def run(

@@ -20,7 +20,7 @@ from rlhf_cli.config.json_schema import split
 from rlhf_cli.config.paths import PathKey, field_at, field_shape, shape
 from rlhf_cli.config.ppo_options import RECIPES
 from rlhf_cli.error_codes import CODES
-from rlhf_cli.errors import RLHFError, nearest
+from rlhf_cli.errors import RLHFError, closest_match
 
 PLACES = {
     "data": "a file, a folder or a dataset of the hub",
@@ -187,7 +187,9 @@ def _unknown(name: str) -> RLHFError:
         return RLHFError("C01", f"there is no key {name}", hint=theirs.why)
     paths, renamed = [key for _, key, _ in _keys()], [old for old, theirs in FOREIGN.items() if theirs.key]
     known = paths if "." in name else [*(path.rpartition(".")[2] for path in paths), *renamed]
-    near = nearest(name, known) or nearest(name.rpartition(".")[2], [path.rpartition(".")[2] for path in paths])
+    near = closest_match(name, known) or closest_match(
+        name.rpartition(".")[2], [path.rpartition(".")[2] for path in paths]
+    )
     hint = f"did you mean {near}?" if near else "rlhf explain --all lists all keys and codes"
     return RLHFError("C01", f"unknown key {name}", hint=hint)
 
@@ -355,7 +357,7 @@ def _show_field(name: str) -> None:
     if elsewhere:
         return
     if all(refused.values()):
-        raise RLHFError.of(refused["sft"])
+        raise RLHFError.from_problems(refused["sft"])
     version = trl_fields.made_from()["trl"].rpartition(".")[0]
     stages = [stage for stage in fields if not refused[stage]]
     groups = [stages] if len({str(fields[stage]) for stage in stages}) == 1 else [[stage] for stage in stages]

@@ -23,12 +23,12 @@ from rlhf_cli.config.loading import keys, load, malformed, takes
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.data import sources
 from rlhf_cli.distributed import RLHF_COMMAND
-from rlhf_cli.errors import Problem, RLHFError, all_of, nearest, nearest_folder, quoted, shown
+from rlhf_cli.errors import Problem, RLHFError, closest_folder, closest_match, collect_errors, shell_path, shown
 from rlhf_cli.evaluation import render
 from rlhf_cli.runs.discover import configs_in
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.stage_folder import REPORT, Status
-from rlhf_cli.system import end_with, is_nohup
+from rlhf_cli.runs.stage_folder import REPORT, StageStatus
+from rlhf_cli.system import die_with_parent, is_nohup
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -112,14 +112,14 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
     return 0
 
 
-def look(config: Config) -> Status:
+def look(config: Config) -> StageStatus:
     """How a stage's output stands to its config, its data and its parents as they are now."""
     parents = runs.open_parents(config)
-    return runs.examine(config, runs.identity(config, parents, config.sources()))
+    return runs.stage_status(config, runs.compute_identity(config, parents, config.sources()))
 
 
 def forecast(
-    configs: Mapping[str, Config], force: Sequence[str] = (), look: Callable[[Config], Status] = look
+    configs: Mapping[str, Config], force: Sequence[str] = (), look: Callable[[Config], StageStatus] = look
 ) -> dict[str, Step]:
     """What would run, and why. A stage behind one that would run can only be told once that one has run."""
     steps: dict[str, Step] = {}
@@ -137,7 +137,7 @@ def forecast(
     return steps
 
 
-def decide(config: Config, force: Sequence[str] = (), look: Callable[[Config], Status] = look) -> Step:
+def decide(config: Config, force: Sequence[str] = (), look: Callable[[Config], StageStatus] = look) -> Step:
     """Whether a stage has to run, as its config, its data and its parents are now, and why."""
     status = look(config)
     if config.stage in force and status.state != "new":
@@ -145,7 +145,7 @@ def decide(config: Config, force: Sequence[str] = (), look: Callable[[Config], S
     return Step(describe(status), runs=status.state != "finished", fresh=status.state in ("stale", "damaged"))
 
 
-def describe(status: Status) -> str:
+def describe(status: StageStatus) -> str:
     """Why a stage runs or is skipped, for the line that is printed."""
     if status.state == "finished":
         return f"up to date ({(status.sha256 or '')[:6]}), skipped"
@@ -187,7 +187,7 @@ def _outcome(config: Config, parents: Mapping[str, Parent], wanted: int, *, fres
         return "once what it reads is ready"
     if fresh and config.folder.exists():
         return "new; the old folder moves to .old/"
-    status = runs.examine(config, runs.identity(config, parents, config.sources()))
+    status = runs.stage_status(config, runs.compute_identity(config, parents, config.sources()))
     if status.state == "finished":
         return "it is finished, nothing to do"
     refused = "; needs --fresh" if status.state in ("stale", "damaged") else ""
@@ -198,11 +198,11 @@ def find_configs(folder: Path) -> dict[str, Path]:
     """The configs of a run's folder by stage, in the order of the chain. Raises C09 where there are none."""
     if os.path.isfile(folder):
         stage = folder.stem if folder.stem in STAGES else STAGES[0]
-        hint = f"for one stage: rlhf {stage} --config {quoted(folder)}"
+        hint = f"for one stage: rlhf {stage} --config {shell_path(folder)}"
         raise RLHFError("C09", f"{shown(folder)} is a file, not the folder of a run", hint=hint)
     if not os.path.isdir(folder):
-        near = nearest_folder(folder)
-        hint = f"did you mean {near}?" if near else f"rlhf init demo {quoted(folder)} makes one"
+        near = closest_folder(folder)
+        hint = f"did you mean {near}?" if near else f"rlhf init demo {shell_path(folder)} makes one"
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
     found = {path.stem: path for path in configs_in(folder)}
     if not found:
@@ -216,7 +216,7 @@ def select(found: Mapping[str, Path], folder: Path, selection: Selection) -> dic
     named = [("--only", stage) for stage in selection.only] + [("--force", stage) for stage in selection.force]
     for option, stage in named + ([("--from", selection.start)] if selection.start else []):
         if stage not in STAGES:
-            near = nearest(stage, STAGES)
+            near = closest_match(stage, STAGES)
             hint = f"did you mean {near}?" if near else None
             raise RLHFError("C07", f"{option} {stage}: not one of {', '.join(STAGES)}", hint=hint)
         if stage not in found:
@@ -255,13 +255,13 @@ def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str
         elif not owners:
             known = {name for stage in stages for name in CONFIGS[stage].model_fields}
             full = [path for stage in stages for path in keys(stage) if path.endswith(f".{key}")]
-            near = next(iter(full), None) or nearest(section, sorted(known))
+            near = next(iter(full), None) or closest_match(section, sorted(known))
             why = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
             problems.append(Problem("C11", why, f"--set {key}", f"did you mean {near}?" if near else None))
         for stage in owners:
             routed[stage].append(text)
     if problems:
-        raise RLHFError.of(problems)
+        raise RLHFError.from_problems(problems)
     return routed
 
 
@@ -293,7 +293,7 @@ def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> 
         except RLHFError as error:
             problems += error.problems
     if problems:
-        raise RLHFError.of(problems)
+        raise RLHFError.from_problems(problems)
     return configs
 
 
@@ -310,7 +310,7 @@ def refuse_what_is_missing(configs: Mapping[str, Config], *, quick: bool = False
         checks.append(partial(sources.locate, data))
         checks.append(partial(runs.open_parents, config, made, hashed=not quick))
         made += (config.folder,)
-    all_of(*checks)
+    collect_errors(*checks)
 
 
 def _run_child(command: Sequence[str]) -> int:
@@ -340,7 +340,7 @@ def _run_child(command: Sequence[str]) -> int:
     handlers = {**dict.fromkeys(forwarded, forward), signal.SIGTSTP: pause}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        child = subprocess.Popen(command, process_group=0, preexec_fn=partial(end_with, os.getpid()))
+        child = subprocess.Popen(command, process_group=0, preexec_fn=partial(die_with_parent, os.getpid()))
         for number in list(heard):
             child.send_signal(number)
         code = child.wait()

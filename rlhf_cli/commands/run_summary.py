@@ -7,7 +7,7 @@ from rlhf_cli import runs, terminal
 from rlhf_cli.commands import report
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.loading import load
-from rlhf_cli.errors import RLHFError, quoted, shown, word
+from rlhf_cli.errors import RLHFError, shell_path, shell_word, shown
 from rlhf_cli.evaluation import render
 from rlhf_cli.runs.stage_folder import REPORT
 
@@ -28,10 +28,10 @@ def _show_ways_on(folder: Path, configs: Mapping[str, Config], *, met: bool) -> 
         page = report.brief(judged)
         terminal.out(f"the page says: {page.headline}")
         if not met or page.suspect:
-            ways.append(f"open {quoted(judged / REPORT)} in a browser")
+            ways.append(f"open {shell_path(judged / REPORT)} in a browser")
     if met and "ppo" in configs:
         selected = " --step selected" if "selected_step" in render.read_report(judged) else ""
-        name = quoted(folder)
+        name = shell_path(folder)
         ways += [f"rlhf chat {name} --compare sft,ppo", f"rlhf export {name} --out DIR{selected}"]
     if ways:
         terminal.out(f"next: {'; '.join(ways)}")
@@ -42,12 +42,12 @@ def _show_unwritten(folder: Path, configs: Mapping[str, Config], overrides: Mapp
     stages: dict[str, list[str]] = {}
     for stage, config in configs.items():
         if texts := _unwritten(config, overrides[stage]):
-            stages.setdefault(" ".join(f"-s {word(text)}" for text in texts), []).append(stage)
+            stages.setdefault(" ".join(f"-s {shell_word(text)}" for text in texts), []).append(stage)
     for given, names in stages.items():
         files = ", ".join(shown(configs[name].file) for name in names)
         lack, again = ("does not", "that stage") if len(names) == 1 else ("do not", "those stages")
         text = f"made with {given}, which {files} {lack} have: write it there to keep it"
-        terminal.out(f"{text}, or a plain `rlhf run {quoted(folder)}` makes {again} again")
+        terminal.out(f"{text}, or a plain `rlhf run {shell_path(folder)}` makes {again} again")
 
 
 def _unwritten(config: Config, overrides: Sequence[str]) -> list[str]:
@@ -56,7 +56,7 @@ def _unwritten(config: Config, overrides: Sequence[str]) -> list[str]:
         return []
     try:
         plain = load(config.stage, config.file)
-        if runs.glance(plain).state == "finished":
+        if runs.quick_stage_status(plain).state == "finished":
             return []
         return [text for text in overrides if load(config.stage, config.file, [text]).dump() != plain.dump()]
     except RLHFError:  # without them it is refused, and says why

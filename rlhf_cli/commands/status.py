@@ -13,7 +13,7 @@ from rlhf_cli import system, terminal
 from rlhf_cli.commands import status_read
 from rlhf_cli.commands.run import Step
 from rlhf_cli.commands.status_read import Next, Run, Stage
-from rlhf_cli.errors import quoted, shown
+from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.errors import shown as shown_path
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, format_reward
 from rlhf_cli.runs.discover import is_run
@@ -42,7 +42,7 @@ def _stage_row(name: str, stage: Stage) -> list[str]:
         headline(stage),
         duration(stage.time_s) if stage.time_s else "",
         ago(time.time() - stage.changed) if stage.changed else "",
-        system.size(stage.bytes) if stage.bytes else "",
+        system.format_bytes(stage.bytes) if stage.bytes else "",
     ]
 
 
@@ -88,20 +88,20 @@ def notes(run: Run) -> list[str]:
             text = f"{names}: large, with a date later than this stage's start, taken for unchanged; --dry-run reads it"
             lines.append(f"{stage.stage:<8} {text}")
     if run.old_bytes:
-        lines.append(f".old     {system.size(run.old_bytes)} that was moved aside")
+        lines.append(f".old     {system.format_bytes(run.old_bytes)} that was moved aside")
     return lines
 
 
 def next_line(run: Run) -> str:
     """What `rlhf run` would do, and why."""
-    upcoming, command = run.next, f"rlhf run {quoted(run.folder)}"
+    upcoming, command = run.next, f"rlhf run {shell_path(run.folder)}"
     assert upcoming, "a run that was looked at with its configs"
     if upcoming.action == "wait":
         names = " and ".join(name(run, stage) for stage in run.all_stages if stage.process)
         return f"next: wait for {names}; {command} would be refused until then"
     told = _problems(upcoming)
     if upcoming.action == "refused" and run.bases and {problem.code for problem in upcoming.problems} <= NOT_THERE:
-        first = dict.fromkeys(f"rlhf run {quoted(stage.folder.parent)}" for stage in run.bases)
+        first = dict.fromkeys(f"rlhf run {shell_path(stage.folder.parent)}" for stage in run.bases)
         return f"next: {'; '.join(first)}, which {shown(run.folder)} starts from; then {command}"
     if upcoming.action == "refused":
         return f"next: {command} would be refused: {told}"
@@ -146,7 +146,7 @@ def run_row(run: Run) -> list[str]:
         ", ".join(marks) or "nothing yet",
         told[0] if told else "",
         ago(time.time() - run.changed),
-        system.size(run.bytes),
+        system.format_bytes(run.bytes),
     ]
 
 

@@ -17,14 +17,14 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import Problem, RLHFError, quoted, reading, unreadable
+from rlhf_cli.errors import Problem, RLHFError, read_error, shell_path, translate_read_errors
 from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.render import deciding_judge
 from rlhf_cli.runs.checkpoints import newest_step
-from rlhf_cli.runs.discover import below, configs_in, is_begun, is_preset
-from rlhf_cli.runs.locks import Holder, holder
-from rlhf_cli.runs.stage_folder import Status, processes_of
-from rlhf_cli.runs.stage_state import Left, left_in, outdated
+from rlhf_cli.runs.discover import configs_in, find_run_folders, has_output, is_preset
+from rlhf_cli.runs.locks import LockOwner, lock_owner
+from rlhf_cli.runs.stage_folder import StageStatus, recorded_num_processes
+from rlhf_cli.runs.stage_state import StageState, describe_changed_parents, read_stage_state
 from rlhf_cli.tracking.metrics_log import newest_rows
 
 State = Literal["new", "running", "stopped", "finished", "stale", "damaged", "unreadable"]
@@ -56,14 +56,14 @@ class Stage:
     left_s: float | None = None  # of a running one, to its end
     changed: float | None = None  # when it ended, or last wrote: seconds of the epoch
     bytes: int = 0
-    process: Holder | None = None  # that is writing it
-    unread: tuple[str, ...] = ()  # keys of what was taken for unchanged, see `checkpoints.glance`
+    process: LockOwner | None = None  # that is writing it
+    unread: tuple[str, ...] = ()  # keys of what was taken for unchanged, see `runs.quick_stage_status`
 
 
-def read_stage(stage: str, folder: Path, status: Status | None = None) -> Stage:
+def read_stage(stage: str, folder: Path, status: StageStatus | None = None) -> Stage:
     """A stage as its folder tells it, and `status` where its config is known: without it nothing is told as stale."""
     try:
-        with reading(folder):
+        with translate_read_errors(folder):
             return _read(stage, folder, status)
     except RLHFError as error:
         return Stage(stage, folder, "unreadable", (error.problems[0].text,))
@@ -71,8 +71,8 @@ def read_stage(stage: str, folder: Path, status: Status | None = None) -> Stage:
         return Stage(stage, folder, "new")
 
 
-def _read(stage: str, folder: Path, status: Status | None) -> Stage:
-    left, process = left_in(folder), holder(folder)
+def _read(stage: str, folder: Path, status: StageStatus | None) -> Stage:
+    left, process = read_stage_state(folder), lock_owner(folder)
     if left.state == "unreadable":
         return Stage(stage, folder, "unreadable", (left.problem or "",), process=process)
     state = _state(left, status, process)
@@ -80,12 +80,16 @@ def _read(stage: str, folder: Path, status: Status | None) -> Stage:
     step, steps = _steps(stage, folder, state, left, rows)
     ended = (left.manifest or {}).get("stopped")
     reasons = status.reasons if status else (left.problem,) if left.problem else ()
-    if status is None and state == "finished" and (others := tuple(outdated(folder, left.manifest or {}))):
+    if (
+        status is None
+        and state == "finished"
+        and (others := tuple(describe_changed_parents(folder, left.manifest or {})))
+    ):
         state, reasons = "stale", tuple(f"made from {what}" for what in others)
     elif state == "finished" and ended:
         reasons = (str(ended),)
     elif state == "stale" and left.state != "finished" and (folder / "config.yaml").is_file():
-        reasons += (f"as it was begun it goes on: rlhf {stage} --config {quoted(folder / 'config.yaml')}",)
+        reasons += (f"as it was begun it goes on: rlhf {stage} --config {shell_path(folder / 'config.yaml')}",)
     headline, where = _headline(stage, left.manifest if left.state == "finished" else None, rows)
     return Stage(
         stage=stage,
@@ -99,18 +103,20 @@ def _read(stage: str, folder: Path, status: Status | None) -> Stage:
         time_s=max((_finite(row.get("time_s")) for row in rows), default=None),
         left_s=_left(rows, step, steps) if state == "running" else None,
         changed=_changed(folder),
-        bytes=system.used(folder),
+        bytes=system.folder_bytes(folder),
         process=process,
         unread=status.unread if status else (),
     )
 
 
-def _state(left: Left, status: Status | None, process: Holder | None) -> State:
+def _state(left: StageState, status: StageStatus | None, process: LockOwner | None) -> State:
     told = status.state if status else left.state
     return "running" if process else STATES.get(told, told)  # type: ignore[arg-type]
 
 
-def _steps(stage: str, folder: Path, state: State, left: Left, rows: Sequence[Row]) -> tuple[int | None, int | None]:
+def _steps(
+    stage: str, folder: Path, state: State, left: StageState, rows: Sequence[Row]
+) -> tuple[int | None, int | None]:
     """Steps made, and in all."""
     if state == "new" or stage == "eval":
         return None, None
@@ -125,7 +131,7 @@ def _whole(stage: str, folder: Path, rows: Sequence[Row]) -> int | None:
     try:
         config: Config = load(stage, folder / "config.yaml")
         if isinstance(config, PPOConfig):
-            return config.ppo.across(processes_of(folder)).num_updates()
+            return config.ppo.across(recorded_num_processes(folder)).num_updates()
     except (RLHFError, ValueError):  # damaged; of as many processes as it does not go with; or counted in prompts
         return None
     assert isinstance(config, SFTConfig | RewardConfig)
@@ -230,12 +236,12 @@ class Run:
     @property
     def bytes(self) -> int:
         """Of the whole folder, data and what was moved aside among it."""
-        return system.used(self.folder)
+        return system.folder_bytes(self.folder)
 
     @property
     def old_bytes(self) -> int:
         """Of what was moved aside, in .old/."""
-        return system.used(self.folder / ".old")
+        return system.folder_bytes(self.folder / ".old")
 
     @property
     def changed(self) -> float:
@@ -250,8 +256,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
 
     Raises RLHFError C09 for a folder that is no run, C11 for overrides that no stage could mean.
     """
-    root = folder.parent if folder.name in STAGES and is_begun(folder) else folder
-    begun = [stage for stage in STAGES if is_begun(root / stage)]
+    root = folder.parent if folder.name in STAGES and has_output(folder) else folder
+    begun = [stage for stage in STAGES if has_output(root / stage)]
     configs: dict[str, Config] = {}
     problems: list[Problem] = []
     try:
@@ -273,7 +279,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
         if stage in files or stage in begun:
             place = configs[stage].folder if stage in configs else root / stage
             found = looked.get(stage)
-            stages.append(read_stage(stage, place, found if isinstance(found, Status) else None))
+            stages.append(read_stage(stage, place, found if isinstance(found, StageStatus) else None))
     return Run(root, tuple(stages), bases, _next(configs, looked, problems, [*bases, *stages]))
 
 
@@ -283,7 +289,7 @@ def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
     # What is not there yet may be a hub id, and stands as it was written.
     named = [config.file.parent / one.path for config in configs for one in checkpoints.references(config)]
     inside = [path for path in named if path.name in STAGES and here in path.parent.parents]
-    return [path for path in dict.fromkeys(inside) if is_begun(path) or configs_in(path.parent)]
+    return [path for path in dict.fromkeys(inside) if has_output(path) or configs_in(path.parent)]
 
 
 def _unfinished(folders: Iterable[Path]) -> tuple[Stage, ...]:
@@ -291,23 +297,23 @@ def _unfinished(folders: Iterable[Path]) -> tuple[Stage, ...]:
     return tuple(stage for stage in found if stage.state != "finished")
 
 
-def _look(config: Config) -> Status | RLHFError:
+def _look(config: Config) -> StageStatus | RLHFError:
     try:
-        with reading(config.folder):
-            return checkpoints.glance(config)
+        with translate_read_errors(config.folder):
+            return checkpoints.quick_stage_status(config)
     except RLHFError as error:
         return error
     except OSError as error:  # gone at this very moment
-        return unreadable(error, config.folder)
+        return read_error(error, config.folder)
 
 
 def _next(
     configs: Mapping[str, Config],
-    looked: Mapping[str, Status | RLHFError],
+    looked: Mapping[str, StageStatus | RLHFError],
     problems: Sequence[Problem],
     stages: Sequence[Stage],
 ) -> Next:
-    def look(config: Config) -> Status:
+    def look(config: Config) -> StageStatus:
         found = looked[config.stage]
         if isinstance(found, RLHFError):
             raise found
@@ -317,7 +323,7 @@ def _next(
         return Next("wait", problems=tuple(problems))
     try:
         if problems:
-            raise RLHFError.of(problems)
+            raise RLHFError.from_problems(problems)
         pipeline.refuse_what_is_missing(configs, quick=True)
         steps = pipeline.forecast(configs, look=look)
     except RLHFError as error:
@@ -347,14 +353,16 @@ def find_runs(folders: Sequence[Path], most: int | None = None) -> list[Run]:
     for folder in folders:
         if not os.path.isdir(folder):
             raise RLHFError("C09", f"no such folder: {checkpoints.shown(folder)}")
-    found = dict.fromkeys(Path(os.path.abspath(path)) for folder in folders for path in below(folder, DEPTH, most))
+    found = dict.fromkeys(
+        Path(os.path.abspath(path)) for folder in folders for path in find_run_folders(folder, DEPTH, most)
+    )
     outer = {path for inner in found for path in inner.parents if path in found}
     bases = {path: _bases(path, _readable(path)) for path in outer}
     owned = {base.parent for named in bases.values() for base in named}
     runs = [
         Run(
             path,
-            tuple(read_stage(stage, path / stage) for stage in STAGES if is_begun(path / stage)),
+            tuple(read_stage(stage, path / stage) for stage in STAGES if has_output(path / stage)),
             _unfinished(bases.get(path, ())),
         )
         for path in found

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from rlhf_cli.config.base import PROJECT, Config, JudgePath, ModelPath, Name, Section
 from rlhf_cli.config.common import ATTENTION, DTYPE, STAGE, Dtype, EvalData
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.errors import nearest
+from rlhf_cli.errors import closest_match
 
 PAGE = "[docs/evaluation.md]"
 COMPARISON = re.compile(r"(>=|<=|==|>|<)\s*([-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)")
@@ -210,7 +210,7 @@ class EvalConfig(Config):
             named.append(("eval.select", self.eval.selection.judge, self.eval.selection.judge))
         for place, key, judge in named:
             if judge is not None and judge not in judges:
-                near = nearest(judge, judges)
+                near = closest_match(judge, judges)
                 hint = f"did you mean {near}?" if near else f"available judges: {', '.join(sorted(judges)) or 'none'}"
                 text = f"{place}: {key} does not name a judge of this file"
                 raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": place})

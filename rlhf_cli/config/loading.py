@@ -20,7 +20,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.values import shown_value
 from rlhf_cli.config.yaml_io import Source, parse_value
-from rlhf_cli.errors import TOKEN, Problem, RLHFError, quoted, redacted
+from rlhf_cli.errors import TOKEN, Problem, RLHFError, redact, shell_path
 
 EXAMPLE = "e.g. --set ppo.kl_coef=0.1"
 
@@ -109,7 +109,7 @@ def refuse_other_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None
         return
     if isinstance(said, str) and said in CONFIGS:
         text = f"this config is for {said}, not for {stage}"
-        raise RLHFError("C07", text, where=place, hint=f"run it with: rlhf {said} --config {quoted(origin.file)}")
+        raise RLHFError("C07", text, where=place, hint=f"run it with: rlhf {said} --config {shell_path(origin.file)}")
     raise RLHFError("C07", f"stage: {shown_value(said)} is not one of {', '.join(CONFIGS)}", where=place)
 
 
@@ -136,7 +136,7 @@ def take_out(tree: dict[str, Any], where: Callable[[str], str]) -> list[Problem]
     for container, name, _ in reversed(found):  # from the end of a list: the indices before it stay what they are
         container.pop(name)
     hint = "remove it, and set it in the environment, e.g. HF_TOKEN"
-    return [Problem("C16", f"{redacted(key)} contains a secret", where(key), hint) for _, _, key in found]
+    return [Problem("C16", f"{redact(key)} contains a secret", where(key), hint) for _, _, key in found]
 
 
 def _secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
@@ -172,7 +172,7 @@ def load(stage: str, path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     config, problems = load_what_is_sound(stage, path, overrides)
     if problems or config is None:
-        raise RLHFError.of(problems)
+        raise RLHFError.from_problems(problems)
     return config
 
 

@@ -15,7 +15,7 @@ from rlhf_cli.config.trl_fields import TRAINERS, fields_of
 from rlhf_cli.config.values import not_a_choice, shown_value, wrong_type
 from rlhf_cli.config.yaml_io import is_yaml_1_1
 from rlhf_cli.error_codes import CODES
-from rlhf_cli.errors import Problem, nearest
+from rlhf_cli.errors import Problem, closest_match
 
 
 def unknown_key(path: tuple[str, ...], value: Any, model: type[Config], place: str) -> Problem:
@@ -31,7 +31,7 @@ def unknown_key(path: tuple[str, ...], value: Any, model: type[Config], place: s
     home = _home(name, path, model)
     if home:
         return Problem("C02", f"{key} belongs {home[0]}", place, home[1])
-    near = nearest(name, siblings)
+    near = closest_match(name, siblings)
     if near:
         hint = f"did you mean {near}?"
     elif len(siblings) <= 8:

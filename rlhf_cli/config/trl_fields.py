@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.paths import field_shape
 from rlhf_cli.config.values import not_a_choice, wrong_type
-from rlhf_cli.errors import Problem, nearest
+from rlhf_cli.errors import Problem, closest_match
 
 TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
@@ -113,7 +113,7 @@ def _meant(name: str, stage: str, own: list[str]) -> str | None:
     others = [config for other, config in TRAINERS.items() if other != stage and name in fields_of(other)]
     if others:
         return f"only {others[0]} has this field"
-    near = nearest(name, [*fields_of(stage), *own])
+    near = closest_match(name, [*fields_of(stage), *own])
     if near is None:
         return None
     return f"did you mean {stage}.{near}?" if near in own else f"did you mean {near}?"

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rlhf_cli.config.yaml_io import is_number, is_yaml_1_1
-from rlhf_cli.errors import Problem, nearest
+from rlhf_cli.errors import Problem, closest_match
 
 
 def shown_value(value: Any) -> str:
@@ -45,6 +45,6 @@ def wrong_type(key: str, expected: Iterable[str], value: Any, bounds: str = "") 
 
 def not_a_choice(key: str, choices: list[str], value: Any) -> Problem:
     """C07 with all choices and the nearest."""
-    near = nearest(value, choices) if isinstance(value, str) else None
+    near = closest_match(value, choices) if isinstance(value, str) else None
     text = f"{key}: {shown_value(value)} is not one of {', '.join(choices)}"
     return Problem("C07", text, None, f"did you mean {near}?" if near else None)

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
 
 MAX_BYTES = 250_000  # what the reader takes in less than a second, whatever it holds
 MAX_NODES = 10_000
@@ -89,7 +89,7 @@ def parse_value(text: str) -> Any:
     reader = _Reader("")
     value = reader.value(node, "") if node else None
     if reader.problems:
-        raise RLHFError.of(reader.problems)
+        raise RLHFError.from_problems(reader.problems)
     return value
 
 
@@ -221,7 +221,7 @@ def _configs_in(folder: Path) -> str | None:
 
 
 def _configs_near(path: Path) -> str | None:
-    near = nearest_file(path)
+    near = closest_path(path)
     if near and near.endswith(SUFFIXES) and os.path.isfile(near):
         return f"did you mean {near}?"
     return _configs_in(path.parent) if os.path.isdir(path.parent) else None

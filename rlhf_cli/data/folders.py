@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import suffix
 from rlhf_cli.data.readers import READERS, lacks_header, read, told
-from rlhf_cli.errors import RLHFError, nearest, reading, shown
+from rlhf_cli.errors import RLHFError, closest_match, shown, translate_read_errors
 
 README = "README.md"
 DATA = READERS.keys() - {".json", ".txt"}  # these two may well be notes: they are data where nothing else is
@@ -53,12 +53,12 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], w
     if (folder / README).exists():  # a dataset as the hub has it: other kinds are its other forms
         rest = [path for path in rest if suffix(path) in set(map(suffix, taken))]
     elif rest and "train" in by_name:
-        terminal.say_once(f"data     {name}: {_listed(rest)} ignored: train is {_listed(by_name['train'])}")
+        terminal.log_once(f"data     {name}: {_listed(rest)} ignored: train is {_listed(by_name['train'])}")
     if not rest or "train" in by_name:
         return by_name
     _refuse_unlike(folder, name, rest, where)
     others = "".join(f"; {split} is {_listed(of_it)}" for split, of_it in by_name.items())
-    terminal.say_once(f"data     {name}: train is {_listed(rest)}{', the rest' if others else ''}{others}")
+    terminal.log_once(f"data     {name}: train is {_listed(rest)}{', the rest' if others else ''}{others}")
     return {"train": rest, **by_name}
 
 
@@ -116,7 +116,7 @@ def _below(folder: Path) -> Iterator[Path]:
     def stop(error: OSError) -> None:
         raise error
 
-    with reading(folder):
+    with translate_read_errors(folder):
         for where, inner, files in os.walk(folder, onerror=stop):
             yield from (Path(where, name) for name in [*inner, *files])
 
@@ -164,7 +164,7 @@ def refused(name: str, told: str, subset: str | None, where: str | None, error: 
     names = _subsets(name) if isinstance(error, ValueError) else []  # its complaints about subsets are
     reason = " ".join(str(error).replace(name, told).split())
     if subset is not None and names and subset not in names:
-        near = nearest(subset, names) or names[0]
+        near = closest_match(subset, names) or names[0]
         text = f'{told} has no subset "{subset}"; it has {", ".join(names)}'
         return RLHFError("D01", text, where=where, hint=f"set data.subset: {near}")
     if subset is None and len(names) > 1:
@@ -186,9 +186,9 @@ def pick(
             return found[one]
     if not split and len(found) == 1:
         ((only, files),) = found.items()
-        terminal.say_once(f"data     {name}: no split {' or '.join(usual)}; {only} is used")
+        terminal.log_once(f"data     {name}: no split {' or '.join(usual)}; {only} is used")
         return files
-    near = nearest(wanted[0], found) or next(iter(found))
+    near = closest_match(wanted[0], found) or next(iter(found))
     text = f"{name} has no split {' or '.join(wanted)}; it has {', '.join(map(str, found))}"
     raise RLHFError("D01", text, where=where, hint=f"append the split to the name: [{near}]")
 

@@ -11,7 +11,7 @@ from rlhf_cli.data import other_formats
 from rlhf_cli.data.bad_row import BadRow, described
 from rlhf_cli.data.readers import Place, lacks_header, told
 from rlhf_cli.data.sources import read_rows
-from rlhf_cli.errors import Problem, RLHFError, nearest
+from rlhf_cli.errors import Problem, RLHFError, closest_match
 
 SHOWN_ROWS = 5
 Form = tuple[str, ...]
@@ -126,7 +126,7 @@ class DataFile:
         stands, and a hint by code.
         """
         if self.problems:
-            raise RLHFError.of(self._told())
+            raise RLHFError.from_problems(self._told())
         if usable == 0:
             told = "; ".join(f"{lost.rows} {lost}" for lost in self.dropped.values())
             text = f"no usable row: {self.read} read" + (f", dropped {told}" if told else "")
@@ -165,7 +165,7 @@ class DataFile:
         # Never one that stands for another of our columns: answers would be learnt from prompts.
         ours = {name for form in self.forms for name in form} - ANSWERS | set(self.forms[0])
         free = [name for name in raw if name not in ours]
-        near = nearest(absent, free) or next((name for name in free if name in ANSWERS), next(iter(free), "NAME"))
+        near = closest_match(absent, free) or next((name for name in free if name in ANSWERS), next(iter(free), "NAME"))
         text = f"the row needs {wanted}; columns found: {told(raw) or 'none'}"
         if hint := self._converting(raw) or self._header_hint(place, raw):
             raise BadRow("D02", text, hint)
@@ -197,9 +197,9 @@ class DataFile:
     def _meant(self, name: str, known: Collection[str]) -> str | None:
         """What was meant by a column that is none of ours."""
         theirs = self.columns[name]
-        if theirs in known and not nearest(name, known, cutoff=0.8):  # no slip of the pen
+        if theirs in known and not closest_match(name, known, cutoff=0.8):  # no slip of the pen
             return f"swap the two: {self._naming(theirs, name)}?"
-        near = nearest(name, known)
+        near = closest_match(name, known)
         return f"did you mean {near}?" if near else None
 
     def _header_hint(self, place: Place, raw: dict[str, Any]) -> str | None:
@@ -214,7 +214,7 @@ class DataFile:
         """What the first row says of all of them; switches the reading of transcripts on."""
         for ours, theirs in self.columns.items():
             if theirs not in raw:
-                near = nearest(theirs, raw)
+                near = closest_match(theirs, raw)
                 text = f'no column "{theirs}" (mapped to {ours}); columns found: {told(raw) or "none"}'
                 hint = self._header_hint(place, raw) or (f"did you mean {near}?" if near else None)
                 raise BadRow("D02", text, hint)

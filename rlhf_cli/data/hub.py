@@ -61,7 +61,7 @@ def fetch(name: str, revision: str | None, part: str, where: str | None) -> Path
         folder = kept(name, revision, part)
         if folder is None:
             raise _not_on_the_hub(name, error, where) from error
-        terminal.say_once(f"data     {name} from the Hub cache; the Hub could not confirm that it is complete")
+        terminal.log_once(f"data     {name} from the Hub cache; the Hub could not confirm that it is complete")
         return folder
 
 

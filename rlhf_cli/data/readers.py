@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from rlhf_cli.config.sources import suffix
-from rlhf_cli.errors import RLHFError, nearest, shown
-from rlhf_cli.jsonl import BOM, decoded, lines, numbered_rows, open_data, parse
+from rlhf_cli.errors import RLHFError, closest_match, shown
+from rlhf_cli.jsonl import BOM, decode, numbered_lines, numbered_rows, open_data, parse_json
 
 AT_ONCE = 1024  # rows of a Parquet file
 NAME_WORDS, NAME_CHARACTERS = 3, 40  # that the name of a column may have before it seems to be a text
@@ -45,7 +45,7 @@ def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -
     """
     reader = READERS.get(suffix(path))
     if reader is None:
-        near = nearest(suffix(path), READERS)
+        near = closest_match(suffix(path), READERS)
         text = f"{shown(path)}: data files end in {', '.join(READERS)}, optionally followed by .gz"
         raise RLHFError("D01", text, where=where, hint=f"did you mean {near}?" if near else None)
     try:
@@ -66,7 +66,7 @@ def _json(file: BinaryIO, path: Path) -> Rows:
     if not raw.lstrip().startswith(b"["):
         yield from _json_lines(io.BytesIO(raw), path)
         return
-    for number, row in enumerate(parse(raw, path), start=1):
+    for number, row in enumerate(parse_json(raw, path), start=1):
         place = Place(path, number, "row")
         if not isinstance(row, dict):
             raise RLHFError("D12", f"the list contains `{row!r:.40}`, not an object {{...}}", where=str(place))
@@ -75,7 +75,7 @@ def _json(file: BinaryIO, path: Path) -> Rows:
 
 def _table(file: BinaryIO, path: Path) -> Rows:
     """CSV or TSV with a header. Every cell is a text as it stands there: "NA" and "1e5" stay what they are."""
-    texts = (decoded(raw, path, number) for number, raw in lines(file, path))
+    texts = (decode(raw, path, number) for number, raw in numbered_lines(file, path))
     reader = csv.reader(texts, delimiter=TABLES[suffix(path)], strict=True)
     start = 1
     header: list[str] = []
@@ -168,8 +168,8 @@ def _plain(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
 
 def _text(file: BinaryIO, path: Path) -> Rows:
     """One text a line, without the line's end."""
-    for number, raw in lines(file, path):
-        text = decoded(raw, path, number).rstrip("\r\n")
+    for number, raw in numbered_lines(file, path):
+        text = decode(raw, path, number).rstrip("\r\n")
         if text.strip():
             yield Place(path, number), {"text": text}
 

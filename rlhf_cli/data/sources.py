@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_cli.config.sources import DataSource, is_hub_id, split_hub_id, split_name
 from rlhf_cli.data import folders, hub
 from rlhf_cli.data.readers import Place, lacks_header, read, told
-from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
 from rlhf_cli.jsonl import open_data
 
 __all__ = ["Place", "is_local", "lacks_header", "locate", "locate_files", "read_rows", "told"]
@@ -26,7 +26,7 @@ def locate_files(source: DataSource) -> list[Path]:
     if os.path.isdir(path):
         return _folder_files(source, path, split)
     if not os.path.exists(path):
-        near = nearest_file(path)
+        near = closest_path(path)
         hint = f"did you mean {near}?" if near else None
         raise RLHFError("D01", f"no such file {shown(path)}", where=source.where, hint=hint)
     if split:
@@ -84,5 +84,5 @@ def locate(sources: Mapping[str, DataSource]) -> dict[str, list[Path]]:
         except RLHFError as error:
             problems += [Problem(p.code, f"{key}: {p.text}", p.where, p.hint) for p in error.problems]
     if problems:
-        raise RLHFError.of(problems)
+        raise RLHFError.from_problems(problems)
     return files

@@ -14,9 +14,9 @@ from jinja2 import TemplateError
 
 from rlhf_cli import terminal
 from rlhf_cli.data.hub import cache_folder
-from rlhf_cli.errors import RLHFError, panics_as
+from rlhf_cli.errors import RLHFError, translate_rust_panics
 from rlhf_cli.progress import Progress
-from rlhf_cli.system import TooLong, at_most
+from rlhf_cli.system import CPUTimeExceeded, cpu_time_limit
 
 Conversation = list[dict[str, Any]]
 Encoded = tuple[list[int], list[int]]  # ids of a prompt and of a response
@@ -105,9 +105,9 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
             hint="set model.chat_template to a Jinja file, or to chatml",
         )
     try:
-        with at_most(RENDERING):
+        with cpu_time_limit(RENDERING):
             return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt)
-    except TooLong as error:
+    except CPUTimeExceeded as error:
         text = f"the chat template takes more than {RENDERING:g} s for one conversation"
         raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
     except (TemplateError, OverflowError) as error:  # the sandbox bounds `range`
@@ -152,7 +152,7 @@ def _tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[l
     if not texts:
         return []
     # verbose: no "longer than the maximum sequence length" from the library, max_length is checked here.
-    with panics_as("M01", "the tokenizer fails on a text"):
+    with translate_rust_panics("M01", "the tokenizer fails on a text"):
         batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
     return [shared(ids) for ids in batch["input_ids"]]
 
@@ -186,7 +186,7 @@ def encoded(
         _write(path, made)
         _prune(path.parent)
     except OSError as error:
-        terminal.say_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
+        terminal.log_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
     return made
 
 

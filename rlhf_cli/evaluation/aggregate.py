@@ -44,7 +44,7 @@ def _win_rate(
         **statistics.win_rate(scores, baseline),
         "length_controlled": controlled,
         "length_controlled_ci95": list(interval),
-        **statistics.difference(scores, baseline, seed=seed),
+        **statistics.paired_difference(scores, baseline, seed=seed),
     }
 
 

@@ -22,7 +22,7 @@ def frontier_section(
         tied = statistics.within_noise({step: policy.scores[judge] for step, policy in by_step.items()}, seed=seed)
         for point in points:
             step = point["step"]
-            diff = statistics.difference(by_step[step].scores[judge], by_step[best].scores[judge], seed=seed)
+            diff = statistics.paired_difference(by_step[step].scores[judge], by_step[best].scores[judge], seed=seed)
             columns = {"from_best": diff["difference"], "from_best_ci95": diff["difference_ci95"]}
             point["judges"][judge] |= {**columns, "within_noise": step in tied}
     if select is None:
@@ -53,7 +53,7 @@ def _select(points: list[Point], scores: Mapping[Any, list[float]], select: Sele
     best = max(eligible, key=lambda point: (point["judges"][judge]["mean"], -point["kl"]))
     eligible_scores, step = {point["step"]: scores[point["step"]] for point in eligible}, best["step"]
     tied = [other for other in statistics.within_noise(eligible_scores, seed=seed) if other != step]
-    bias = statistics.optimism(eligible_scores, seed=seed)
+    bias = statistics.selection_bias(eligible_scores, seed=seed)
     return {
         "selected_step": step,
         "selected": {"judge": judge, "rule": rule, "within_noise": tied, "optimism": bias, **best},

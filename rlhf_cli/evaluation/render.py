@@ -11,9 +11,9 @@ from rlhf_cli import terminal
 from rlhf_cli.config.eval import COMPARISON
 from rlhf_cli.errors import Problem, RLHFError, shown
 from rlhf_cli.evaluation.reward_model_table import print_card
-from rlhf_cli.files import read_object
+from rlhf_cli.files import read_json_object
 from rlhf_cli.jsonl import read_jsonl
-from rlhf_cli.runs.shapes import oddity
+from rlhf_cli.runs.shapes import schema_error
 from rlhf_cli.runs.stage_folder import REPORT
 from rlhf_cli.statistics import with_interval
 
@@ -38,8 +38,8 @@ Row = Mapping[str, Any]
 
 def read_report(folder: Path) -> dict[str, Any]:
     """Read the report.json of an eval folder. Raises RLHFError M05 if it is missing or corrupt, E08 if unreadable."""
-    report = read_object(folder / "report.json")
-    problem = "is missing or not readable" if report is None else oddity("report.json", report)
+    report = read_json_object(folder / "report.json")
+    problem = "is missing or not readable" if report is None else schema_error("report.json", report)
     if report is None or problem:
         text = f"{shown(folder / 'report.json')} {problem if report is None else f'is damaged: {problem}'}"
         raise RLHFError("M05", text, hint="make it again: rlhf eval --fresh --config FILE")
@@ -71,7 +71,7 @@ def check_requirements(report: Row, require: Mapping[str, str], *, where: Callab
         elif not OPERATORS[match[1]](value, float(match[2])):
             problems.append(Problem("R06", f"{key} is {value:.4g}, required {condition.strip()}", location))
     if problems:
-        raise RLHFError.of(problems)
+        raise RLHFError.from_problems(problems)
 
 
 def print_report(eval_folder: Path) -> None:
@@ -99,7 +99,7 @@ def _print_warnings(warnings: Sequence[str]) -> None:
     """Print the report's warnings; those already printed by this command are listed by code only."""
     repeated = []
     for warning in warnings:
-        if terminal.is_new(warning):
+        if terminal.is_first_time(warning):
             terminal.out(f"noted: {warning}")
         else:
             repeated.append(warning.partition("]")[0].removeprefix("warning["))

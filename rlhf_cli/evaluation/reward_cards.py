@@ -69,7 +69,7 @@ def check_required(config: PPOConfig, parents: Mapping[str, Parent]) -> None:
             models.setdefault(parent.path, parent)
     problems = [problem for parent in models.values() for problem in _unmet_requirements(config, parent)]
     if problems:
-        raise RLHFError.of(problems)
+        raise RLHFError.from_problems(problems)
 
 
 def _is_reward(key: str) -> bool:

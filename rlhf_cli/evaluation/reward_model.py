@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.errors import Problem
-from rlhf_cli.statistics import together, wilson, wilson_difference
+from rlhf_cli.statistics import bonferroni_z, wilson, wilson_difference
 
 MARGIN_EDGES = (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0)  # log-odds: 1, 2 and 4 are probabilities of 73, 88 and 98 %
 NUM_BINS = 10  # of calibration, of equal width, from 0.5 to 1
@@ -280,7 +280,7 @@ def is_probe_flagged(name: str, card: Mapping[str, Any]) -> bool:
     Corrected for the number of probes, and for the uncertainty of the accuracy if the limit depends on it.
     """
     probes, n = card["adversarial"]["probes"], card["adversarial"]["n"]
-    share, z = probes[name]["beats"], together(len(probes))
+    share, z = probes[name]["beats"], bonferroni_z(len(probes))
     low, _ = wilson(share * n, n, z)
     if name in FIXED_LIMITS:
         return low > FIXED_LIMITS[name]

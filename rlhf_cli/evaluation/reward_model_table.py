@@ -47,7 +47,7 @@ def print_card(card: Mapping[str, Any]) -> None:
         terminal.out(text)
         return
     rows = [[row.name, row.value, row.limit, "flagged" if row.flagged else ""] for row in card_rows(card)]
-    if not terminal.is_new(f"{text}\n{rows}"):
+    if not terminal.is_first_time(f"{text}\n{rows}"):
         terminal.out(f"{text}; its report card stands above")
         return
     terminal.out(text)

@@ -44,7 +44,7 @@ def build_report(
         policies = [e for e in evaluated if e.step is not None and e.mode == "sampled"]
         report |= frontier_section(policies, by_mode["sampled"]["sft"], config.eval.selection, config.seed)
     report |= reward_model_section(parents)
-    return report | {"warnings": terminal.warnings_said()}
+    return report | {"warnings": terminal.emitted_warnings()}
 
 
 def _policies_section(policies: Mapping[str, EvalResponses], seed: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rlhf_cli import system
-from rlhf_cli.errors import RLHFError, nearest
+from rlhf_cli.errors import RLHFError, closest_match
 from rlhf_cli.models import devices
 
 META = torch.device("meta")
@@ -38,7 +38,7 @@ def new_config(fields: Mapping[str, Any], **from_tokenizer: int | None) -> Any:
     """
     model_type = fields.get("model_type", "llama")
     if model_type not in CONFIG_MAPPING:
-        near = nearest(model_type, CONFIG_MAPPING.keys())
+        near = closest_match(model_type, CONFIG_MAPPING.keys())
         hint = f"did you mean {near}?" if near else None
         raise RLHFError("C07", f"model.new.model_type: unknown model type {model_type!r}", hint=hint)
     known = AutoConfig.for_model(model_type).to_dict().keys() | {"tie_word_embeddings"}
@@ -46,7 +46,7 @@ def new_config(fields: Mapping[str, Any], **from_tokenizer: int | None) -> Any:
         if name in from_tokenizer:
             raise RLHFError("C17", f"model.new.{name} follows from the tokenizer", hint="take the line out")
         if name not in known:
-            near = nearest(name, known)
+            near = closest_match(name, known)
             text = f"model.new.{name}: a {model_type} config has no such field"
             raise RLHFError("C01", text, hint=near and f"did you mean {near}?")
     settings = {name: value for name, value in fields.items() if name != "model_type"}

@@ -49,7 +49,7 @@ def use_bf16(requested: bool | None) -> bool:
 
 def memory_bytes() -> int:
     """Return the total memory of `device` in bytes."""
-    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else system.memory()
+    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else system.total_memory()
 
 
 def resolve_dtype(name: str) -> torch.dtype:

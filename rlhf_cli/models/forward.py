@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from rlhf_cli.models import packing
 from rlhf_cli.models.batch import MicroBatch, Rollout, micro_batches
-from rlhf_cli.progress import counted
+from rlhf_cli.progress import track_progress
 
 
 class ValueHead(nn.Module):
@@ -123,7 +123,7 @@ def rollout_scores(model: Any, rollout: Rollout, *, max_rows: int, max_tokens: i
     scores = torch.empty(len(rollout), device=rollout.ids.device)
     all_rows, packed = torch.arange(len(rollout), device=rollout.ids.device), packing.is_enabled(model)
     split = micro_batches(rollout.lengths, all_rows, max_rows=max_rows, max_tokens=max_tokens, packed=packed)
-    for rows in counted("score: micro-batch", list(split)):
+    for rows in track_progress("score: micro-batch", list(split)):
         scores[rows] = pooled_scores(model, rollout.micro_batch(rows))
     return scores
 

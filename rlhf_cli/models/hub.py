@@ -22,8 +22,8 @@ from huggingface_hub.utils import (
 
 from rlhf_cli import distributed, terminal
 from rlhf_cli.data.hub import is_offline
-from rlhf_cli.errors import RLHFError, quoted, shown, word
-from rlhf_cli.files import file_sha256, names_in
+from rlhf_cli.errors import RLHFError, shell_path, shell_word, shown
+from rlhf_cli.files import file_sha256, list_files
 from rlhf_cli.runs.parents import MODEL_SUFFIXES
 
 CARD = "README.md"
@@ -86,7 +86,7 @@ def push(folder: Path, repo: str, message: str, *, public: bool = False, bars: b
     The same commit deletes files of the repository that loading would read and the folder does not have. All other
     files and older commits stay. Then each uploaded file's hash is compared. Raises RLHFError R17.
     """
-    names = [name for name in names_in(folder) if name not in LOCAL_FILES]
+    names = [name for name in list_files(folder) if name not in LOCAL_FILES]
     _require_model_files(folder, names)
     hub, removed = HfApi(), list[str]()
     try:
@@ -207,9 +207,9 @@ def _require_same(uploaded: Collection[Any], folder: Path, names: Collection[str
 
 def _upload_command(folder: Path, repo: str, public: bool, removed: Collection[str]) -> str:
     """Return the `hf` command that repeats a push; without --private `hf` creates a public repository."""
-    command = ["hf", "upload", word(repo), quoted(folder), *([] if public else ["--private"])]
+    command = ["hf", "upload", shell_word(repo), shell_path(folder), *([] if public else ["--private"])]
     command += [part for name in LOCAL_FILES if (folder / name).exists() for part in ("--exclude", name)]
-    return " ".join([*command, *(part for name in removed for part in ("--delete", word(name)))])
+    return " ".join([*command, *(part for name in removed for part in ("--delete", shell_word(name)))])
 
 
 def _reason(error: Exception) -> str:

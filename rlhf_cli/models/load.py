@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rlhf_cli import runs, system
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import read_object
+from rlhf_cli.files import read_json_object
 from rlhf_cli.models import devices, lora, weights
 from rlhf_cli.models.tokenizers import refuse_code, remote_code_error
 from rlhf_cli.runs.adapters import read_adapter
@@ -176,7 +176,7 @@ def load_unmerged(folder: Path | str, *, trust_remote_code: bool = False) -> Any
     Raises RLHFError as `load_causal_lm` and `load_reward_model` do, and M04 if an adapter's base is missing.
     """
     config = read_config(folder, trust_remote_code)
-    base = runs.base_of(Path(folder))
+    base = runs.find_base(Path(folder))
     if base is None:
         load_model = load_reward_model if weights.is_classifier(config) else load_causal_lm
         return load_model(folder, trust_remote_code=trust_remote_code)
@@ -226,7 +226,7 @@ def config_folder(folder: Path) -> Path:
 
 def _refuse_oversized(path: Path) -> None:
     """Raise RLHFError M01 if a config.json, or a section of it, has more than MAX_LAYERS layers or experts."""
-    settings = read_object(path) or {}
+    settings = read_json_object(path) or {}
     for section in (settings, *(value for value in settings.values() if isinstance(value, dict))):
         for name, value in section.items():
             is_count = name.removesuffix("s").endswith(("layer", "expert")) and isinstance(value, int)
@@ -240,7 +240,7 @@ def _missing_head(auto_class: Any, folder: Path | str, config: Any, trust_remote
 
     For an adapter this checks its base and returns nothing, because the adapter has its own head.
     """
-    base = runs.base_of(Path(folder))
+    base = runs.find_base(Path(folder))
     if base is not None:
         base_config = _copy_num_labels(read_config(base, trust_remote_code), config)
         _missing_head(auto_class, base, base_config, trust_remote_code)
@@ -269,7 +269,7 @@ def _load(
     Raises RLHFError M01, M07, M08, M13, and M04 if an adapter's base is missing.
     """
     config = read_config(folder, trust_remote_code)
-    base = runs.base_of(Path(folder))
+    base = runs.find_base(Path(folder))
     if base is not None:
         model, missing = _load_base(auto_class, base, config, dtype, attn_implementation, trust_remote_code, **options)
         lora.merge_adapter(model, Path(folder), config)

@@ -20,9 +20,9 @@ from transformers.pytorch_utils import Conv1D
 from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import RLHFError, nearest, placed, shown
+from rlhf_cli.errors import RLHFError, at_location, closest_match, shown
 from rlhf_cli.models import build, devices, tokenizers
-from rlhf_cli.runs.adapters import MERGED, SETTINGS, WEIGHTS
+from rlhf_cli.runs.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MERGED
 from rlhf_cli.runs.parents import Parent
 
 # The fields read from an adapter_config.json. All others are ignored: peft would import modules that they name.
@@ -48,7 +48,7 @@ def prepare_for_training(config: SFTConfig | RewardConfig, parent: Parent | None
     assert parent is not None, "model.new takes no adapters"
     base, device = parent.hub or parent.model, devices.device()
     bf16 = devices.use_bf16((config.sft if isinstance(config, SFTConfig) else config.reward).bf16)
-    with placed(config.where("model.adapters.target_modules")):
+    with at_location(config.where("model.adapters.target_modules")):
         return add_adapters(
             model, settings, vocab_size=len(tokenizer), base=base, revision=parent.revision, device=device, bf16=bf16
         )
@@ -59,7 +59,7 @@ def check_target_modules(config: SFTConfig | RewardConfig | PPOConfig, model_con
     key = "models.adapters" if isinstance(config, PPOConfig) else "model.adapters"
     settings = config.models.adapters if isinstance(config, PPOConfig) else config.model.adapters
     if settings is not None and settings.target_modules != "all-linear":
-        with placed(config.where(f"{key}.target_modules")):
+        with at_location(config.where(f"{key}.target_modules")):
             target_modules(build.causal_lm_from_config(model_config), settings, key)
 
 
@@ -139,7 +139,7 @@ def target_modules(model: Any, settings: LoRA, key: str = "model.adapters") -> l
         return known
     for target in settings.target_modules:
         if target not in known:
-            near = nearest(target, known)
+            near = closest_match(target, known)
             text = f"{key}.target_modules: no linear layer inside of the model is called {target}"
             raise RLHFError("C07", text, hint=f"did you mean {near}?" if near else f"there are {', '.join(known)}")
     return sorted(set(settings.target_modules))
@@ -202,7 +202,7 @@ def _quantize(model: Any, device: torch.device, compute_dtype: torch.dtype) -> N
 
 def head_weights(folder: Path) -> set[str]:
     """Return the names of the full weights in an adapter's file: a reward model's head."""
-    with safe_open(folder / WEIGHTS, "pt") as file:
+    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
         names = [name for name in list(file.keys()) if ".lora_" not in name]
     return {name.removeprefix("base_model.model.") for name in names}
 
@@ -247,7 +247,7 @@ def load_adapter_weights(peft_model: Any, folder: Path) -> None:
     """Load the adapter weights in `folder` into a peft model with the same architecture and adapter settings."""
     from peft import set_peft_model_state_dict
 
-    set_peft_model_state_dict(peft_model, load_file(folder / WEIGHTS))
+    set_peft_model_state_dict(peft_model, load_file(folder / ADAPTER_WEIGHTS))
 
 
 def copy_adapter_weights(source: Any, target: Any) -> None:
@@ -263,10 +263,10 @@ def _attach(model: Any, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     try:
-        stored = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         heads = [name for name in stored["modules_to_save"] or () if hasattr(model, name)]
         settings = LoraConfig(modules_to_save=heads, **{name: stored[name] for name in TRUSTED_FIELDS})
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
         with _ignore_warnings():
             # On the meta device at first: random initial weights would advance torch's generator.
             peft_model = get_peft_model(model, settings, low_cpu_mem_usage=True)

@@ -13,7 +13,7 @@ import unicodedata
 from functools import lru_cache
 from typing import Any
 
-from rlhf_cli.errors import RLHFError, panics_as
+from rlhf_cli.errors import RLHFError, translate_rust_panics
 
 TEXTS = (
     "Tell me about the Sun.", "TELL ME", "tell me", "CamelCase snake_case kebab-case",
@@ -96,7 +96,7 @@ def _start_ids(tokenizer: Any) -> list[int]:
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    with panics_as("M01", "the tokenizer fails on a text"):
+    with translate_rust_panics("M01", "the tokenizer fails on a text"):
         return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 

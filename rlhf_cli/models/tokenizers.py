@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data.sources import read_rows
-from rlhf_cli.errors import Problem, RLHFError, panics_as, shown
-from rlhf_cli.files import read_object
+from rlhf_cli.errors import Problem, RLHFError, shown, translate_rust_panics
+from rlhf_cli.files import read_json_object
 from rlhf_cli.models import tokenizer_diff
 from rlhf_cli.runs.parents import Parent
 
@@ -34,7 +34,7 @@ def load_tokenizer(folder: Path | str, *, chat_template: str | None = None, trus
     """
     refuse_code(folder, trust_remote_code)
     try:
-        with panics_as("M01", f"{shown(folder)} holds no tokenizer that can be read"):
+        with translate_rust_panics("M01", f"{shown(folder)} holds no tokenizer that can be read"):
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, padding_side="left", trust_remote_code=trust_remote_code, local_files_only=True
             )
@@ -59,7 +59,7 @@ def refuse_code(folder: Path | str, trusted: bool) -> None:
     This holds even if transformers has a built-in class: it may compute something else than the authors' code.
     """
     paths = (Path(folder) / name for name in ("config.json", "tokenizer_config.json"))
-    settings = (read_object(path) or {} for path in paths if path.is_file())  # a named pipe may never end
+    settings = (read_json_object(path) or {} for path in paths if path.is_file())  # a named pipe may never end
     if not trusted and any(Path(folder).glob("*.py")) and any("auto_map" in config for config in settings):
         raise remote_code_error(folder)
 
@@ -200,7 +200,7 @@ def check_same_tokenization(
         except RLHFError as error:
             problems += error.problems
     if problems:
-        raise RLHFError.of(problems)
+        raise RLHFError.from_problems(problems)
 
 
 @lru_cache(maxsize=64)

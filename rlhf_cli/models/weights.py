@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification
 
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import read_object
+from rlhf_cli.files import read_json_object
 from rlhf_cli.models import build, sharding
 
 # Attention masks and rotary angles that GPT-2, GPT-NeoX and old Llamas stored with their weights.
@@ -173,11 +173,11 @@ def shard_files(folder: Path) -> set[str]:
     path = folder / "model.safetensors.index.json"
     if not path.exists():
         return set()
-    weight_map = (read_object(path) or {}).get("weight_map")
+    weight_map = (read_json_object(path) or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         text = '"weight_map" must give the file of each weight'
         hint = "fetch the file again, or take it out where model.safetensors holds them all"
         raise RLHFError("M01", text, where=shown(path), hint=hint)
     if outside := sorted(name for name in weight_map.values() if name != Path(name).name):
-        raise RLHFError("S03", f'the part "{outside[0]}" leads out of its folder', where=shown(path))
+        raise RLHFError("S03", f'the part "{outside[0]}" points outside its folder', where=shown(path))
     return set(weight_map.values())

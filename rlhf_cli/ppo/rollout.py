@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from rlhf_cli.models.batch import Prompts, Rollout
 from rlhf_cli.ppo import losses
-from rlhf_cli.progress import counted
+from rlhf_cli.progress import track_progress
 
 NOISE_CHUNK_ELEMENTS_CPU = 2**17  # random numbers made at once on a CPU: they fit its cache
 
@@ -50,7 +50,7 @@ class HFEngine:
         assert len(prompts.seeds) == len(prompts) and prompts.response_length > 0
         size = self.batch_size or len(prompts)
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-            starts = counted("batch", range(0, len(prompts), size))
+            starts = track_progress("batch", range(0, len(prompts), size))
             responses = torch.cat([self._generate_ids(prompts.rows(slice(start, start + size))) for start in starts])
         response_mask = losses.response_mask(responses, self.stop_token_id)
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=responses.device)
@@ -89,7 +89,7 @@ class HFEngine:
         unfinished = torch.ones_like(batch_rows, dtype=torch.bool)
         decoder = self._prefill(ids, mask)
         keys, counters = row_keys(prompts.seeds, device), token_counters(decoder.logits.shape[1], device)
-        for step in counted("rollout: token", range(prompts.response_length)):
+        for step in track_progress("rollout: token", range(prompts.response_length)):
             if self.temperature:
                 tokens = gumbel_sample(decoder.logits / self.temperature, keys, step, counters)
             else:

@@ -25,7 +25,7 @@ from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.optimizer import build_optimizer, build_scheduler
 from rlhf_cli.ppo.rollout import RolloutEngine
 from rlhf_cli.ppo.scores import RunningMeanStd, ScoreResult, apply_penalties, normalize_scores, weighted_sum
-from rlhf_cli.progress import counted
+from rlhf_cli.progress import track_progress
 from rlhf_cli.rewards.source import RewardSource
 
 MODEL_OUTPUTS = ("logprobs", "ref_logprobs", "kl", "values")  # of ModelRunner.forward, at each response token
@@ -232,7 +232,7 @@ class PPOTrainer:
         outputs = {name: torch.zeros_like(rollout.response_mask, dtype=dtype) for name in MODEL_OUTPUTS}
         with self.parallel.training_context():
             assigned = self.parallel.assign(list(chain.from_iterable(minibatches)))
-            for rows, counts in counted("judge: micro-batch", assigned):
+            for rows, counts in track_progress("judge: micro-batch", assigned):
                 micro_batch = rollout.micro_batch(rows)
                 for name, values in self.model_runner.forward(micro_batch).items():
                     if counts:
@@ -251,11 +251,11 @@ class PPOTrainer:
         rates = {"lr": self._learning_rate("policy"), "value/lr": self._learning_rate("value")}
         steps: list[Stats] = []
         with self.ref_on_device() if self.model_runner.exact_kl_in_loss else nullcontext():
-            for epoch in counted("update: epoch", range(settings.num_ppo_epochs)):
+            for epoch in track_progress("update: epoch", range(settings.num_ppo_epochs)):
                 minibatches = (
                     experience.minibatches if epoch == 0 else self._make_minibatches(experience.rollout, epoch)
                 )
-                for minibatch in counted("minibatch", minibatches):
+                for minibatch in track_progress("minibatch", minibatches):
                     steps.append(self._train_minibatch(experience, minibatch, epoch))
                 if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
                     break
@@ -295,7 +295,8 @@ class PPOTrainer:
         ):
             assigned = self.parallel.assign(minibatch)
             results = [
-                self._backward(experience, rows, counts / tokens) for rows, counts in counted("micro-batch", assigned)
+                self._backward(experience, rows, counts / tokens)
+                for rows, counts in track_progress("micro-batch", assigned)
             ]
             ptx = self._backward_ptx(minibatch, epoch)
         results = [result for result, (_, counts) in zip(results, assigned, strict=True) if counts]

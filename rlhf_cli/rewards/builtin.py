@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, validate_call
 
-from rlhf_cli.errors import Problem, RLHFError, nearest
+from rlhf_cli.errors import Problem, RLHFError, closest_match
 from rlhf_cli.rewards.source import RewardContext, RewardFn
 
 Count = Annotated[int, Field(ge=0)]
@@ -23,7 +23,7 @@ def make(section: Any, context: RewardContext) -> RewardFn:
     """Build `builtin:` with its `parameters:`. Raises RLHFError C07 for an unknown name, C17 for bad parameters."""
     name, known = section.builtin, ", ".join(BUILTIN_REWARDS)
     if name not in BUILTIN_REWARDS:
-        near = nearest(name, BUILTIN_REWARDS)
+        near = closest_match(name, BUILTIN_REWARDS)
         hint = f"did you mean {near}?" if near else "or write a Python function: function: module:name"
         raise RLHFError("C07", f'builtin "{name}" is not one of {known}', where=context.where("builtin"), hint=hint)
     strict = validate_call(config=ConfigDict(strict=True, allow_inf_nan=False))
@@ -31,7 +31,7 @@ def make(section: Any, context: RewardContext) -> RewardFn:
         return strict(BUILTIN_REWARDS[name])(**section.parameters)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        raise RLHFError.of([_problem(name, detail, context) for detail in details]) from error
+        raise RLHFError.from_problems([_problem(name, detail, context) for detail in details]) from error
     except ValueError as error:
         text = f"builtin {name}: {error}"
         raise RLHFError("C17", text, where=context.where("parameters"), hint=_parameter_hint(name)) from error

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TextClassificationPipeline
 
-from rlhf_cli.errors import RLHFError, nearest, placed, shown
+from rlhf_cli.errors import RLHFError, at_location, closest_match, shown
 from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.rewards.source import RewardContext, RewardFn
 
@@ -45,12 +45,12 @@ def make(section: Any, context: RewardContext) -> RewardFn:
     """Load the classifier of `pipeline:`. Raises RLHFError C07 for an unknown label, M01, M02, M06-M08."""
     assert context.model is not None, "the caller gives the model's folder"
     trust = context.trust_remote_code
-    with placed(context.where("pipeline")):
+    with at_location(context.where("pipeline")):
         config = load.read_classifier_config(context.model, trust)
     label = _resolve_label(section.label, [str(name) for name in config.id2label.values()], context)
     if not context.load:
         return _not_loaded
-    with placed(context.where("pipeline")):
+    with at_location(context.where("pipeline")):
         tokenizer = tokenizers.load_tokenizer(context.model, trust_remote_code=trust)
         model = load.load_classifier(context.model, trust_remote_code=trust)
         tokenizers.check_vocabulary(model, tokenizer)
@@ -69,7 +69,7 @@ def _resolve_label(label: str | None, known: list[str], context: RewardContext) 
         return known[0]
     if label not in known:
         problem = "label is missing" if label is None else f'label: "{label}" is not one of the model'
-        near = label and nearest(label, known)
+        near = label and closest_match(label, known)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
         text = f"{problem}; {shown(context.model)} has {len(known)}"
         raise RLHFError("C07", text, where=context.where("label"), hint=hint)

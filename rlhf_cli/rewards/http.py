@@ -17,8 +17,8 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 
-from rlhf_cli.errors import RLHFError, all_of, keep_secret, redacted
-from rlhf_cli.progress import counted
+from rlhf_cli.errors import RLHFError, collect_errors, redact, register_secrets
+from rlhf_cli.progress import track_progress
 from rlhf_cli.rewards.source import RewardContext, RewardError
 
 MAX_RESPONSE_BYTES = 16_000_000
@@ -43,7 +43,7 @@ class HTTPReward:
 
     def __call__(self, prompts: list[str], responses: list[str]) -> list[Any]:
         scores: list[Any] = []
-        for start in counted("score: request", range(0, len(prompts), self.batch_size)):
+        for start in track_progress("score: request", range(0, len(prompts), self.batch_size)):
             rows = slice(start, start + self.batch_size)
             scores += self._request_scores(prompts[rows], responses[rows])
         return scores
@@ -112,9 +112,9 @@ class _NoRedirects(HTTPRedirectHandler):
 def make(section: Any, context: RewardContext) -> HTTPReward:
     """Build the reward of `url:` without contacting it. Raises RLHFError C17 for an invalid port or header."""
     headers = [partial(_check_header, name, variable, context) for name, variable in section.headers.items()]
-    all_of(partial(_check_port, section.url, context), *headers)
+    collect_errors(partial(_check_port, section.url, context), *headers)
     values = {name: os.environ[variable] for name, variable in section.headers.items()}
-    keep_secret(*values.values())
+    register_secrets(*values.values())
     return HTTPReward(section.url, section.timeout, section.retries, section.batch_size, values)
 
 
@@ -139,7 +139,7 @@ def _check_header(name: str, variable: str, context: RewardContext) -> None:
 
 def _excerpt(body: bytes) -> str:
     """Return the start of an answer as text, redacted before it is truncated: half a secret would not be recognised."""
-    text = " ".join(redacted(body.decode("utf-8", "replace")).split())
+    text = " ".join(redact(body.decode("utf-8", "replace")).split())
     return repr(text if len(text) <= 80 else text[:77] + "...") if text else "nothing"
 
 

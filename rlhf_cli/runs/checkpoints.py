@@ -1,7 +1,7 @@
-"""States to resume from: a folder counts whole or not at all, and is believed only after its hashes were checked.
+"""Checkpoints to resume from: folders that are complete or ignored, and trusted only after their hashes were checked.
 
-There is no `latest` pointer to trust: the newest folder whose manifest, state.json, verifies is the one. Our own states
-are written beside their place and renamed into it; what another program writes in place is sealed by its manifest.
+There is no `latest` pointer: the newest folder whose manifest, state.json, verifies is used. Our own checkpoints are
+written to a temporary folder and renamed; those that another program writes in place are sealed by their manifest.
 """
 
 import os
@@ -14,60 +14,60 @@ from pathlib import Path
 from rlhf_cli import distributed, terminal
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import (
-    damage,
-    describe,
-    entries,
-    in_one_step,
-    is_there,
-    names_in,
-    read_sealed,
+    atomic_folder,
+    find_damage,
+    hash_files,
+    list_files,
+    list_folder,
+    path_exists,
+    read_checked_json,
     sync,
     sync_files,
-    write_sealed,
+    write_checked_json,
 )
 
 MANIFEST = "state.json"
 SCHEMA = 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_STEP = re.compile(r"(?:step_|checkpoint-)(\d+)")  # ours, and the Hugging Face Trainer's
+_STEP = re.compile(r"(?:step_|checkpoint-)(\d+)")  # names of this package, and of the Hugging Face Trainer
 
 
 def commit_state(folder: Path, name: str, write: Callable[[Path], None], *, keep: int | None) -> Path:
-    """Make folder/name out of what `write(path)` writes, in one step, then drop all but the newest `keep`, if any.
+    """Create folder/name atomically from the files that `write(path)` writes, then keep the newest `keep` checkpoints.
 
-    The files are written into a folder beside it, hashed into its state.json, forced to the disk, and renamed.
-    Whatever `write` raises comes through, and leaves the older states as they were. Of several processes the first one
-    does this; the others are asked to `write` too, for what only all of them can make, and leave no file of their own.
+    The files are written to a temporary folder, hashed into state.json, flushed to disk and renamed. Exceptions of
+    `write` propagate and leave older checkpoints unchanged. Only the main process does this; other ranks call `write`
+    too, to take part in collectives, and must leave no files.
     """
     if not distributed.is_main_process():
         write(folder / name)
         return folder / name
-    assert keep is None or keep >= 1, "a state that is dropped as it is written helps nobody"
-    make_room(folder, name)
-    with in_one_step(folder / name) as scratch:
+    assert keep is None or keep >= 1, "keep must be at least 1"
+    prepare_state_folder(folder, name)
+    with atomic_folder(folder / name) as scratch:
         write(scratch)
         _write_manifest(scratch, name)
     _prune(folder, name, keep)
     return folder / name
 
 
-def make_room(folder: Path, name: str) -> None:
-    """Before a state is written: the folder is there, and no leftovers of killed processes, nor a state of this name.
+def prepare_state_folder(folder: Path, name: str) -> None:
+    """Create the folder, and delete leftovers of killed processes and any damaged checkpoint of this name.
 
-    One of this name was damaged and passed over. Raises S03 for what is no name of a state.
+    Raises S03 for an invalid name.
     """
     if not _NAME.fullmatch(name):
         raise RLHFError("S03", f'"{name}" is not a name for a state folder')
     folder.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
     if (folder / name).exists():
-        drop_state(folder / name)
+        delete_state(folder / name)
 
 
 def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
-    """Make a state of a folder that another program wrote: its state.json, written last, is what makes it count.
+    """Complete a checkpoint that another program wrote by writing its state.json.
 
-    Then drops all but the newest `keep`, and those named in `spare`.
+    Then keeps the newest `keep` checkpoints and those named in `spare`.
     """
     _write_manifest(state, state.name)
     sync(state.parent)
@@ -75,81 +75,81 @@ def seal_state(state: Path, *, keep: int, spare: Collection[str] = ()) -> None:
 
 
 def _write_manifest(state: Path, name: str) -> None:
-    names = [name for name in names_in(state) if name != MANIFEST]
-    manifest = {"schema": SCHEMA, "name": name, "files": describe(state, names)}
+    names = [name for name in list_files(state) if name != MANIFEST]
+    manifest = {"schema": SCHEMA, "name": name, "files": hash_files(state, names)}
     sync_files(state, names)
-    write_sealed(state / MANIFEST, manifest)
+    write_checked_json(state / MANIFEST, manifest)
 
 
 def latest_state(folder: Path) -> Path | None:
-    """The newest state of `folder` that verifies, hash by hash, or None. Warns (M05) about those it passes over.
+    """Return the newest checkpoint whose hashes verify, or None. Warns (M05) about those it skips.
 
-    Raises RLHFError M05 for a state of an older version of this package, E08 for one that cannot be read now.
+    Raises RLHFError M05 for a checkpoint of an older version of this package, E08 for one that cannot be read now.
     """
-    passed_over = []
-    found = None
+    skipped = []
+    latest = None
     for path in reversed(_states(folder)):
         problem = _problem(path)
         if problem is None:
-            found = path
+            latest = path
             break
-        passed_over.append((path, problem))
-    instead = f"resuming from {found.name}" if found else "starting from the beginning"
-    for path, problem in passed_over:
+        skipped.append((path, problem))
+    instead = f"resuming from {latest.name}" if latest else "starting from the beginning"
+    for path, problem in skipped:
         _warn_of(path, problem, instead)
-    return found
+    return latest
 
 
-def whole_states(folder: Path, *, instead: str) -> dict[int, Path]:
-    """The states of `folder` that verify, hash by hash, by step. Warns (M05) about the others: `instead` of one, what.
+def valid_states(folder: Path, *, instead: str) -> dict[int, Path]:
+    """Return the checkpoints whose hashes verify, by step. Warns (M05) about the others; `instead` ends the warning.
 
     Raises RLHFError M05 as `latest_state` does.
     """
-    found = {}
+    valid = {}
     for path in _states(folder):
         if problem := _problem(path):
             _warn_of(path, problem, instead)
         else:
-            found[_step(path)] = path
-    return found
+            valid[_step(path)] = path
+    return valid
 
 
 def _warn_of(path: Path, problem: str, instead: str) -> None:
-    what = f"is damaged: {problem}" if is_there(path / MANIFEST) else f"was not finished: it has no {MANIFEST}"
-    terminal.warn("M05", f"{shown(path)} {what}; {instead}")
+    state = f"is damaged: {problem}" if path_exists(path / MANIFEST) else f"was not finished: it has no {MANIFEST}"
+    terminal.warn("M05", f"{shown(path)} {state}; {instead}")
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step that the newest state's name tells, for a line on a terminal: nothing is verified."""
+    """Return the newest checkpoint's step by its name, without verification."""
     return max(state_steps(folder), default=None)
 
 
 def state_steps(folder: Path) -> list[int]:
-    """The steps of the states of `folder`, oldest first: nothing is verified."""
+    """Return the steps of the checkpoints, oldest first, without verification."""
     return [_step(path) for path in _states(folder)]
 
 
 def state_at(folder: Path, step: int) -> Path:
-    """The state of a step. Raises RLHFError M05 where it is damaged, or gone."""
+    """Return the checkpoint of a step. Raises RLHFError M05 if it is damaged or missing."""
     path = next((path for path in _states(folder) if _step(path) == step), None)
     problem = _problem(path) if path else "it is gone"
     if path is None or problem:
         name = shown(path or folder / f"step_{step:06d}")
-        raise RLHFError("M05", f"{name} is damaged: {problem}", hint="take another step; or run the stage again")
+        raise RLHFError("M05", f"{name} is damaged: {problem}", hint="choose another step, or run the stage again")
     return path
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what a killed process left half written or half deleted. Only for the process that holds the output."""
+    """Delete files that a killed process wrote or deleted halfway. Only for the process that locked the output."""
     for pattern in (".tmp-*", ".trash-*"):
         for path in folder.glob(pattern):
             _remove(path)
 
 
 def _states(folder: Path) -> list[Path]:
-    """The state folders, oldest first. Raises RLHFError E08 where the folder cannot be read now."""
-    found = [folder / name for name in entries(folder) if _STEP.fullmatch(name)]
-    return sorted((path for path in found if is_there(path) and path.is_dir()), key=_step)
+    """Return the checkpoint folders, oldest first. Raises RLHFError E08 if the folder cannot be read now."""
+    paths = [folder / name for name in list_folder(folder) if _STEP.fullmatch(name)]
+    return sorted((path for path in paths if path_exists(path) and path.is_dir()), key=_step)
 
 
 def _step(path: Path) -> int:
@@ -159,45 +159,44 @@ def _step(path: Path) -> int:
 
 
 def _problem(state: Path, *, content: bool = True) -> str | None:
-    manifest, problem = read_sealed(state / MANIFEST)
+    manifest, problem = read_checked_json(state / MANIFEST)
     if manifest.get("schema") == 1:
-        text = f"{shown(state)} was written by an older version, which kept less of a run"
+        text = f"{shown(state)} was written by an older version, which saved less of a run"
         raise RLHFError("M05", text, hint="--fresh starts over; the old folder is kept in .old/")
     if problem:
         return problem
     if manifest["name"] != state.name:
         return f"{MANIFEST} is of {manifest['name']}"
-    return damage(state, manifest["files"], where=shown(state / MANIFEST), content=content)
+    return find_damage(state, manifest["files"], where=shown(state / MANIFEST), content=content)
 
 
 def keep_newest(folder: Path, keep: int) -> None:
-    """Drop all states but the newest `keep`: a process that was killed may not have come to it."""
+    """Delete all but the newest `keep` checkpoints, which a killed process may not have done."""
     if states := _states(folder):
         _prune(folder, states[-1].name, keep)
 
 
 def _prune(folder: Path, written: str, keep: int | None, spare: Collection[str] = ()) -> None:
-    """Leave `keep` states up to the one just written.
+    """Keep `keep` checkpoints up to the one just written.
 
-    Unfinished and damaged ones go, and do not count. So do later ones: they were passed over, and the run is past them.
-    One that cannot be read now may be whole: it stays, and ends no training.
+    Deletes unfinished, damaged and later ones: the run has resumed before them. Keeps those that cannot be read now.
     """
     if keep is None:
         return
     newest = _step(folder / written)
-    whole: list[Path] = []
-    others: list[Path] = []
+    valid: list[Path] = []
+    invalid: list[Path] = []
     for path in _states(folder):
         with suppress(RLHFError):
-            good = _step(path) <= newest and _problem(path, content=False) is None
-            (whole if good else others).append(path)
-    for path in [*others, *whole[:-keep]]:
+            is_valid = _step(path) <= newest and _problem(path, content=False) is None
+            (valid if is_valid else invalid).append(path)
+    for path in [*invalid, *valid[:-keep]]:
         if path.name not in spare:
-            drop_state(path)
+            delete_state(path)
 
 
-def drop_state(state: Path) -> None:
-    """A rename first: a state that is half deleted must not look like one. Of several processes the first does it."""
+def delete_state(state: Path) -> None:
+    """Delete a checkpoint, on the main process only; renamed first, so that a partly deleted one is never used."""
     if not distributed.is_main_process():
         return
     trash = state.with_name(f".trash-{state.name}-{os.getpid()}")
@@ -206,7 +205,7 @@ def drop_state(state: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """What a link points to is somebody else's."""
+    """Delete a file, link or folder; the target of a link is kept."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,35 +1,32 @@
-"""Which folders are runs: those that hold a stage's config or its output; and where the presets are, which are none.
-
-Imports nothing, and answers at once.
-"""
+"""Find run folders, which hold a stage's config or output, and the folder of presets. Imports no other module."""
 
 import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-STAGES = ("sft", "reward", "ppo", "eval")  # in the order of the chain
-TALKING = ("ppo", "sft")  # whose models write text
+STAGES = ("sft", "reward", "ppo", "eval")  # in pipeline order
+POLICY_STAGES = ("ppo", "sft")  # their models generate text
 
 
 def configs_folder() -> Path:
-    """The presets: configs/, which the wheel carries inside the package and a source checkout has beside it."""
+    """Return the folder of presets: configs/ in the package of a wheel, or in the root of a source checkout."""
     inside = Path(__file__).parents[1] / "configs"
     return inside if inside.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def is_preset(folder: Path) -> bool:
-    """Whether it lies among the presets, which nobody runs where they are."""
+    """Return True if the folder is inside the presets, which are never run in place."""
     return configs_folder().resolve() in folder.resolve().parents
 
 
-def is_begun(folder: Path) -> bool:
-    """Whether a stage wrote this folder. One that is there and may not be looked into counts: who reads it says so."""
+def has_output(folder: Path) -> bool:
+    """Return True if a stage wrote this folder. An unreadable folder counts, so that its reader reports the error."""
     names = ("identity.json", "manifest.json")
-    return any(os.path.isfile(folder / name) for name in names) or _is_shut(folder)
+    return any(os.path.isfile(folder / name) for name in names) or _is_unreadable(folder)
 
 
-def _is_shut(folder: Path) -> bool:
+def _is_unreadable(folder: Path) -> bool:
     if not os.path.isdir(folder):
         return False
     try:
@@ -43,35 +40,35 @@ def _is_shut(folder: Path) -> bool:
 
 
 def configs_in(folder: Path) -> list[Path]:
-    """The stages' configs that lie in a folder."""
+    """Return the paths of the stage configs in a folder."""
     return [path for stage in STAGES if os.path.isfile(path := folder / f"{stage}.yaml")]
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder holds a stage's config or its output."""
-    return folder in below(folder, 0)
+    """Return True if a folder holds a stage's config or output."""
+    return folder in find_run_folders(folder, 0)
 
 
-def below(folder: Path, depth: int, most: int | None = None) -> Iterator[Path]:
-    """The run's folders at or below `folder`, the nearest first, but those inside of a stage's output.
+def find_run_folders(folder: Path, depth: int, max_folders: int | None = None) -> Iterator[Path]:
+    """Yield the run folders at or below `folder`, nearest first, without those inside a stage's output.
 
-    Hidden folders and links are passed over. `most`: so many folders are looked at, and no more.
+    Skips hidden folders and links, and looks at `max_folders` folders at most.
     """
-    ahead, seen = deque([(folder, 0)]), 0
-    while ahead and (most is None or seen < most):
-        here, level = ahead.popleft()
-        seen += 1
-        begun = {stage for stage in STAGES if is_begun(here / stage)}
-        if begun or configs_in(here):
-            yield here
+    queue, visited = deque([(folder, 0)]), 0
+    while queue and (max_folders is None or visited < max_folders):
+        current, level = queue.popleft()
+        visited += 1
+        outputs = {stage for stage in STAGES if has_output(current / stage)}
+        if outputs or configs_in(current):
+            yield current
         if level < depth:
-            ahead.extend((here / name, level + 1) for name in _folders_in(here) if name not in begun)
+            queue.extend((current / name, level + 1) for name in _folders_in(current) if name not in outputs)
 
 
 def _folders_in(folder: Path) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:  # not ours to read
+    except OSError:  # unreadable
         return []
     return sorted(name for name in names if not name.startswith("."))

@@ -1,7 +1,7 @@
-"""One process at a time may write a stage's folder, and tells in its lock who it is; several may read it together.
+"""Locks of folders, exclusive for one writer and shared for readers, and output folders written under a lock.
 
-Both lock the same file by flock, shared or alone. filelock's ReadWriteLock would be another file, of SQLite, which
-`hold` does not see.
+Both kinds lock the same file with flock. filelock's ReadWriteLock would use another file (SQLite), which `lock_folder`
+does not see.
 """
 
 import errno
@@ -23,18 +23,20 @@ from filelock import FileLock, Timeout
 
 from rlhf_cli import system
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import in_one_step, names_in, read_object, sync_files
+from rlhf_cli.files import atomic_folder, list_files, read_json_object, sync_files
 from rlhf_cli.terminal import duration
 
-SAME = 5.0  # seconds between two readings of when a process began: elsewhere than on Linux a set clock moves them
-_held: dict[Path, FileLock] = {}
-_read: dict[Path, int] = {}  # descriptors of locks that are shared
-TAKEN = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
+START_TIME_TOLERANCE_S = 5.0  # except on Linux, setting the clock changes the start time of processes
+_exclusive: dict[Path, FileLock] = {}
+_shared: dict[Path, int] = {}  # file descriptors
+NEW_FOLDER_HINT = "name a new or an empty folder"
+SCRATCH_NAME, OUT_HINT = ".export", "name a folder of your own: --out DIR"
+LOCKED = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
 
 
 @dataclass(frozen=True)
-class Holder:
-    """The process that has a folder."""
+class LockOwner:
+    """The process that has locked a folder."""
 
     pid: int
     host: str
@@ -45,20 +47,19 @@ class Holder:
         return f"process {self.pid}{place}, for {duration(max(0.0, time.time() - self.since))}"
 
 
-def lock_of(folder: Path) -> Path:
-    """The file that says who has a folder."""
+def lock_path(folder: Path) -> Path:
+    """Return the lock file of a folder."""
     return folder.parent / f".{folder.name}.lock"
 
 
-def hold(folder: Path, *, hint: str = "wait for it to end, or set `run:` to another folder") -> None:
-    """Take a folder for this process, until `release` or the end of the process, however it ends.
+def lock_folder(folder: Path, *, hint: str = "wait for it to end, or set `run:` to another folder") -> None:
+    """Lock a folder for writing until `release` or the end of the process, however it ends.
 
-    The lock lies beside the folder, so that the folder itself can be moved. Raises C15 where another process has it,
-    or reads it.
+    The lock is beside the folder, so that the folder can be moved. Raises C15 if another process writes or reads it.
     """
-    if folder in _held:
+    if folder in _exclusive:
         return
-    lock = FileLock(lock_of(folder))
+    lock = FileLock(lock_path(folder))
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -66,124 +67,126 @@ def hold(folder: Path, *, hint: str = "wait for it to end, or set `run:` to anot
             text = f"another process is reading {shown(folder)}: process {', '.join(map(str, pids))}"
             raise RLHFError("C15", text, hint=hint) from None
         raise _written_by_another(folder, hint) from None
-    _held[folder] = lock
-    me = Holder(os.getpid(), platform.node(), round(time.time(), 3))
-    _note(folder, asdict(me) | {"started": _started(me.pid), "inode": lock_of(folder).stat().st_ino})
+    _exclusive[folder] = lock
+    owner = LockOwner(os.getpid(), platform.node(), round(time.time(), 3))
+    _note(folder, asdict(owner) | {"started": _started(owner.pid), "inode": lock_path(folder).stat().st_ino})
 
 
-def is_held(folder: Path) -> bool:
-    """Whether this process writes a folder."""
-    return folder in _held
+def is_locked_here(folder: Path) -> bool:
+    """Return True if this process has locked the folder for writing."""
+    return folder in _exclusive
 
 
 def _written_by_another(folder: Path, hint: str) -> RLHFError:
-    who = holder(folder)
-    text = f"another process is writing {shown(folder)}" + (f": {who}" if who else "")
+    owner = lock_owner(folder)
+    text = f"another process is writing {shown(folder)}" + (f": {owner}" if owner else "")
     return RLHFError("C15", text, hint=hint)
 
 
-def share(folder: Path) -> None:
-    """Keep a folder in its place while this process reads it, until `stop_sharing`: others may read it, none write it.
+def lock_folder_shared(folder: Path) -> None:
+    """Take the shared lock of a folder until `release_shared`: other processes may read it, none may write it.
 
-    Where the lock cannot be opened (a folder of somebody else's, a disk that is read-only), or the file system knows
-    none, it is read without. Raises C15 where another process is writing the folder.
+    Does nothing if the lock file cannot be opened (no permission, read-only disk) or the file system has no locks.
+    Raises C15 if another process is writing the folder.
     """
-    if folder in _read or folder in _held or (descriptor := _opened(lock_of(folder))) is None:
+    if folder in _shared or folder in _exclusive or (descriptor := _open_lock(lock_path(folder))) is None:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        if error.errno in TAKEN:
+        if error.errno in LOCKED:
             raise _written_by_another(folder, "wait for it to end") from None
         return
-    _read[folder] = descriptor
+    _shared[folder] = descriptor
 
 
-def _opened(lock: Path) -> int | None:
+def _open_lock(lock: Path) -> int | None:
     for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):
         with suppress(OSError):
             return os.open(lock, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     return None
 
 
-def stop_sharing() -> None:
-    """Let go of all folders that this process reads."""
-    while _read:
-        _, descriptor = _read.popitem()
+def release_shared() -> None:
+    """Release all shared locks of this process."""
+    while _shared:
+        _, descriptor = _shared.popitem()
         os.close(descriptor)
 
 
 def _readers(folder: Path) -> list[int]:
-    """The processes that share a folder's lock, as Linux knows them (proc_locks(5)); none are known elsewhere."""
+    """Return the processes with a shared lock of the folder, from /proc/locks (proc_locks(5)); [] except on Linux."""
     try:
-        inode = str(lock_of(folder).stat().st_ino)
+        inode = str(lock_path(folder).stat().st_ino)
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
         return []
-    found = [line.split() for line in lines]
-    # By the inode alone: a subvolume has another device number in this file.
-    held = [words for words in found if words[1:4] == ["FLOCK", "ADVISORY", "READ"]]
-    pids = {int(words[4]) for words in held if words[5].rpartition(":")[2] == inode}
+    locks = [line.split() for line in lines]
+    shared = [fields for fields in locks if fields[1:4] == ["FLOCK", "ADVISORY", "READ"]]
+    # compare inodes only: the device number of a subvolume differs in this file
+    pids = {int(fields[4]) for fields in shared if fields[5].rpartition(":")[2] == inode}
     return sorted(pids - {os.getpid()})
 
 
 def release(folder: Path | None = None) -> None:
-    """Let one folder go, or all that this process holds or reads."""
+    """Release one folder, or all that this process has locked."""
     if folder is None:
-        stop_sharing()
-    for path in [folder] if folder else list(_held):
-        if lock := _held.pop(path, None):
+        release_shared()
+    for path in [folder] if folder else list(_exclusive):
+        if lock := _exclusive.pop(path, None):
             _note(path, None)
             lock.release()
 
 
-def holder(folder: Path) -> Holder | None:
-    """The process that has a folder, as its lock tells; None where that process is gone. Takes and changes nothing.
+def lock_owner(folder: Path) -> LockOwner | None:
+    """Return the process recorded in a folder's lock, or None if it has ended. Does not take the lock.
 
-    One of another machine cannot be asked whether it still runs: it is believed.
+    A process of another machine cannot be checked and counts as running.
     """
-    told: dict[str, Any] = {}
-    with suppress(RLHFError):  # a lock that may not be read names nobody
-        told = read_object(lock_of(folder)) or {}
-    pid, host, since = told.get("pid"), told.get("host"), told.get("since")
+    record: dict[str, Any] = {}
+    with suppress(RLHFError):  # unreadable
+        record = read_json_object(lock_path(folder)) or {}
+    pid, host, since = record.get("pid"), record.get("host"), record.get("since")
     if not (isinstance(pid, int) and 0 < pid < 2**31 and isinstance(host, str)):
         return None
     if not (isinstance(since, int | float) and 0 <= since < 2**32):
         return None
     with suppress(OSError):
-        # Another inode: the copy of a folder that was being written.
-        here = host == platform.node()
-        if told.get("inode") == lock_of(folder).stat().st_ino and (not here or _runs(pid, told.get("started"))):
-            return Holder(pid, host, since)
+        # another inode: a copy of a folder that was being written
+        is_local = host == platform.node()
+        if record.get("inode") == lock_path(folder).stat().st_ino and (
+            not is_local or _runs(pid, record.get("started"))
+        ):
+            return LockOwner(pid, host, since)
     return None
 
 
-def _note(folder: Path, who: dict[str, Any] | None) -> None:
-    """Write into the lock who holds it. A file that is gone stays gone, and what cannot be told hinders nobody."""
-    with suppress(OSError), open(lock_of(folder), "r+b") as file:
+def _note(folder: Path, record: dict[str, Any] | None) -> None:
+    """Write the owner into the lock file. Failures are ignored, and a missing file is not created."""
+    with suppress(OSError), open(lock_path(folder), "r+b") as file:
         if (first := file.read(1)) and first != b"{":
-            return  # where the file system knows no locks the file itself is the lock, in filelock's words
+            return  # without flock, the file itself is filelock's lock
         file.truncate(0)
         file.seek(0)
-        file.write(json.dumps(who).encode() if who else b"")
+        file.write(json.dumps(record).encode() if record else b"")
 
 
 def _runs(pid: int, started: Any) -> bool:
-    """Whether a process runs that began at `started`: a number given again is another process."""
+    """Return True if the process that began at `started` is running; with another start time the pid was reused."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
-        return not isinstance(started, int | float) or abs(_since_boot(process) - started) < SAME
+        return not isinstance(started, int | float) or abs(_since_boot(process) - started) < START_TIME_TOLERANCE_S
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:
-        return True  # somebody else's, and it is there
+        return True  # another user's process
 
 
 def _started(pid: int) -> float | None:
-    """When a process began, in seconds since the system did."""
+    """Return the start time of a process, in seconds since boot."""
     try:
         return _since_boot(psutil.Process(pid))
     except psutil.Error:
@@ -191,60 +194,56 @@ def _started(pid: int) -> float | None:
 
 
 def _since_boot(process: psutil.Process) -> float:
-    """psutil adds the clock's time of the start of the system, which changes as the clock is set: it cancels here."""
+    """psutil adds the boot time, which changes when the clock is set; subtracting it makes the result stable."""
     return process.create_time() - psutil.boot_time()
 
 
-ELSEWHERE = "name a folder that is not there yet, or an empty one"
-PASSING, IN_SIGHT = ".export", "name a folder of your own: --out DIR"
-
-
-def require_free(folder: Path) -> None:
-    """Raises RLHFError C15 where something is in the folder, E03 where it cannot be written."""
+def require_empty(folder: Path) -> None:
+    """Raise RLHFError C15 if the folder contains anything, E03 if it cannot be written."""
     if folder == Path.cwd():
-        text = f"{folder} is the working directory, which a new folder would take the place of"
-        raise RLHFError("C15", text, hint="name a folder that is not there yet, e.g. one inside of it")
+        text = f"cannot replace the working directory {folder}"
+        raise RLHFError("C15", text, hint="name a new folder, e.g. one inside it")
     if folder.is_file():
-        raise RLHFError("C15", f"{shown(folder)} is a file", hint=ELSEWHERE)
-    if found := sorted(path.name for path in folder.glob("*")):
-        more = f" and {len(found) - 1} more" if found[1:] else ""
-        text = f"{shown(folder)} is not empty: it holds {found[0]}{more}; nothing is overwritten"
-        raise RLHFError("C15", text, hint=ELSEWHERE)
+        raise RLHFError("C15", f"{shown(folder)} is a file", hint=NEW_FOLDER_HINT)
+    if names := sorted(path.name for path in folder.glob("*")):
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        text = f"{shown(folder)} is not empty: it holds {names[0]}{more}; nothing is overwritten"
+        raise RLHFError("C15", text, hint=NEW_FOLDER_HINT)
     system.require_writable(folder, hint="name a folder elsewhere")
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Within, a hidden folder beside `folder` to write into; at the end it is forced to the disk, and takes its place.
+    """Yield a hidden temporary folder that is flushed to disk and renamed to `folder` at the end of the context.
 
-    Whatever is raised within comes through, and leaves nothing. A process that is killed leaves the hidden folder: the
-    next one for the same place deletes it. Raises RLHFError as `require_free`, C15 where another process is at it.
+    On an exception it is deleted. A killed process leaves it; the next one with the same target deletes it. Raises
+    RLHFError as `require_empty`, C15 if another process is writing the folder.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    hold(folder, hint="wait for it to end, or name another folder")
+    lock_folder(folder, hint="wait for it to end, or name another folder")
     try:
-        require_free(folder)
+        require_empty(folder)
         for path in folder.parent.glob(".tmp-*"):
             if re.fullmatch(rf"\.tmp-{re.escape(folder.name)}-\d+", path.name):
                 shutil.rmtree(path, ignore_errors=True)
-        with in_one_step(folder) as scratch:
+        with atomic_folder(folder) as scratch:
             yield scratch
-            sync_files(scratch, names_in(scratch))
+            sync_files(scratch, list_files(scratch))
     finally:
-        lock_of(folder).unlink(missing_ok=True)  # first: whoever takes a new lock finds what is done
+        lock_path(folder).unlink(missing_ok=True)  # before release: the next owner of a lock sees the result
         release(folder)
 
 
 @contextmanager
-def passing_folder(run: Path) -> Iterator[Path]:
-    """Within, the path of a hidden folder in a run, for what goes elsewhere; nothing is there yet.
+def scratch_folder(run: Path) -> Iterator[Path]:
+    """Yield the path of a hidden folder in a run, not created yet, and delete it at the end.
 
-    At the end it is deleted. Where an RLHFError is raised within, which may tell of it, it stays until the next time.
-    Raises RLHFError E03 where nothing can be written there, C15 where another process is at it.
+    On an RLHFError, whose message may name it, it is kept until the next call. Raises RLHFError E03 if the run cannot
+    be written, C15 if another process is using the folder.
     """
-    folder, place = run / PASSING, run / PASSING.lstrip(".")
-    system.require_writable(folder, hint=IN_SIGHT)
-    hold(place, hint=f"wait for it to end, or {IN_SIGHT}")
+    folder, lock_target = run / SCRATCH_NAME, run / SCRATCH_NAME.lstrip(".")
+    system.require_writable(folder, hint=OUT_HINT)
+    lock_folder(lock_target, hint=f"wait for it to end, or {OUT_HINT}")
     try:
         if folder.exists():
             shutil.rmtree(folder)
@@ -256,5 +255,5 @@ def passing_folder(run: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
-        lock_of(place).unlink(missing_ok=True)
-        release(place)
+        lock_path(lock_target).unlink(missing_ok=True)
+        release(lock_target)

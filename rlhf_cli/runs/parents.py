@@ -1,4 +1,4 @@
-"""What a stage starts from: the folders of earlier stages, or plain Hugging Face folders that we did not make."""
+"""Parents of a stage: folders of earlier stages, plain Hugging Face folders, or cached hub models."""
 
 import json
 import os
@@ -8,33 +8,50 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.errors import RLHFError, all_of, nearest_folder, placed, quoted, reading, shown, word
+from rlhf_cli.errors import (
+    RLHFError,
+    at_location,
+    closest_folder,
+    collect_errors,
+    shell_path,
+    shell_word,
+    shown,
+    translate_read_errors,
+)
 from rlhf_cli.files import (
     cached_model,
-    damage,
     files_sha256,
-    inside,
-    is_there,
+    find_damage,
     json_sha256,
     model_sha256,
-    read_object,
-    read_sealed,
-    results,
+    path_exists,
+    read_checked_json,
+    read_json_object,
+    safe_join,
+    select_files,
 )
-from rlhf_cli.runs.adapters import SETTINGS, base_named, is_hub_id, no_base, read_adapter, told_base, whole_sha256
-from rlhf_cli.runs.discover import is_begun
+from rlhf_cli.runs.adapters import (
+    ADAPTER_CONFIG,
+    base_entry,
+    is_hub_id,
+    missing_base_error,
+    read_adapter,
+    resolve_base,
+    sha256_with_base,
+)
+from rlhf_cli.runs.discover import has_output
 
 FOREIGN = "foreign"
-SNAPSHOTS = "snapshots"  # the folder of a PPO run that holds its policies along the way
-# What of a plain folder makes the model: the rest (pickles that we never load, cards, pictures) does not count.
+SNAPSHOTS = "snapshots"  # folder of a PPO run with the policies saved during training
+# Files of a plain folder that make up the model. Cards, pictures and pickles (never loaded) are ignored.
 MODEL_SUFFIXES = {".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".py"}
 
 
 @dataclass(frozen=True)
 class Parent:
-    """A model that a stage reads. `manifest` is {} for a foreign one; `hub` is its id where it came from a hub.
+    """A model that a stage reads.
 
-    `base` is the model that it is an adapter of; None where it is whole.
+    `manifest` is {} for a foreign model, `hub` the id of a hub model, and `base` the model that an adapter belongs to.
     """
 
     key: str  # the config key that names it, e.g. "models.sft"
@@ -46,54 +63,57 @@ class Parent:
     hub: str | None = None
     revision: str | None = None  # of the hub id, where one is named
     base: "Parent | None" = None
-    seen: Mapping[str, tuple[int, ...]] | None = field(default=None, compare=False, repr=False)  # see `_look`
+    file_stats: Mapping[str, tuple[int, ...]] | None = field(default=None, compare=False, repr=False)
 
 
 def open_parent(
     path: str, *, expect: tuple[str, ...], key: str, where: str, revision: str | None = None, hashed: bool = True
 ) -> Parent:
-    """The finished stage folder, plain Hugging Face folder or cached hub id that `path` names.
+    """Return the parent that `path` names: a finished stage's folder, a plain Hugging Face folder or a cached hub id.
 
-    Raises M01 where there is nothing to load, M04 for an adapter that no stage made, or whose base is gone or another
-    by now, M10 for a stage that is unfinished, damaged, or not one of `expect`. A plain folder is taken as it is (stage
-    "foreign"): whether it fits is for the stage to find out. Unless `hashed` its files are not read, which takes long
-    for a large model, and its sha256 is "". Raises E08 for what is there and cannot be read now.
+    A plain folder gets the stage "foreign"; the calling stage must check that it fits. Without `hashed`, its files are
+    not read, which takes long for a large model, and its sha256 is "".
+
+    Raises M01 if there is nothing to load, M04 for an adapter that no stage wrote or whose base is missing or changed,
+    M10 for a stage that is unfinished, damaged or not one of `expect`, E08 for files that cannot be read now.
     """
-    with placed(where), reading(path):
+    with at_location(where), translate_read_errors(path):
         return _open(path, expect, key, where, revision, hashed=hashed)
 
 
 def _open(path: str, expect: tuple[str, ...], key: str, where: str, revision: str | None, *, hashed: bool) -> Parent:
     folder = Path(path)
-    if not is_there(folder):
+    if not path_exists(folder):
         if folder.is_absolute() or path.startswith((".", "~")):
             raise _nothing_there(folder, expect, key, where)
-        found = _from_hub(path, revision, key, where)
-        _refuse_adapter(found, key, where)
-        return replace(_foreign(found, key, hashed=hashed), hub=path, revision=revision)
+        cached = _from_hub(path, revision, key, where)
+        _refuse_adapter(cached, key, where)
+        return replace(_foreign(cached, key, hashed=hashed), hub=path, revision=revision)
     if folder.name in ("model", "value") and (folder.parent / "identity.json").is_file():
-        text = f"{key}: {shown(folder)} is the inside of a stage's folder"
+        text = f"{key}: {shown(folder)} is inside a stage's folder"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {shown(folder.parent)}")
     if folder.parent.name == SNAPSHOTS and read_adapter(folder):
-        with placed(where):
+        with at_location(where):
             return _snapshot(folder, key, where, hashed=hashed)
     _refuse_adapter(folder, key, where)
     if (folder / "config.json").is_file():
         return _foreign(folder, key, hashed=hashed)
     if any((folder / name).exists() for name in ("model", "state", "manifest.json", "identity.json")):
         return _stage(folder, expect, key, where, hashed=hashed)
-    inside = " or ".join(shown(folder / stage) for stage in expect if is_begun(folder / stage))
+    stages = " or ".join(shown(folder / stage) for stage in expect if has_output(folder / stage))
     raise RLHFError(
         "M01",
-        f"{key}: {shown(folder)} holds no model (no config.json, and no stage of ours wrote it)",
+        f"{key}: {shown(folder)} holds no model (no config.json, and not written by a stage)",
         where=where,
-        hint=f"did you mean {inside}?" if inside else f"set {key} to {finished(expect)} or to a Hugging Face folder",
+        hint=f"did you mean {stages}?"
+        if stages
+        else f"set {key} to {finished_stage(expect)} or to a Hugging Face folder",
     )
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """A stage's manifest.json, and what is wrong with it, or None. Those of schema 1 had no hash of themselves."""
-    manifest, problem = read_sealed(folder / "manifest.json")
+    """Return a stage's manifest.json and the problem with it, or None. Manifests of schema 1 have no checksum."""
+    manifest, problem = read_checked_json(folder / "manifest.json")
     problem = None if manifest.get("schema") == 1 else problem
     if not isinstance(manifest.get("files"), dict):
         return {}, problem or "manifest.json names no files"
@@ -101,201 +121,206 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _stage(folder: Path, expect: tuple[str, ...], key: str, where: str, *, hashed: bool) -> Parent:
-    manifest, broken = read_manifest(folder)
-    identity = read_object(folder / "identity.json") or {}
-    stage = (identity if broken else manifest).get("stage") or folder.name
+    manifest, manifest_problem = read_manifest(folder)
+    identity = read_json_object(folder / "identity.json") or {}
+    stage = (identity if manifest_problem else manifest).get("stage") or folder.name
     if stage not in expect:
-        beside = folder.parent / expect[0]
-        better = shown(beside) if beside.is_dir() and beside != folder else finished(expect)
+        sibling = folder.parent / expect[0]
+        better = shown(sibling) if sibling.is_dir() and sibling != folder else finished_stage(expect)
         text = f"{key}: {shown(folder)} was written by the {stage} stage, not by {' or '.join(expect)}"
         raise RLHFError("M10", text, where=where, hint=f"set {key} to {better}")
     if not (folder / "manifest.json").exists():
         text = f"{key}: {shown(folder)} is not finished (its manifest.json is missing)"
         raise RLHFError("M10", text, where=where, hint=f"finish it: {_command(stage, folder)}; or change {key}")
     for name in manifest.get("files") or {}:
-        inside(folder, name, where=shown(folder / "manifest.json"))
-    if broken:
-        raise damaged_stage(key, folder, stage, broken, where)
-    models = results(manifest.get("files") or {}, "model/")
-    problem = damage(folder, models, where=shown(folder / "manifest.json"), content=False)
+        safe_join(folder, name, where=shown(folder / "manifest.json"))
+    if manifest_problem:
+        raise damaged_stage_error(key, folder, stage, manifest_problem, where)
+    models = select_files(manifest.get("files") or {}, "model/")
+    problem = find_damage(folder, models, where=shown(folder / "manifest.json"), content=False)
     if problem or not models:
-        raise damaged_stage(key, folder, stage, problem or "its manifest names no model file", where)
+        raise damaged_stage_error(key, folder, stage, problem or "its manifest names no model file", where)
     base = None
-    if f"model/{SETTINGS}" in models:
-        with placed(where):
-            base = _base(folder, stage, told_base(manifest["parents"]), key, where, hashed=hashed)
-    sha256 = whole_sha256(models, manifest["parents"])
-    return Parent(key, folder, stage, folder / "model", sha256, manifest, base=base, seen=_look(folder / "model"))
+    if f"model/{ADAPTER_CONFIG}" in models:
+        with at_location(where):
+            base = _base(folder, stage, base_entry(manifest["parents"]), key, where, hashed=hashed)
+    sha256 = sha256_with_base(models, manifest["parents"])
+    return Parent(
+        key, folder, stage, folder / "model", sha256, manifest, base=base, file_stats=_file_stats(folder / "model")
+    )
 
 
-def _base(folder: Path, stage: str, told: Mapping[str, Any], key: str, where: str, *, hashed: bool) -> Parent:
-    """What a stage's adapter belongs beside, as its manifest tells: the same weights as then, or M04."""
-    place = base_named(told["path"], folder, told.get("revision"))
-    if place is None:
-        raise no_base(folder, told["path"])
-    base = open_parent(str(place), expect=("sft", "ppo"), key=key, where=where, hashed=hashed)
-    if base.sha256 and base.sha256 != told["sha256"]:
-        then, now = short(told["sha256"]), short(base.sha256)
-        changed = f"its base {shown(place)} has changed since ({then} then, {now} now)"
-        hint = f"bring the old base back, or train on the new one: {_command(stage, folder)} --fresh"
+def _base(folder: Path, stage: str, entry: Mapping[str, Any], key: str, where: str, *, hashed: bool) -> Parent:
+    """Return the base of a stage's adapter by its manifest entry. Raises M04 if the weights have changed."""
+    base_folder = resolve_base(entry["path"], folder, entry.get("revision"))
+    if base_folder is None:
+        raise missing_base_error(folder, entry["path"])
+    base = open_parent(str(base_folder), expect=("sft", "ppo"), key=key, where=where, hashed=hashed)
+    if base.sha256 and base.sha256 != entry["sha256"]:
+        then, now = short_hash(entry["sha256"]), short_hash(base.sha256)
+        changed = f"its base {shown(base_folder)} has changed since ({then} then, {now} now)"
+        hint = f"restore the old base, or train on the new one: {_command(stage, folder)} --fresh"
         raise RLHFError("M04", f"{shown(folder)} holds an adapter, and {changed}", hint=hint)
     return base
 
 
 def _snapshot(folder: Path, key: str, where: str, *, hashed: bool) -> Parent:
-    """A policy of adapters that PPO kept along the way; M04 where its base is not what it was at the run's start."""
+    """Return an adapter that PPO kept as a snapshot. Raises M04 if its base has changed since the run started."""
     run = folder.parent.parent
-    identity, told = read_object(run / "identity.json") or {}, read_adapter(folder) or {}
-    name, parents = told.get("base_model_name_or_path"), identity.get("parents")
+    identity, adapter = read_json_object(run / "identity.json") or {}, read_adapter(folder) or {}
+    name, parents = adapter.get("base_model_name_or_path"), identity.get("parents")
     sha256 = parents.get("models.sft") if isinstance(parents, dict) else None
     if not isinstance(name, str) or not isinstance(sha256, str):
-        text = f"{key}: {shown(folder)} holds an adapter, and does not tell its base"
+        text = f"{key}: {shown(folder)} holds an adapter that does not name its base"
         raise RLHFError("M04", text, hint="name the folder of a finished stage")
     if not is_hub_id(name):  # the stage's folder, not the model inside
         model = Path(os.path.normpath(folder / name))
         inner = model.name == "model" and (model.parent / "identity.json").is_file()
         name = os.path.relpath(model.parent if inner else model, run)
         name = name if name.startswith(".") else f"./{name}"
-    base = _base(run, "ppo", {**told, "path": name, "sha256": sha256}, key, where, hashed=hashed)
-    found = _foreign(folder, key, hashed=hashed)
-    return replace(found, sha256=json_sha256([found.sha256, base.sha256]) if hashed else "", base=base)
+    base = _base(run, "ppo", {**adapter, "path": name, "sha256": sha256}, key, where, hashed=hashed)
+    snapshot = _foreign(folder, key, hashed=hashed)
+    return replace(snapshot, sha256=json_sha256([snapshot.sha256, base.sha256]) if hashed else "", base=base)
 
 
-def stands_on(parent: Parent, base: Parent) -> bool:
-    """Whether a model is an adapter of another: of the same folder, or of the same weights elsewhere."""
-    below = parent.base
-    return below is not None and (below.path == base.path or (bool(base.sha256) and below.sha256 == base.sha256))
+def is_adapter_of(parent: Parent, base: Parent) -> bool:
+    """Return True if the parent is an adapter of `base`: of the same folder, or of the same weights elsewhere."""
+    own = parent.base
+    return own is not None and (own.path == base.path or (bool(base.sha256) and own.sha256 == base.sha256))
 
 
-def verify(parents: Mapping[str, Parent]) -> None:
-    """Before a stage loads its parents: hash by hash, the models that other stages finished are what they wrote.
+def verify_parents(parents: Mapping[str, Parent]) -> None:
+    """Check the model files of all parents that stages wrote by hash. Raises M10 with all damaged parents.
 
-    `open_parents` looks at sizes alone, which is all that can be asked each time a chain is looked at. Raises M10 with
-    all that is wrong.
+    `open_parents` compares sizes only, because it runs each time a pipeline is inspected.
     """
-    all_of(*(partial(_verify, parent) for parent in own_stages(parents)))
+    collect_errors(*(partial(_verify, parent) for parent in own_stages(parents)))
 
 
 def own_stages(parents: Mapping[str, Parent]) -> list[Parent]:
-    """Those parents, and those below adapters, that stages of ours made: each folder once, whatever keys name it."""
+    """Return the parents and their bases that stages wrote, each folder once."""
     return [parent for parent in _folders(parents) if parent.stage != FOREIGN]
 
 
 def _folders(parents: Mapping[str, Parent]) -> list[Parent]:
-    """The parents and the bases below them, each folder once."""
-    found: dict[Path, Parent] = {}
+    """Return the parents and their bases, each folder once."""
+    by_folder: dict[Path, Parent] = {}
     for parent in parents.values():
-        below: Parent | None = parent
-        while below:
-            found.setdefault(below.model, below)
-            below = below.base
-    return list(found.values())
+        model: Parent | None = parent
+        while model:
+            by_folder.setdefault(model.model, model)
+            model = model.base
+    return list(by_folder.values())
 
 
 def _verify(parent: Parent) -> None:
     where = shown(parent.path / "manifest.json")
     if problem := _problem(parent):
-        raise damaged_stage(parent.key, parent.path, parent.stage, problem, where)
+        raise damaged_stage_error(parent.key, parent.path, parent.stage, problem, where)
 
 
 def _problem(parent: Parent) -> str | None:
-    """What of a stage's model is not what it wrote, hash by hash."""
+    """Return the first difference, by hash, between a stage's model and its manifest."""
     where = shown(parent.path / "manifest.json")
-    return damage(parent.path, results(parent.manifest["files"], "model/"), where=where, content=True)
+    return find_damage(parent.path, select_files(parent.manifest["files"], "model/"), where=where, content=True)
 
 
-def _look(model: Path) -> dict[str, tuple[int, ...]]:
-    """Size, time and inode of each file that makes a model: where they stay, so does the content."""
-    found = {path.name: path.stat() for path in foreign_files(model)}
-    return {name: (one.st_size, one.st_mtime_ns, one.st_ino) for name, one in found.items()}
+def _file_stats(model: Path) -> dict[str, tuple[int, ...]]:
+    """Return size, modification time and inode of each model file: while these stay, so does the content."""
+    stats = {path.name: path.stat() for path in list_model_files(model)}
+    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
 
 
 def require_unchanged(parents: Mapping[str, Parent], *, loaded: bool = False) -> None:
-    """After parents were loaded: they are what they were when their hashes were taken.
+    """Raise RLHFError M14 with all parents that changed after their hashes were computed.
 
-    Other dates alone are no change: then the content is read again. A folder that is gone altogether was not read.
-    `loaded`: it is known that all was loaded before, so that further files do not matter.
-    Raises RLHFError M14 with all that changed.
+    If only the dates differ, the content is read again. A deleted folder is ignored. With `loaded`, everything was
+    loaded before, so additional files are ignored.
     """
-    all_of(*(partial(_require_unchanged, parent, loaded) for parent in _folders(parents)))
+    collect_errors(*(partial(_require_unchanged, parent, loaded) for parent in _folders(parents)))
 
 
 def _require_unchanged(parent: Parent, loaded: bool) -> None:
     try:
-        now = _look(parent.model)
+        now = _file_stats(parent.model)
     except (FileNotFoundError, NotADirectoryError):
         return
-    if parent.seen is None or now == parent.seen or (loaded and now.items() >= parent.seen.items()):
+    if parent.file_stats is None or now == parent.file_stats or (loaded and now.items() >= parent.file_stats.items()):
         return
     if parent.stage == FOREIGN:
         own = _foreign(parent.model, parent.key, hashed=True).sha256
         changed = parent.sha256 != (json_sha256([own, parent.base.sha256]) if parent.base else own)
     else:
-        changed = _problem(parent) is not None or not (loaded or now.keys() == parent.seen.keys())
+        changed = _problem(parent) is not None or not (loaded or now.keys() == parent.file_stats.keys())
     if changed:
-        names = [name for name in {**parent.seen, **now} if parent.seen.get(name) != now.get(name)]
+        names = [name for name in {**parent.file_stats, **now} if parent.file_stats.get(name) != now.get(name)]
         text = f"{parent.key}: {shown(parent.model)} changed while it was read ({', '.join(sorted(names)[:3])})"
-        hint = "undo the change and give the same command again; or start over with --fresh"
+        hint = "undo the change and run the same command again; or start over with --fresh"
         raise RLHFError("M14", text, hint=hint)
 
 
-def damaged_stage(key: str, folder: Path, stage: str, problem: str, where: str) -> RLHFError:
-    """M10 for a parent that is not what its stage wrote."""
+def damaged_stage_error(key: str, folder: Path, stage: str, problem: str, where: str) -> RLHFError:
+    """Return M10 for a parent that differs from what its stage wrote."""
     text = f"{key}: {shown(folder)} is damaged: {problem}"
-    return RLHFError("M10", text, where=where, hint=f"make it again: {_command(stage, folder)} --fresh")
+    return RLHFError("M10", text, where=where, hint=f"run it again: {_command(stage, folder)} --fresh")
 
 
-def foreign_files(folder: Path) -> list[Path]:
-    """The files of a plain folder that make the model, by name. Raises RLHFError E08 where it cannot be read now."""
-    with reading(folder):
+def list_model_files(folder: Path) -> list[Path]:
+    """Return the files of a plain folder that make up the model, sorted by name. Raises RLHFError E08 if it is
+    unreadable.
+    """
+    with translate_read_errors(folder):
         return sorted(
             path
             for path in folder.iterdir()
-            if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".") and is_there(path) and path.is_file()
+            if path.suffix in MODEL_SUFFIXES and not path.name.startswith(".") and path_exists(path) and path.is_file()
         )
 
 
 def _foreign(folder: Path, key: str, *, hashed: bool) -> Parent:
-    # A base stands under several models of one command: it is read once.
-    seen = _look(folder)  # before its hashes
-    files = {path.name: {"sha256": files_sha256([path])} for path in foreign_files(folder)} if hashed else {}
-    return Parent(key, folder, FOREIGN, folder, model_sha256(files, prefix="") if hashed else "", {}, seen=seen)
+    file_stats = _file_stats(folder)  # before hashing
+    files = {path.name: {"sha256": files_sha256([path])} for path in list_model_files(folder)} if hashed else {}
+    return Parent(
+        key, folder, FOREIGN, folder, model_sha256(files, prefix="") if hashed else "", {}, file_stats=file_stats
+    )
 
 
 def _refuse_adapter(folder: Path, key: str, where: str) -> None:
-    """An adapter that no stage of ours made is no model: M04 with the base that it wants."""
+    """Raise M04, with the base it needs, for an adapter that no stage wrote."""
     adapter = read_adapter(folder)
     if adapter is None:
         return
     base = adapter.get("base_model_name_or_path")
-    text = f"{key}: {shown(folder)} holds an adapter, not a whole model"
+    text = f"{key}: {shown(folder)} holds an adapter, not a full model"
     if not isinstance(base, str) or not base:
-        raise RLHFError("M04", f"{text}, and does not tell its base", where=where, hint="name a whole model")
-    if is_here(base) or is_here(str(folder / base)):
-        there, onto = json.dumps(shown(folder)), json.dumps(base)
-        merge = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({onto}), {there})"
+        raise RLHFError("M04", f"{text}, and does not name its base", where=where, hint="name a full model")
+    if is_available_locally(base) or is_available_locally(str(folder / base)):
+        adapter_name, base_name = json.dumps(shown(folder)), json.dumps(base)
+        merge = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base_name}), {adapter_name})"
         hint = f"merge it into its base first, in Python: {merge}.merge_and_unload().save_pretrained(NEW_FOLDER)"
         raise RLHFError("M04", f"{text}; its base is {base}", where=where, hint=hint)
-    text += f", and its base {base} is no folder here and no cached hub id"
-    raise RLHFError("M04", text, where=where, hint=f"fetch the base (hf download {word(base)}), then merge the two")
+    text += f", and its base {base} is neither a folder nor a cached hub id"
+    raise RLHFError(
+        "M04", text, where=where, hint=f"fetch the base (hf download {shell_word(base)}), then merge the two"
+    )
 
 
-def is_here(name: str, revision: str | None = None) -> bool:
-    """Whether a model's name is a folder, or a hub id in the local cache."""
+def is_available_locally(name: str, revision: str | None = None) -> bool:
+    """Return True if a model's name is a folder, or a hub id in the local cache."""
     if os.path.exists(name) or os.path.isabs(name):
         return os.path.exists(name)
     return cached_model(name, revision) is not None
 
 
 def _from_hub(name: str, revision: str | None, key: str, where: str) -> Path:
-    if found := cached_model(name, revision):
-        return found
+    if folder := cached_model(name, revision):
+        return folder
     if name.count("/") > 1:  # a hub id is OWNER/NAME
-        raise no_such_folder(Path(name), f"{key}: ", "a model is a folder, or a hub id OWNER/NAME", where)
+        raise missing_folder_error(Path(name), f"{key}: ", "a model is a folder, or a hub id OWNER/NAME", where)
     at = f" at revision {revision}" if revision else ""
     text = f'{key}: "{name}" is not a folder, and not a cached hub id{at}'
     raise RLHFError(
-        "M01", text, where=where, hint=f"fetch it first: hf download {word(name)}; a path starts with ./ or /"
+        "M01", text, where=where, hint=f"fetch it first: hf download {shell_word(name)}; a path starts with ./ or /"
     )
 
 
@@ -304,34 +329,36 @@ def _nothing_there(folder: Path, expect: Sequence[str], key: str, where: str) ->
     if folder.name in expect and config.is_file():
         hint = f"run that stage first: {_command(folder.name, folder)}"
         return RLHFError("M01", f"{key}: no such folder {shown(folder)}", where=where, hint=hint)
-    return no_such_folder(folder, f"{key}: ", f"set {key} to {finished(expect)} or to a Hugging Face folder", where)
+    return missing_folder_error(
+        folder, f"{key}: ", f"set {key} to {finished_stage(expect)} or to a Hugging Face folder", where
+    )
 
 
-def no_such_folder(folder: Path, what: str, otherwise: str, where: str | None = None) -> RLHFError:
-    """M01 with the name that was meant, or else with another way out."""
-    near = nearest_folder(folder)
+def missing_folder_error(folder: Path, prefix: str, otherwise: str, where: str | None = None) -> RLHFError:
+    """Return M01 with the closest existing name as a hint, or else the hint `otherwise`."""
+    near = closest_folder(folder)
     hint = f"did you mean {near}?" if near else otherwise
-    return RLHFError("M01", f"{what}no such folder {shown(folder)}", where=where, hint=hint)
+    return RLHFError("M01", f"{prefix}no such folder {shown(folder)}", where=where, hint=hint)
 
 
 def _command(stage: str, folder: Path) -> str:
-    """The command that makes a stage's folder."""
+    """Return the command that creates a stage's folder."""
     config = folder.parent / f"{stage}.yaml"
-    return f"rlhf {stage} --config {quoted(config if config.is_file() else folder / 'config.yaml')}"
+    return f"rlhf {stage} --config {shell_path(config if config.is_file() else folder / 'config.yaml')}"
 
 
-def finished(expect: Sequence[str]) -> str:
-    """What a key should name, in a message."""
+def finished_stage(expect: Sequence[str]) -> str:
+    """Return the description of what a key should name, for messages."""
     return f"the folder of a finished {' or '.join(expect)} stage"
 
 
-def short(sha256: str | None) -> str:
-    """A hash in a message."""
+def short_hash(sha256: str | None) -> str:
+    """Return a hash shortened for messages."""
     return sha256[:12] if sha256 else "none"
 
 
-def told(parent: Parent, folder: Path) -> dict[str, Any]:
-    """A parent as a manifest of the stage folder `folder` tells it: its path from there, or its hub id."""
+def parent_entry(parent: Parent, folder: Path) -> dict[str, Any]:
+    """Return a parent's entry in the manifest of the stage folder `folder`: relative path or hub id, stage and hash."""
     path = parent.hub or Path(os.path.relpath(parent.path, folder)).as_posix()
     named = {"path": path, "stage": parent.stage, "sha256": parent.sha256}
     return named | ({"revision": parent.revision} if parent.revision else {})

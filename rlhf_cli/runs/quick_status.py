@@ -1,7 +1,7 @@
-"""How a stage stands, told at once: for commands that only look, where weights may have gigabytes.
+"""Status of a stage without hashing large files, for commands that only display it.
 
-What acts on the answer reads every byte (`outputs.identity`). Here a large file that nothing has touched since the
-stage began counts as what it was then.
+Commands that act on the status hash every byte (`stage_folder.compute_identity`). Here, a large file that was not
+modified since the stage started is assumed to be unchanged.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,66 +12,66 @@ from typing import Any
 
 from rlhf_cli.data import sources
 from rlhf_cli.files import files_sha256
-from rlhf_cli.runs.parents import Parent, foreign_files
+from rlhf_cli.runs.parents import Parent, list_model_files
 from rlhf_cli.runs.references import open_parents, open_reference, references
-from rlhf_cli.runs.stage_folder import Status, examine, identity_of, read_identity
+from rlhf_cli.runs.stage_folder import StageStatus, identity_from_hashes, read_identity, stage_status
 
-LITTLE = 32_000_000  # bytes that are read all the same, in less than a tenth of a second
+SMALL_FILES_BYTES = 32_000_000  # files of up to this size are hashed, in under a tenth of a second
 
 
-def glance(config: Any) -> Status:
-    """`examine` of a stage as config, data and parents are now; its `unread` says what it would have to read to know.
+def quick_stage_status(config: Any) -> StageStatus:
+    """Return the status of a stage without hashing large files; `unread` names the keys that were not verified.
 
-    Takes nothing from the hub. Raises RLHFError D01, M01, M04, M10 for data and parents that are not there.
+    Downloads nothing. Raises RLHFError D01, M01, M04, M10 for missing data and parents.
     """
-    made = read_identity(config.folder)
+    identity = read_identity(config.folder)
     parents = open_parents(config, hashed=False)
-    here = {key: source for key, source in config.sources().items() if sources.is_local(source)}
-    data = sources.locate(here)
-    if made is None:
-        return examine(config, {})  # new or of no known run, whatever is asked of it
-    told = _Told(made, (config.folder / "identity.json").stat().st_mtime_ns)
+    local = {key: source for key, source in config.sources().items() if sources.is_local(source)}
+    data = sources.locate(local)
+    if identity is None:
+        return stage_status(config, {})  # new, or the files of no known run
+    recorded = _RecordedHashes(identity, (config.folder / "identity.json").stat().st_mtime_ns)
     hashes = {key: parent.sha256 for key, parent in parents.items()}
     for reference in references(config):
         if not hashes[reference.key]:
-            read = partial(_read, config, reference)
-            hashes[reference.key] = told.hash("parents", reference.key, _weights(parents[reference.key]), read)
-    contents = {key: told.hash("data", key, paths, partial(files_sha256, paths)) for key, paths in data.items()}
-    absent = {key: told.as_it_was("data", key) for key in config.sources().keys() - here.keys()}
-    status = examine(config, identity_of(config, hashes, contents | absent))
-    return replace(status, unread=tuple(told.unread))
+            read = partial(_read_hash, config, reference)
+            hashes[reference.key] = recorded.hash("parents", reference.key, _weights(parents[reference.key]), read)
+    contents = {key: recorded.hash("data", key, paths, partial(files_sha256, paths)) for key, paths in data.items()}
+    remote = {key: recorded.unverified("data", key) for key in config.sources().keys() - local.keys()}
+    status = stage_status(config, identity_from_hashes(config, hashes, contents | remote))
+    return replace(status, unread=tuple(recorded.unread))
 
 
-def _read(config: Any, reference: Any) -> str:
+def _read_hash(config: Any, reference: Any) -> str:
     return open_reference(config, reference).sha256
 
 
 def _weights(parent: Parent) -> list[Path]:
-    """The files that make a model which no stage of ours wrote, and their folder: its date tells that one is gone."""
-    own = [parent.model, *foreign_files(parent.model)]
+    """Return the model files of a foreign parent and their folder, whose modification time shows deletions."""
+    own = [parent.model, *list_model_files(parent.model)]
     return own + (_weights(parent.base) if parent.base and not parent.base.sha256 else [])
 
 
-class _Told:
-    """The hashes that a stage noted when it began, at a time in nanoseconds of the epoch."""
+class _RecordedHashes:
+    """Hashes that a stage recorded when it started, at a time in nanoseconds since the epoch."""
 
-    def __init__(self, made: dict[str, Any], began: int) -> None:
-        self.made, self.began = made, began
+    def __init__(self, identity: dict[str, Any], started: int) -> None:
+        self.identity, self.started = identity, started
         self.unread: list[str] = []
 
     def hash(self, section: str, key: str, paths: Iterable[Path], read: Callable[[], str]) -> str:
-        """The hash of files: read where they are small, as it was where their dates are older than the stage."""
-        found = [path.stat() for path in paths]
-        if sum(one.st_size for one in found) <= LITTLE:
+        """Return the hash of files: computed for small files, recorded for those older than the stage."""
+        stats = [path.stat() for path in paths]
+        if sum(stat.st_size for stat in stats) <= SMALL_FILES_BYTES:
             return read()
-        if any(max(one.st_mtime_ns, one.st_ctime_ns) >= self.began for one in found):
-            return self.as_it_was(section, key)
-        return self._noted(section, key)
+        if any(max(stat.st_mtime_ns, stat.st_ctime_ns) >= self.started for stat in stats):
+            return self.unverified(section, key)
+        return self._recorded(section, key)
 
-    def as_it_was(self, section: str, key: str) -> str:
-        """For what cannot be known without reading it, or fetching it."""
+    def unverified(self, section: str, key: str) -> str:
+        """Return the recorded hash, and mark the key as unverified."""
         self.unread.append(key)
-        return self._noted(section, key)
+        return self._recorded(section, key)
 
-    def _noted(self, section: str, key: str) -> str:
-        return str(self.made.get(section, {}).get(key))
+    def _recorded(self, section: str, key: str) -> str:
+        return str(self.identity.get(section, {}).get(key))

@@ -1,6 +1,6 @@
-"""The form of what pages, cards and exports read out of manifests and reports: whole files may hold other types.
+"""Schemas of manifest.json and report.json, for pages, cards and exports: files may hold wrong types.
 
-Keys that are not named here may hold anything; a key that is absent is the reader's business unless it is required.
+Other keys may hold anything. Readers handle absent keys that are not required.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
 
 
-class Shape(BaseModel):
-    """Strict: no text for a number, no true or false, nothing that is not finite."""
+class StrictModel(BaseModel):
+    """Strict: no strings or booleans for numbers, and no infinite or NaN values."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class Mean(Shape):
-    """What a judge gives the answers of one model."""
+class JudgeMean(StrictModel):
+    """Mean score of one judge for the answers of one model."""
 
     mean: float
     ci95: Interval = None
@@ -30,8 +30,8 @@ class Mean(Shape):
     within_noise: bool | None = None
 
 
-class Rate(Shape):
-    """How often one model's answers win."""
+class WinRate(StrictModel):
+    """Win rate of one model's answers."""
 
     value: Share
     ci95: Interval = None
@@ -43,13 +43,13 @@ class Rate(Shape):
     difference_ci95: Interval = None
 
 
-Rates = dict[str, Rate]
+WinRates = dict[str, WinRate]
 
 
-class Judged(Shape):
+class JudgeScores(StrictModel):
     """Scores and lengths of one model's answers."""
 
-    judges: dict[str, Mean]
+    judges: dict[str, JudgeMean]
     response_length_mean: float = 0.0
     eos_fraction: Share = 0.0
     distinct_fraction: float = 0.0
@@ -59,32 +59,32 @@ class Judged(Shape):
     kl_ci95: Interval = None
 
 
-class Model(Judged):
-    """The answers of one model, with what its row on the page tells."""
+class ModelScores(JudgeScores):
+    """Scores of one model, with the fields that its row in the report requires."""
 
     response_length_mean: float
     eos_fraction: Share
 
 
-class BestOf(Model):
-    """The best of several answers."""
+class BestOf(ModelScores):
+    """Best-of-n sampling of the SFT policy."""
 
     n: int
     kl_bound: float
-    win_rate_vs_sft: Rates | None = None
-    ppo_win_rate: Rates | None = None
+    win_rate_vs_sft: WinRates | None = None
+    ppo_win_rate: WinRates | None = None
 
 
-class Point(Judged):
-    """A policy on PPO's way."""
+class FrontierPoint(JudgeScores):
+    """A snapshot of PPO's policy."""
 
     step: int
     kl: float
-    win_rate: Rates
+    win_rate: WinRates
 
 
-class Selected(Shape):
-    """The policy that was picked, or why none was."""
+class SelectedPolicy(StrictModel):
+    """The selected policy, or the reason why none was selected."""
 
     judge: str
     rule: str
@@ -92,35 +92,35 @@ class Selected(Shape):
     optimism: float | None = None
 
 
-class Part(Shape):
-    """The models and how often they win, by one way of drawing."""
+class SampledResults(StrictModel):
+    """Models and win rates for one way of sampling."""
 
-    models: dict[str, Model] = {}
-    win_rate: dict[str, Rates] = {}
+    models: dict[str, ModelScores] = {}
+    win_rate: dict[str, WinRates] = {}
 
 
-class Histogram(Shape):
-    """Margins between chosen and rejected."""
+class Histogram(StrictModel):
+    """Histogram of the margins between chosen and rejected."""
 
     edges: list[float]
     counts: list[int]
 
     @model_validator(mode="after")
-    def _fits(self) -> "Histogram":
+    def _check_lengths(self) -> "Histogram":
         if len(self.counts) != len(self.edges) + 1 or 0.0 not in self.edges:
             raise ValueError("edges and counts do not fit")
         return self
 
 
-class Bin(Shape):
-    """A bin of the calibration."""
+class Bin(StrictModel):
+    """A bin of the calibration curve."""
 
     n: int
     confidence: Share
     accuracy: Share
 
 
-class Probe(Shape):
+class Probe(StrictModel):
     """How often a bad answer scores above a good one."""
 
     beats: Share
@@ -128,15 +128,15 @@ class Probe(Shape):
     margin: float
 
 
-class Adversarial(Shape):
-    """The probes of a reward model."""
+class Adversarial(StrictModel):
+    """Adversarial probes of a reward model."""
 
     n: Count
     probes: dict[str, Probe]
 
 
-class Longer(Shape):
-    """Whether the longer answer is preferred."""
+class LongerAnswer(StrictModel):
+    """How often the longer answer is preferred."""
 
     n: int
     preferred: Share
@@ -144,15 +144,15 @@ class Longer(Shape):
     chosen: Share
 
 
-class Flag(Shape):
-    """A fault of a reward model."""
+class Flag(StrictModel):
+    """A defect of a reward model."""
 
     code: str
     text: str
 
 
-class Card(Shape):
-    """A reward model's report card."""
+class RewardModelCard(StrictModel):
+    """Evaluation of a reward model."""
 
     n: Count
     accuracy: Share
@@ -165,51 +165,51 @@ class Card(Shape):
     ci95: Interval = None
     ece_by_chance: float
     adversarial: Adversarial | None = None
-    longer_answer: Longer | None = None
+    longer_answer: LongerAnswer | None = None
     flags: list[Flag] = []
 
 
-class Worth(Shape):
-    """What a report tells of the reward model: its accuracy alone, or the whole card."""
+class RewardModelReport(StrictModel):
+    """The report's section on the reward model: its accuracy only, or the full card."""
 
     accuracy: Share
     ci95: Interval = None
 
     @model_validator(mode="after")
-    def _whole(self) -> "Worth":
+    def _check_card(self) -> "RewardModelReport":
         if "adversarial" in (self.model_extra or {}):
-            Card.model_validate(self.model_dump())
+            RewardModelCard.model_validate(self.model_dump())
         return self
 
 
-class Report(Part):
+class Report(SampledResults):
     """eval/report.json."""
 
     n: int
     temperature: float | None = None
     response_length: int | None = None
-    greedy: Part | None = None
+    greedy: SampledResults | None = None
     best_of: list[BestOf] = []
-    frontier: list[Point] = []
+    frontier: list[FrontierPoint] = []
     selected_step: int | None = None
-    selected: Selected | None = None
+    selected: SelectedPolicy | None = None
     no_frontier: str | None = None
-    reward_model: Worth | None = None
+    reward_model: RewardModelReport | None = None
     no_reward_card: str | None = None
     warnings: list[str] = []
 
     @model_validator(mode="after")
-    def _alike(self) -> "Report":
+    def _check_consistency(self) -> "Report":
         if self.selected_step is not None and (self.selected is None or self.selected.optimism is None):
             raise ValueError("it names a selected step and not how it was picked")
-        for what, found in (("models", list(self.models.values())), ("frontier", self.frontier)):
-            if any(each.judges.keys() != found[0].judges.keys() for each in found):
-                raise ValueError(f"not all {what} have the same judges")
+        for section, scores in (("models", list(self.models.values())), ("frontier", self.frontier)):
+            if any(score.judges.keys() != scores[0].judges.keys() for score in scores):
+                raise ValueError(f"not all {section} have the same judges")
         return self
 
 
-class Metrics(Shape):
-    """The numbers of a stage that its page begins with."""
+class Metrics(StrictModel):
+    """Headline metrics of a stage."""
 
     eval_loss: float | None = None
     accuracy: float | None = None
@@ -221,16 +221,16 @@ class Metrics(Shape):
     length_correlation_ci95: Interval = None
 
 
-class Best(Shape):
-    """The best policy that PPO saw on its way."""
+class BestStep(StrictModel):
+    """The best policy that PPO recorded."""
 
     step: int
     metric: str
     value: float
 
 
-class Made(Shape):
-    """What a stage was made from."""
+class ParentEntry(StrictModel):
+    """A parent of a stage."""
 
     path: str
     stage: str
@@ -238,11 +238,11 @@ class Made(Shape):
     revision: str | None = None
 
 
-class Manifest(Shape):
+class Manifest(StrictModel):
     """manifest.json of a stage."""
 
     stage: str | None = None
-    parents: dict[str, Made] = {}
+    parents: dict[str, ParentEntry] = {}
     data: dict[str, str] = {}
     seed: int | None = None
     run_name: str | None = None
@@ -255,19 +255,19 @@ class Manifest(Shape):
     step: int | None = None
     stopped: str | None = None
     model_is: str | None = None
-    best: Best | None = None
-    card: Card | None = None
+    best: BestStep | None = None
+    card: RewardModelCard | None = None
     metrics: Metrics | None = None
 
 
-SHAPES: dict[str, type[Shape]] = {"manifest.json": Manifest, "report.json": Report}
+SCHEMAS: dict[str, type[StrictModel]] = {"manifest.json": Manifest, "report.json": Report}
 
 
-def oddity(name: str, value: Mapping[str, object]) -> str | None:
-    """What in a manifest.json or report.json is not of the form that its readers take; None where all is."""
+def schema_error(name: str, value: Mapping[str, object]) -> str | None:
+    """Return what is invalid in a manifest.json or report.json, or None."""
     try:
-        SHAPES[name].model_validate(value)
+        SCHEMAS[name].model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)[0]
-        return f"{name}: {'.'.join(map(str, found['loc']))}: {found['msg'][:1].lower()}{found['msg'][1:]}"
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{name}: {'.'.join(map(str, first['loc']))}: {first['msg'][:1].lower()}{first['msg'][1:]}"
     return None

@@ -1,6 +1,6 @@
-"""The folder that a stage writes: what made it, whether that is still what is asked for, and its manifest.
+"""Output folder of a stage: identity, status, start, manifest.
 
-Content decides, never dates: a stage is what its config says, the hashes of its data, and the hashes of its parents.
+A stage is up to date by content, never by dates: its config, and the hashes of its data and of its parents.
 """
 
 import importlib.metadata
@@ -25,45 +25,53 @@ from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import sources
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.files import (
-    damage,
-    describe,
-    entries,
     files_sha256,
-    is_there,
+    find_damage,
+    hash_files,
     json_sha256,
+    list_files,
+    list_folder,
     model_sha256,
-    names_in,
-    read_object,
-    results,
+    path_exists,
+    read_json_object,
+    select_files,
     sync_files,
+    write_checked_json,
     write_json,
-    write_sealed,
     write_text,
 )
-from rlhf_cli.runs.adapters import whole_sha256
+from rlhf_cli.runs.adapters import sha256_with_base
 from rlhf_cli.runs.checkpoints import clear_leftovers, keep_newest, newest_step
-from rlhf_cli.runs.locks import hold, is_held, release, share, stop_sharing
-from rlhf_cli.runs.parents import SNAPSHOTS, Parent, own_stages, read_manifest, require_unchanged, told, verify
+from rlhf_cli.runs.locks import is_locked_here, lock_folder, lock_folder_shared, release, release_shared
+from rlhf_cli.runs.parents import (
+    SNAPSHOTS,
+    Parent,
+    own_stages,
+    parent_entry,
+    read_manifest,
+    require_unchanged,
+    verify_parents,
+)
 
 PACKAGES = (
     "torch", "transformers", "trl", "datasets", "accelerate", "peft", "bitsandbytes", "tokenizers", "safetensors",
     "numpy",
 )  # fmt: skip
-_NONE = object()  # equal to nothing
-# What later stages and users rely on. Logs may be edited, and snapshots deleted for the room they take.
+_MISSING = object()  # equal to nothing
+# The files that later stages and users rely on. Logs may be edited, and snapshots deleted to save space.
 _RESULT = ("model/", "value/", "report.json")
-_OF_A_START = {"identity.json", "config.yaml"}
-REPORT = "report.html"  # made from what is there, at any time: no part of any stage
+_START_FILES = {"identity.json", "config.yaml"}
+REPORT = "report.html"  # written from existing files at any time; not part of a stage
 _OUTSIDE_THE_MANIFEST = ("manifest.json", REPORT)
-_APART = ("state/", *(f"{tracker}/" for tracker in TRACKERS))  # to go on from, and what trackers keep as they like
+_UNLISTED = ("state/", *(f"{tracker}/" for tracker in TRACKERS))  # folders that the manifest leaves out
 
 
 @dataclass(frozen=True)
-class Status:
-    """How a stage's folder stands to what is asked of it; `reasons` say why it is stale or damaged.
+class StageStatus:
+    """State of a stage's folder compared with what its config asks for.
 
-    `sha256` is what a finished stage amounts to: the hash of its model, or of all its files where it has none. `unread`
-    are keys of what a `glance` took for unchanged without knowing.
+    `reasons` say why it is stale or damaged. `sha256` is the hash of a finished stage's model, or of all its files if
+    it has no model. `unread` are the keys that `quick_stage_status` assumed to be unchanged.
     """
 
     state: Literal["new", "resume", "finished", "stale", "damaged"]
@@ -73,21 +81,21 @@ class Status:
     unread: tuple[str, ...] = ()
 
 
-def identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, DataSource]) -> dict[str, Any]:
-    """All that can change a stage's result: its settings, the hashes of its parents' models, of its data and its code.
+def compute_identity(config: Any, parents: Mapping[str, Parent], data: Mapping[str, DataSource]) -> dict[str, Any]:
+    """Return everything that can change a stage's result: settings and the hashes of its parents, data and code.
 
-    Raises D01 for all data that is not there.
+    Raises D01 for all missing data.
     """
     files = sources.locate(data)
-    return identity_of(
+    return identity_from_hashes(
         config,
         {key: parent.sha256 for key, parent in parents.items()},
         {key: files_sha256(paths) for key, paths in files.items()},
     )
 
 
-def identity_of(config: Any, parents: Mapping[str, str], data: Mapping[str, str]) -> dict[str, Any]:
-    """`identity` of hashes that are known."""
+def identity_from_hashes(config: Any, parents: Mapping[str, str], data: Mapping[str, str]) -> dict[str, Any]:
+    """Return the identity for known hashes of parents and data."""
     settings = json.loads(json.dumps(config.identity()))  # as it will be read back: tuples become lists
     return {
         "stage": config.stage,
@@ -99,19 +107,19 @@ def identity_of(config: Any, parents: Mapping[str, str], data: Mapping[str, str]
 
 
 def read_identity(folder: Path) -> dict[str, Any] | None:
-    """What made a stage's folder, as its identity.json tells; None where that is missing or damaged."""
-    made = read_object(folder / "identity.json")
-    tables = [made.get(name, {}) for name in ("config", "parents", "data", "environment")] if made else []
-    return made if tables and all(isinstance(table, dict) for table in tables) else None
+    """Return the identity.json of a stage's folder, or None if it is missing or damaged."""
+    identity = read_json_object(folder / "identity.json")
+    tables = [identity.get(name, {}) for name in ("config", "parents", "data", "environment")] if identity else []
+    return identity if tables and all(isinstance(table, dict) for table in tables) else None
 
 
-def difference(
-    old: Mapping[str, Any], new: Mapping[str, Any], default_of: Callable[[str], Any] = lambda key: _NONE
+def identity_difference(
+    old: Mapping[str, Any], new: Mapping[str, Any], default_of: Callable[[str], Any] = lambda key: _MISSING
 ) -> list[str]:
-    """What differs between two identities, a line each: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`.
+    """Return one line per difference of two identities: `ppo.kl_coef 0.05 -> 0.1`, `models.sft: other weights`.
 
-    A key that only the new one has, at what `default_of` gives for it, is no difference: it came with a newer version
-    of this package, whose default is what the older one did.
+    A key that only the new one has is ignored if its value is what `default_of` returns: it was added by a newer
+    version of this package, and its default is the earlier behaviour.
     """
     before, after = _flat(old.get("config", {})), _flat(new.get("config", {}))
     lines = [] if old.get("stage") == new.get("stage") else [f"stage {old.get('stage')} -> {new.get('stage')}"]
@@ -122,7 +130,7 @@ def difference(
             lines.append(f"{key}: no longer set (was {_value(before[key])})")
         elif before[key] != after[key]:
             lines.append(f"{key} {_value(before[key])} -> {_value(after[key])}")
-    for section, what in (("parents", "weights"), ("data", "content")):
+    for section, noun in (("parents", "weights"), ("data", "content")):
         was, now = old.get(section, {}), new.get(section, {})
         for key in was | now:
             if key not in was:
@@ -130,13 +138,13 @@ def difference(
             elif key not in now:
                 lines.append(f"{key}: no longer set")
             elif was[key] != now[key]:
-                lines.append(f"{key}: other {what}")
+                lines.append(f"{key}: other {noun}")
     return lines
 
 
 def _default(config: Any, key: str) -> Any:
     field = field_at(type(config), tuple(key.split(".")))
-    return _NONE if field is None else default_of(field, _NONE)
+    return _MISSING if field is None else default_of(field, _MISSING)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -154,55 +162,56 @@ def _value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def examine(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> Status:
-    """How RUN/<stage> stands to the identity that is asked for. Reads only.
+def stage_status(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
+    """Compare RUN/<stage> with the `wanted` identity. Reads only.
 
-    Of a finished stage's files the sizes are looked at, which costs nothing; their hashes too where `content` is set.
-    Raises RLHFError E08 where something cannot be read now, which says nothing about the stage.
+    A finished stage's files are checked by size, and by hash too if `content` is set.
+    Raises RLHFError E08 for files that cannot be read now.
     """
     folder = config.folder
-    names = {name for name in entries(folder) if not name.startswith(".tmp-") and name != REPORT}
+    names = {name for name in list_folder(folder) if not name.startswith(".tmp-") and name != REPORT}
     if not names:
-        return Status("new")
-    made = read_identity(folder)
-    if made is None:
-        return Status("stale", ("it holds files of no run that is known (identity.json is missing or damaged)",))
-    if reasons := difference(made, wanted, lambda key: _default(config, key)):
-        # What a start left that came to nothing, by bad data say, is no run: mending the data must be enough.
-        return Status("stale", tuple(reasons)) if names - _OF_A_START else Status("new")
-    if not is_there(folder / "manifest.json"):
-        return Status("resume", step=newest_step(folder / "state"))
+        return StageStatus("new")
+    recorded = read_identity(folder)
+    if recorded is None:
+        return StageStatus("stale", ("its files belong to no known run (identity.json is missing or damaged)",))
+    if reasons := identity_difference(recorded, wanted, lambda key: _default(config, key)):
+        # A start that failed early, e.g. on bad data, is not a run: fixing the data must be enough.
+        return StageStatus("stale", tuple(reasons)) if names - _START_FILES else StageStatus("new")
+    if not path_exists(folder / "manifest.json"):
+        return StageStatus("resume", step=newest_step(folder / "state"))
     manifest, problem = read_manifest(folder)
     if problem:
-        return Status("damaged", (problem,))
-    problem = damage(
-        folder, results(manifest["files"], _RESULT), where=shown(folder / "manifest.json"), content=content
+        return StageStatus("damaged", (problem,))
+    problem = find_damage(
+        folder, select_files(manifest["files"], _RESULT), where=shown(folder / "manifest.json"), content=content
     )
     if problem:
-        return Status("damaged", (problem,))
-    return Status("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
+        return StageStatus("damaged", (problem,))
+    return StageStatus("finished", sha256=manifest.get("model_sha256") or model_sha256(manifest["files"], prefix=""))
 
 
-def begin(
+def start_stage(
     config: Any, wanted: dict[str, Any], parents: Mapping[str, Parent], *, fresh: bool, device: str | None = None
 ) -> Literal["new", "resume", "finished"]:
-    """Take RUN/<stage> for this process and say how to go on: from the start, from its last state, or not at all.
+    """Lock RUN/<stage> for this process and return how to proceed: from the start, from a checkpoint, or not at all.
 
-    A new folder gets identity.json and config.yaml (resolved; `--config` takes it again) before anything else.
-    The folders of stages that it starts from are kept in their place until `finish`, or the end of the process.
-    `fresh` moves an old folder to RUN/.old/<stage>-<n>. Raises C15 for a folder that another config made, or that
-    another process is writing or reading, and for a parent that another one is writing; M05 for a finished stage whose
-    files are damaged, M10 for parents whose weights are not what their stages wrote (hash by hash), E03 where nothing
-    can be written, E04 for a run that fewer or more processes began, E08 for what cannot be read now. Warns (E05) of a
-    run that another `device` or other versions go on with than those that it was started with.
+    A new folder gets identity.json and config.yaml (resolved, valid for `--config`) first. The parents' folders are
+    locked for reading until `complete_stage` or the end of the process. `fresh` moves an old folder to
+    RUN/.old/<stage>-<n>.
+
+    Raises C15 for a folder of another config, a folder that another process writes or reads, and a parent that is being
+    written; M05 for damaged files of a finished stage; M10 for parents that differ from what their stages wrote (by
+    hash); E03 if nothing can be written; E04 for another number of processes; E08 for files that cannot be read now.
+    Warns (E05) if a run resumes on another `device` or with other versions.
     """
     folder = config.folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        hold(folder)
+        lock_folder(folder)
     except RLHFError:
-        if not fresh and examine(config, wanted, content=True).state == "finished":
-            return "finished"  # whoever reads it may go on
+        if not fresh and stage_status(config, wanted, content=True).state == "finished":
+            return "finished"  # readers may continue
         raise
     except OSError as error:
         text = f"{shown(folder.parent)} cannot be written: {error.strerror}"
@@ -210,16 +219,16 @@ def begin(
         raise RLHFError("E03", text, where=config.where("run"), hint=hint) from error
     if fresh:
         _move_aside(folder)
-    status = usable(config, wanted, content=True)
+    status = require_current(config, wanted, content=True)
     if status.state == "finished":
         release(folder)
         return "finished"
     for parent in own_stages(parents):
-        share(parent.path)
-    verify(parents)
+        lock_folder_shared(parent.path)
+    verify_parents(parents)
     folder.mkdir(exist_ok=True)
-    for place in (folder, folder / "state", folder / SNAPSHOTS):
-        clear_leftovers(place)
+    for path in (folder, folder / "state", folder / SNAPSHOTS):
+        clear_leftovers(path)
     environment = {"versions": versions(), "device": device, "processes": distributed.world_size()}
     if status.state == "resume":
         if status.step is not None:
@@ -231,18 +240,19 @@ def begin(
     return "resume" if status.state == "resume" else "new"
 
 
-def processes_of(folder: Path) -> int:
-    """How many processes a stage was run in."""
-    told = (read_identity(folder) or {}).get("environment", {}).get("processes")
-    return told if isinstance(told, int) and told > 0 else 1
+def recorded_num_processes(folder: Path) -> int:
+    """Return the number of processes that a stage was run with."""
+    count = (read_identity(folder) or {}).get("environment", {}).get("processes")
+    return count if isinstance(count, int) and count > 0 else 1
 
 
 def _refuse_another_group(config: Any) -> None:
-    """More or fewer processes make larger or smaller batches: another run."""
-    before, now = processes_of(config.folder), distributed.world_size()
+    """Raise E04 for another number of processes: it changes the batch sizes, and so the run."""
+    before, now = recorded_num_processes(config.folder), distributed.world_size()
     if before != now:
-        text = f"{shown(config.folder)} was begun in {before} process{'es' * (before > 1)}, {now} would go on with it"
-        raise RLHFError("E04", text, hint=f"go on with --nproc {before}, or start over with --fresh")
+        processes = f"{before} process{'es' * (before > 1)}"
+        text = f"{shown(config.folder)} was started with {processes} and cannot resume with {now}"
+        raise RLHFError("E04", text, hint=f"resume with --nproc {before}, or start over with --fresh")
 
 
 def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
@@ -254,18 +264,18 @@ def _warn_of_changes(folder: Path, now: Mapping[str, Any]) -> None:
         if was != after.get(key)
     ]
     if changed:
-        text = f"{shown(folder)} goes on elsewhere than it was started: {', '.join(changed)}"
-        terminal.warn("E05", text, hint="the result is no longer byte for byte that of a run without interruption")
+        text = f"{shown(folder)} resumes in a different environment: {', '.join(changed)}"
+        terminal.warn("E05", text, hint="the result may differ from that of an uninterrupted run")
 
 
-def usable(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> Status:
-    """`examine`. Raises C15 for a folder that another config made, M05 for a finished one whose files are damaged."""
-    status = examine(config, wanted, content=content)
+def require_current(config: Any, wanted: Mapping[str, Any], *, content: bool = False) -> StageStatus:
+    """Return the stage's status. Raises C15 for a folder of another config, M05 for damaged files of a finished one."""
+    status = stage_status(config, wanted, content=content)
     if status.state == "stale":
         raise _of_another_config(config, status.reasons)
     if status.state == "damaged":
         text = f"{shown(config.folder)} is finished but damaged: {status.reasons[0]}"
-        raise RLHFError("M05", text, hint="--fresh makes it again; the old folder is kept in .old/")
+        raise RLHFError("M05", text, hint="--fresh runs the stage again; the old folder is kept in .old/")
     return status
 
 
@@ -274,43 +284,47 @@ def _of_another_config(config: Any, reasons: tuple[str, ...]) -> RLHFError:
     text = f"{shown(config.folder)} holds another run: {'; '.join(reasons[:5])}{more}"
     hint = "--fresh moves it to .old/ and starts over; or set `run:` to another folder"
     if not (config.folder / "manifest.json").exists():
-        began = shown(config.folder / "config.yaml")
-        hint = f"with the settings that it began with ({began}) it goes on; {hint}"
+        started_with = shown(config.folder / "config.yaml")
+        hint = f"to resume it, use the settings it was started with ({started_with}); {hint}"
     return RLHFError("C15", text, where=shown(config.file), hint=hint)
 
 
 def _move_aside(folder: Path) -> Path | None:
-    """Move a stage's folder to RUN/.old/<stage>-<n>; None where there was nothing to move. Nothing is deleted.
+    """Move a stage's folder to RUN/.old/<stage>-<n>, deleting nothing. Return None if there is none.
 
-    Raises RLHFError C15 where .old is no folder.
+    Raises RLHFError C15 if .old is not a folder.
     """
-    if not is_there(folder):
+    if not path_exists(folder):
         return None
     old = folder.parent / ".old"
-    if is_there(old) and not old.is_dir():
+    if path_exists(old) and not old.is_dir():
         text = f"{shown(old)} is a file, so {shown(folder)} cannot be moved into it"
-        raise RLHFError("C15", text, hint="move that file away, then give the same command again")
+        raise RLHFError("C15", text, hint="move that file away, then run the same command again")
     old.mkdir(exist_ok=True)
-    found = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in entries(old))
-    return folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in found if match), default=0) + 1}")
+    matches = (re.fullmatch(rf"{re.escape(folder.name)}-(\d{{1,9}})", name, re.ASCII) for name in list_folder(old))
+    return folder.rename(old / f"{folder.name}-{max((int(match[1]) for match in matches if match), default=0) + 1}")
 
 
-def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]) -> None:
-    """Write RUN/<stage>/manifest.json, last of all: from here on the stage is complete, and its folder is let go.
+def complete_stage(
+    config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Parent], fields: Mapping[str, Any]
+) -> None:
+    """Write RUN/<stage>/manifest.json as the last file, and unlock the folder.
 
-    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) are merged on top. Raises RLHFError M14
-    where `parents` are not what they were: the manifest names their hashes.
+    `fields` (tokenizer_sha256, template_sha256, special_tokens, metrics, ...) override the manifest's own. Raises
+    RLHFError M14 if `parents` changed since they were opened.
     """
     folder = config.folder
     require_unchanged(parents, loaded=True)
     keep_newest(folder / "state", config.output.keep)
-    names = [name for name in names_in(folder) if not name.startswith(_APART) and name not in _OUTSIDE_THE_MANIFEST]
-    files = describe(folder, names)
-    started = {key: told(parent, folder) for key, parent in parents.items()}
+    names = [
+        name for name in list_files(folder) if not name.startswith(_UNLISTED) and name not in _OUTSIDE_THE_MANIFEST
+    ]
+    files = hash_files(folder, names)
+    entries = {key: parent_entry(parent, folder) for key, parent in parents.items()}
     manifest = {
         "schema": 2,
         "stage": config.stage,
-        "parents": started,
+        "parents": entries,
         "config_sha256": wanted["config_sha256"],
         "data": wanted["data"],
         "seed": config.seed,
@@ -318,37 +332,37 @@ def finish(config: Any, wanted: Mapping[str, Any], *, parents: Mapping[str, Pare
         "versions": versions(),
         "git": _git_revision(config.file.parent),
         "files": files,
-        "model_sha256": whole_sha256(files, started) if any(name.startswith("model/") for name in files) else None,
+        "model_sha256": sha256_with_base(files, entries) if any(name.startswith("model/") for name in files) else None,
     }
-    known = {key: value for key, value in manifest.items() if value is not None}
+    present = {key: value for key, value in manifest.items() if value is not None}
     sync_files(folder, names)
-    write_sealed(folder / "manifest.json", {**known, **fields})
+    write_checked_json(folder / "manifest.json", {**present, **fields})
     release(folder)
-    stop_sharing()
+    release_shared()
 
 
 @contextmanager
-def in_place(folder: Path) -> Iterator[None]:
-    """Within, whatever fails after the folder that this process writes was moved or deleted becomes E08."""
+def detect_moved_folder(folder: Path) -> Iterator[None]:
+    """Turn any exception into E08 if the folder that this process writes was moved or deleted."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, RLHFError) or not is_held(folder) or os.path.exists(folder):
+        if isinstance(error, RLHFError) or not is_locked_here(folder) or os.path.exists(folder):
             raise
         text = f"{shown(folder)} was moved or deleted while this command wrote into it"
-        hint = "bring it back, and the same command goes on from its last state; else it starts over"
+        hint = "move it back and run the same command again to resume; otherwise it starts over"
         raise RLHFError("E08", text, hint=hint) from error
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package, of Python, and of the libraries that are installed. Imports none of them."""
-    found = {"rlhf": __version__, "python": platform.python_version()}
+    """Return the versions of this package, Python and the installed libraries, without importing them."""
+    installed = {"rlhf": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _git_revision(folder: Path) -> str | None:
@@ -359,15 +373,15 @@ def _git_revision(folder: Path) -> str | None:
         return None
 
 
-class Cost:
-    """Counts checkpoints and snapshots, and their share of the wall time since it was made."""
+class CheckpointTimer:
+    """Counts checkpoints and snapshots, and the share of the wall time spent on them."""
 
     def __init__(self) -> None:
         self.count, self.seconds, self._began = 0, 0.0, time.monotonic()
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """Within, one is written."""
+    def measure(self) -> Iterator[None]:
+        """Time the writing of one checkpoint."""
         start = time.monotonic()
         yield
         self.count, self.seconds = self.count + 1, self.seconds + time.monotonic() - start

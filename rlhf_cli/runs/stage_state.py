@@ -1,4 +1,4 @@
-"""What a stage left in its folder, as far as it is there: it may be half done, running, or damaged."""
+"""State of a stage's folder by its own files, for display: absent, unfinished, finished, damaged or unreadable."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.files import damage, entries, is_there, results
-from rlhf_cli.runs.discover import is_begun
+from rlhf_cli.files import find_damage, list_folder, path_exists, select_files
+from rlhf_cli.runs.discover import has_output
 from rlhf_cli.runs.parents import FOREIGN, read_manifest
 from rlhf_cli.runs.stage_folder import read_identity
 
@@ -15,8 +15,8 @@ State = Literal["absent", "begun", "finished", "damaged", "unreadable"]
 
 
 @dataclass(frozen=True)
-class Left:
-    """A stage's folder by its own files alone; `problem` says what is damaged, or cannot be read now."""
+class StageState:
+    """State of a stage's folder; `problem` names the damage or read error."""
 
     state: State = "absent"
     problem: str | None = None
@@ -24,33 +24,33 @@ class Left:
     identity: Mapping[str, Any] | None = None
 
 
-def left_in(folder: Path) -> Left:
-    """What a stage left. Of the files that its manifest names the sizes are looked at, of a report the content too."""
-    if not is_begun(folder):
-        return Left()
+def read_stage_state(folder: Path) -> StageState:
+    """Return the state of a stage's folder. Files of the manifest are checked by size, reports also by hash."""
+    if not has_output(folder):
+        return StageState()
     identity = manifest = None
     try:
-        entries(folder)
+        list_folder(folder)
         identity = read_identity(folder)
-        if not is_there(folder / "manifest.json"):
-            return Left("begun", identity=identity)
+        if not path_exists(folder / "manifest.json"):
+            return StageState("begun", identity=identity)
         manifest, problem = read_manifest(folder)
         problem = problem or _damage(folder, manifest["files"])
     except RLHFError as error:
-        return Left("unreadable", error.problems[0].text, manifest, identity)
-    return Left("damaged" if problem else "finished", problem, manifest, identity)
+        return StageState("unreadable", error.problems[0].text, manifest, identity)
+    return StageState("damaged" if problem else "finished", problem, manifest, identity)
 
 
-def outdated(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """What a stage was made from and is no longer there: `another ppo than the one that is there now (models.ppo)`."""
+def describe_changed_parents(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parents that have changed since: `another ppo than the one that is there now (models.ppo)`."""
     parents = manifest.get("parents")
-    for key, told in parents.items() if isinstance(parents, Mapping) else ():
-        stage, path = (told.get("stage"), told.get("path")) if isinstance(told, Mapping) else (None, None)
+    for key, entry in parents.items() if isinstance(parents, Mapping) else ():
+        stage, path = (entry.get("stage"), entry.get("path")) if isinstance(entry, Mapping) else (None, None)
         if stage == FOREIGN or not isinstance(path, str):
             continue
-        parent = left_in(folder / path)
-        now = (parent.manifest or {}).get("model_sha256")
-        if now and now != told.get("sha256"):
+        parent = read_stage_state(folder / path)
+        sha256 = (parent.manifest or {}).get("model_sha256")
+        if sha256 and sha256 != entry.get("sha256"):
             yield f"another {stage} than the one that is there now ({key})"
         elif parent.state == "begun":
             yield f"another {stage} than the one that is being made now ({key})"
@@ -58,8 +58,8 @@ def outdated(folder: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
 
 def _damage(folder: Path, files: Mapping[str, Any]) -> str | None:
     try:
-        models = damage(folder, results(files, ("model/", "value/")), where=str(folder), content=False)
-        return models or damage(folder, results(files, "report.json"), where=str(folder), content=True)
+        models = find_damage(folder, select_files(files, ("model/", "value/")), where=str(folder), content=False)
+        return models or find_damage(folder, select_files(files, "report.json"), where=str(folder), content=True)
     except RLHFError as error:
         if error.problems[0].code == "E08":
             raise

@@ -1,9 +1,9 @@
-"""Whether two parents read text alike: by the same tokenizer, and the same chat template."""
+"""Compatibility of two parents: the same tokenizer and chat template."""
 
 from collections.abc import Callable, Mapping
 
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.runs.parents import FOREIGN, Parent, short
+from rlhf_cli.runs.parents import FOREIGN, Parent, short_hash
 
 
 def check_same_tokenizer(
@@ -14,25 +14,24 @@ def check_same_tokenizer(
     foreign: Mapping[str, Mapping[str, str | None]] | None = None,
     difference: Callable[[Parent, Parent], str | None] = lambda *_: None,
 ) -> None:
-    """Refuse two parents that do not read text alike.
+    """Raise T04 if two parents have different tokenizers, T05 for different chat templates, with both hashes.
 
-    Stages of ours tell `tokenizer_sha256` and `template_sha256` in their manifests. For foreign parents the caller,
-    who has loaded their tokenizers, gives them in `foreign` by parent key; one that nobody knows is not compared,
-    nor is the template of a foreign parent that has none. The hash is of vocabulary, merges and special tokens alone:
-    where it is the same, `difference` says what else makes other ids, or None.
-    Raises T04 (other tokenizer) or T05 (other chat template), both hashes in the text.
+    Our stages record `tokenizer_sha256` and `template_sha256` in their manifests; for foreign parents the caller passes
+    them in `foreign`, by parent key. Unknown tokenizers are not compared, nor is the template of a foreign parent
+    without one. The hash covers vocabulary, merges and special tokens; if it is equal, `difference` returns any other
+    difference that changes the token ids, or None.
     """
-    told = foreign or {}
-    left, right = (told.get(parent.key, parent.manifest) for parent in (a, b))
+    known = foreign or {}
+    left, right = (known.get(parent.key, parent.manifest) for parent in (a, b))
     first, second = left.get("tokenizer_sha256"), right.get("tokenizer_sha256")
-    other = first and second and first != second
-    spelled = None if other else difference(a, b)
-    if other or spelled:
-        hashes = f"({short(second)} at {shown(b.path)}, {short(first)} at {shown(a.path)})"
-        alone = f"({shown(b.path)} beside {shown(a.path)}: {spelled})"
+    hash_differs = first and second and first != second
+    reason = None if hash_differs else difference(a, b)
+    if hash_differs or reason:
+        hashes = f"({short_hash(second)} at {shown(b.path)}, {short_hash(first)} at {shown(a.path)})"
+        details = f"({shown(b.path)} beside {shown(a.path)}: {reason})"
         raise RLHFError(
             "T04",
-            f"{b.key} has another tokenizer than {a.key} {alone if spelled else hashes}",
+            f"{b.key} has another tokenizer than {a.key} {details if reason else hashes}",
             where=where,
             hint=f"train the model of {b.key} from the checkpoint of {a.key}"
             + ("; or set models.value: policy_head" if b.key == "models.value" else "")
@@ -44,8 +43,8 @@ def check_same_tokenizer(
     if both_known and first != second and not foreign_without:
         raise RLHFError(
             "T05",
-            f"{b.key} has another chat template than {a.key} ({short(second)} at {shown(b.path)}, "
-            f"{short(first)} at {shown(a.path)})",
+            f"{b.key} has another chat template than {a.key} ({short_hash(second)} at {shown(b.path)}, "
+            f"{short_hash(first)} at {shown(a.path)})",
             where=where,
-            hint="set model.chat_template alike in both stages' files and run the later one again",
+            hint="set the same model.chat_template in both stages' files and run the later stage again",
         )

@@ -26,7 +26,7 @@ from rlhf_cli.models.batch import Prompts, Rollout, micro_batches
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.ppo import losses
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.progress import Progress, counted
+from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.rewards.function import score_texts
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.runs.parents import Parent
@@ -46,9 +46,9 @@ def run(config: EvalConfig, options: Options) -> None:
 
 def _run(config: EvalConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = runs.open_parents(config)
-    identity = runs.identity(config, parents, config.sources())
+    identity = runs.compute_identity(config, parents, config.sources())
     status = process_group.run_on_main(
-        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"eval     finished already: {runs.shown(config.folder)}")
@@ -56,7 +56,7 @@ def _run(config: EvalConfig, options: Options, process_group: ProcessGroup) -> N
     report = _evaluate(config, options, parents, process_group)
     metrics = {"win_rate": report["win_rate"], "models": report["models"]}
     fields = {"metrics": metrics, "trust_remote_code": options.trust_remote_code}
-    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
 
 
 def _evaluate(
@@ -248,7 +248,7 @@ def sequence_kl(policy: Any, ref: Any, rollout: Rollout, temperature: float, *, 
     """
     totals: Tensor = torch.zeros(len(rollout), dtype=torch.float64, device=rollout.ids.device)
     row_index = torch.arange(len(rollout), device=rollout.ids.device)
-    for micro_rows in counted("kl: micro-batch", micro_batches(rollout.lengths, row_index, max_rows=max_rows)):
+    for micro_rows in track_progress("kl: micro-batch", micro_batches(rollout.lengths, row_index, max_rows=max_rows)):
         micro = rollout.micro_batch(micro_rows)
         logprobs, ref_logprobs = (
             losses.token_logprobs(forward.response_logits(model, micro), micro.targets, temperature)

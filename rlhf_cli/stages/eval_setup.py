@@ -50,7 +50,7 @@ def find_snapshots(config: EvalConfig, ppo: Parent) -> SnapshotSeries:
     if ppo.stage != "ppo":
         return SnapshotSeries(missing=f"{shown(ppo.path)} is no folder that our PPO wrote")
     folder = ppo.path / runs.SNAPSHOTS
-    valid = runs.whole_states(folder, instead="the frontier leaves it out")
+    valid = runs.valid_states(folder, instead="the frontier leaves it out")
     if not valid:
         return SnapshotSeries(missing=f"{shown(folder)} holds no policy on the way")
     last = ppo.manifest["step"]

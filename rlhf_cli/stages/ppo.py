@@ -27,7 +27,7 @@ from rlhf_cli.stages.ppo_setup import (
     restore_policy,
     scale_to_world_size,
 )
-from rlhf_cli.system import StopWish
+from rlhf_cli.system import GracefulStop
 from rlhf_cli.tracking import Trackers
 from rlhf_cli.tracking.metrics_log import Log, MetricsLog
 
@@ -47,11 +47,11 @@ def run(config: PPOConfig, options: Options) -> None:
 
 def _run(config: PPOConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = runs.open_parents(config)
-    identity = runs.identity(config, parents, config.sources())
-    if options.fresh or runs.examine(config, identity).state != "finished":
+    identity = runs.compute_identity(config, parents, config.sources())
+    if options.fresh or runs.stage_status(config, identity).state != "finished":
         reward_cards.check_required(config, parents)  # before --fresh archives anything
     status = process_group.run_on_main(
-        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"ppo      finished already: {runs.shown(config.folder)}")
@@ -83,7 +83,7 @@ def _run(config: PPOConfig, options: Options, process_group: ProcessGroup) -> No
         **runner.snapshots.manifest_fields(),
         "trust_remote_code": options.trust_remote_code,
     }
-    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
     terminal.say(f"ppo      {format_reward(metrics, TRAINING)} ({UNPENALISED}), KL {metrics['objective/kl_k1']:.2f}")
     if stopped:
         raise _stop_error(stopped, config, step)
@@ -94,7 +94,7 @@ class PPORunner:
 
     def __init__(self, config: PPOConfig, components: PPOComponents, *, resume: bool):
         self.config, self.components, self.trainer = config, components, components.trainer
-        self.state_folder, self.monitor, self.cost = config.folder / "state", TrainingMonitor(), runs.Cost()
+        self.state_folder, self.monitor, self.cost = config.folder / "state", TrainingMonitor(), runs.CheckpointTimer()
         self.watchdog = Watchdog(config.ppo, config.held_out)
         self.snapshots = Snapshots(config, components, self.cost)
         state = runs.latest_state(self.state_folder) if resume else None
@@ -132,7 +132,7 @@ class PPORunner:
         self._warn_of_biased_kl_estimator()
         save_interval = config.output.save_steps or max(1, num_updates // 10)
         with (
-            StopWish() as stop,
+            GracefulStop() as stop,
             self.trackers,
             Progress("ppo", num_updates, "update", done=trainer.updates) as bar,
         ):
@@ -142,10 +142,10 @@ class PPORunner:
                 stats = self._update()
                 step = trainer.updates
                 bar.advance(note=status_line(stats))
-                stop.settle(trainer.process_group.all_gather_object)
-                if step % save_interval == 0 or step == num_updates or stop.wished:
+                stop.sync(trainer.process_group.all_gather_object)
+                if step % save_interval == 0 or step == num_updates or stop.requested:
                     self._save_checkpoint()
-                if stop.wished and step < num_updates:
+                if stop.requested and step < num_updates:
                     text = (
                         f"ppo      stopped at step {step} of {num_updates}, saved; the same command goes on from here"
                     )
@@ -206,13 +206,13 @@ class PPORunner:
             "alarms": self.monitor.state_dict(),
             "watchdog": self.watchdog.state_dict(),
             "best": self.snapshots.state_dict(),
-            "logs": {name: log.mark(step) for name, log in self.logs.items()},
+            "logs": {name: log.position(step) for name, log in self.logs.items()},
         }
 
         def write(path: Path) -> None:
             save.save_tree(self.trainer.process_group.all_gather_object(path)[0], tree)
 
-        with self.cost.one():
+        with self.cost.measure():
             runs.commit_state(self.state_folder, f"step_{step:06d}", write, keep=self.config.output.keep)
             self.snapshots.prune(step)
 

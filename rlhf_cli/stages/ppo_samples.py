@@ -15,7 +15,7 @@ from rlhf_cli.ppo.metrics import Stats
 from rlhf_cli.ppo.scores import unscaled_scores
 from rlhf_cli.stages.ppo_setup import PPOComponents
 from rlhf_cli.tracking import Trackers
-from rlhf_cli.tracking.metrics_log import Log, Mark
+from rlhf_cli.tracking.metrics_log import Log, LogPosition
 
 ROWS_LOGGED = 8
 ROWS_PRINTED = 3
@@ -33,7 +33,7 @@ class SampleTables:
     """
 
     def __init__(
-        self, path: Path, components: PPOComponents, settings: PPOSettings, mark: Mark | None, trackers: Trackers
+        self, path: Path, components: PPOComponents, settings: PPOSettings, mark: LogPosition | None, trackers: Trackers
     ):
         self.log, self.components, self.trackers = Log(path, mark), components, trackers
         count = settings.num_sample_generations
@@ -153,7 +153,7 @@ class BestPolicy:
 class Snapshots:
     """RUN/ppo/snapshots: the best policy, and `output.snapshots` evenly spaced ones with the last among them."""
 
-    def __init__(self, config: PPOConfig, components: PPOComponents, cost: runs.Cost):
+    def __init__(self, config: PPOConfig, components: PPOComponents, cost: runs.CheckpointTimer):
         self.folder, self.components, self.cost = config.folder / runs.SNAPSHOTS, components, cost
         self.best, self.push_to, self.settings = BestPolicy(), config.ppo.push_to_hub_if_best, config.ppo
         self.judge = next(iter(config.held_out), None)
@@ -198,7 +198,7 @@ class Snapshots:
         for saved in runs.state_steps(self.folder):
             undecided = saved == step and saved in self.candidates and not finished  # the next update measures it
             if saved > step or not (saved in self.schedule or saved == self.best.step or undecided):
-                runs.drop_state(self.path(saved))
+                runs.delete_state(self.path(saved))
 
     @property
     def best_step(self) -> int:
@@ -221,7 +221,7 @@ class Snapshots:
     def _save(self, step: int) -> None:
         card = f"Policy after {step} of {self.components.num_updates} PPO updates."
         policy, tokenizer = self.components.policy, self.components.tokenizer
-        with self.cost.one():
+        with self.cost.measure():
             runs.commit_state(
                 self.folder,
                 self.path(step).name,

@@ -1,4 +1,4 @@
-"""Logs that outlive the process: metrics.jsonl and samples.jsonl, one JSON object a line."""
+"""Logs of a run: metrics.jsonl and samples.jsonl, one JSON object per line."""
 
 import hashlib
 import json
@@ -15,11 +15,11 @@ from rlhf_cli.files import sync
 from rlhf_cli.jsonl import append_jsonl, to_json, write_jsonl
 from rlhf_cli.tracking import Trackers
 
-NEWEST = 65_536  # bytes: some 45 updates of PPO
+TAIL_BYTES = 65_536  # about 45 updates of PPO
 
 
-class Mark(TypedDict):
-    """How far a log had come when a state was saved."""
+class LogPosition(TypedDict):
+    """Length and hash of a log when a checkpoint was saved."""
 
     step: int
     bytes: int
@@ -27,32 +27,32 @@ class Mark(TypedDict):
 
 
 class Log:
-    """A file of rows that have a `step`. With the mark of the state that a run goes on from, all after it is cut off.
+    """A JSON Lines file of rows with a `step`, truncated to the checkpoint's position on resume.
 
-    Those steps are going to be made again: no line stands twice, and none is lost. A new run starts an empty file.
+    Repeated steps therefore appear once. A new run starts an empty file.
     """
 
-    def __init__(self, path: Path, mark: Mark | None = None) -> None:
+    def __init__(self, path: Path, position: LogPosition | None = None) -> None:
         self.path = path
-        kept = b""
+        content = b""
         if not distributed.is_main_process():
             pass
-        elif mark is None:
+        elif position is None:
             path.unlink(missing_ok=True)
         else:
-            kept = _cut(path, mark)
-        self._bytes, self._sha256 = len(kept), hashlib.sha256(kept)
+            content = _truncate(path, position)
+        self._bytes, self._sha256 = len(content), hashlib.sha256(content)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row: from now on it is there whatever becomes of this process. Of several the first one writes."""
+        """Append a row in one write, on the main process only."""
         if not distributed.is_main_process():
             return
         line = append_jsonl(self.path, row)
         self._bytes += len(line)
         self._sha256.update(line)
 
-    def mark(self, step: int) -> Mark:
-        """For a state saved after `step`, when what is there so far has been forced to the disk."""
+    def position(self, step: int) -> LogPosition:
+        """Flush the log to disk and return its position, for a checkpoint saved after `step`."""
         if self._bytes:
             sync(self.path)
             sync(self.path.parent)
@@ -60,14 +60,14 @@ class Log:
 
 
 class MetricsLog(Log):
-    """metrics.jsonl: `step`, the metrics, and `time_s`, seconds since the run began, interruptions left out.
+    """metrics.jsonl: `step`, the metrics, and `time_s`, seconds since the run began without interruptions.
 
-    Each line is told to the trackers, too.
+    Lines are sent to the trackers, too.
     """
 
-    def __init__(self, path: Path, mark: Mark | None = None, trackers: Trackers | None = None) -> None:
+    def __init__(self, path: Path, position: LogPosition | None = None, trackers: Trackers | None = None) -> None:
         before = read_log(path)
-        super().__init__(path, mark)
+        super().__init__(path, position)
         kept = read_log(path)
         self._trackers = trackers
         if trackers is not None:
@@ -75,10 +75,10 @@ class MetricsLog(Log):
         self._began = time.monotonic() - (_number(kept[-1].get("time_s")) if kept else 0.0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the line of a step. Raises RLHFError R01 for a metric that is not finite."""
-        bad = [name for name, value in metrics.items() if not math.isfinite(value)]
-        if bad:
-            raise RLHFError("R01", f"step {step}: {bad[0]} is {metrics[bad[0]]}")
+        """Append the line of a step. Raises RLHFError R01 for a metric that is not finite."""
+        invalid = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if invalid:
+            raise RLHFError("R01", f"step {step}: {invalid[0]} is {metrics[invalid[0]]}")
         line = {"step": step, **metrics, "time_s": round(time.monotonic() - self._began, 3)}
         self.append(line)
         if self._trackers is not None:
@@ -86,25 +86,25 @@ class MetricsLog(Log):
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a log, none where there is no file. A process may be in the middle of the last one."""
+    """Return the complete rows of a log, [] if there is no file; a line that is being written is skipped."""
     return _rows(path.read_bytes()) if path.exists() else []
 
 
 def newest_rows(path: Path) -> list[dict[str, Any]]:
-    """Those of `read_log` in the last 64 kB: where the log stands now, however long it is."""
+    """Return the rows in the last 64 kB of a log, for its current state."""
     if not path.exists():
         return []
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - NEWEST))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         return _rows(file.read())
 
 
 def _rows(content: bytes) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for line in content.split(b"\n"):  # texts hold other separators
+    for line in content.split(b"\n"):  # not splitlines: texts may contain other line separators
         try:
             row = json.loads(line)
-            to_json(row, allow_nan=False).encode()  # what no log of ours can hold
+            to_json(row, allow_nan=False).encode()  # raises for values that this package never logs
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -116,19 +116,19 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _cut(path: Path, mark: Mark) -> bytes:
-    """Leave what was there at the mark, and return it. Where it is not what was written, say so, and leave the steps
-    up to it.
+def _truncate(path: Path, position: LogPosition) -> bytes:
+    """Truncate a log to the position and return its content.
+
+    If the content was changed, warn and keep the steps up to the position.
     """
-    content = path.read_bytes()[: mark["bytes"]] if path.exists() else b""
-    if hashlib.sha256(content).hexdigest() == mark["sha256"]:
+    content = path.read_bytes()[: position["bytes"]] if path.exists() else b""
+    if hashlib.sha256(content).hexdigest() == position["sha256"]:
         if path.exists():
-            os.truncate(path, mark["bytes"])
+            os.truncate(path, position["bytes"])
         return content
-    saved = f"{shown(path)} was changed or cut after step {mark['step']} was saved"
-    text = f"{saved}: lines of earlier steps may be missing or wrong"
-    terminal.warn("M05", text)
-    rows = [row for row in read_log(path) if row["step"] <= mark["step"]]
+    text = f"{shown(path)} was changed or cut after step {position['step']} was saved"
+    terminal.warn("M05", f"{text}: lines of earlier steps may be missing or wrong")
+    rows = [row for row in read_log(path) if row["step"] <= position["step"]]
     scratch = path.with_name(f".tmp-{path.name}")
     write_jsonl(scratch, rows)
     scratch.replace(path)

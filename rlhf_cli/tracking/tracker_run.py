@@ -1,43 +1,43 @@
-"""What every tracker is told of a run, and what it is asked to take."""
+"""Interface of trackers, and the description of a run that they get."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-NOTHING = -1  # a step before the first
+NO_STEP = -1
 PROJECT = "rlhf"
-Row = Mapping[str, str | float]  # of a table: a bool is 1 or 0
+Row = Mapping[str, str | float]  # of a table; booleans are 1 or 0
 
 
 @dataclass(frozen=True)
-class Run:
-    """A stage that begins, or goes on."""
+class TrackerRun:
+    """A stage that starts or resumes."""
 
     stage: str
     folder: Path  # RUN/<stage>; a tracker may write into the folder of its own name there
-    project: str | None  # None: the tracker's own way to find one, or PROJECT
+    project: str | None  # None: the tracker's default, or PROJECT
     name: str
     group: str  # the same for all stages of a run
     config: dict[str, Any]  # resolved, JSON-able
-    saved: int = NOTHING  # the step of the state that it goes on from
-    told: int = NOTHING  # the last step that the log held when it was begun again: what came after `saved` comes again
+    saved_step: int = NO_STEP  # of the checkpoint that it resumes from
+    logged_step: int = NO_STEP  # last step of the log before resuming; the steps after `saved_step` are repeated
 
 
 class Tracker(Protocol):
-    """One run of a tracker, open. Whatever it raises, it is left alone from then on."""
+    """An open run of a tracker. If a method raises, no further method except close is called."""
 
-    last: int  # the last step that it holds of an earlier start: what is told again up to it, it would hold twice
-    place: str  # where to look, for a line on the terminal
+    last: int  # last step logged by an earlier start; repeated steps up to it must not be logged again
+    place: str  # URL, folder or command to view it, for the terminal
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step, by name."""
+        """Log numbers of a step, by name."""
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """Rows with the same columns each."""
+        """Log rows with the same columns."""
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Samples of distributions, by name."""
+        """Log samples of distributions, by name."""
 
     def close(self, exit_code: int) -> None:
-        """Nothing more comes: of what was told all is written, or sent."""
+        """Finish the run after writing or sending everything."""

@@ -1,19 +1,19 @@
-"""Weights & Biases: its service writes RUN/<stage>/wandb, and sends it on unless WANDB_MODE says offline."""
+"""Weights & Biases: its service writes RUN/<stage>/wandb and uploads it unless WANDB_MODE is offline."""
 
 import os
 from collections.abc import Mapping, Sequence
 
 from rlhf_cli.errors import shown
-from rlhf_cli.tracking.tracker_run import NOTHING, PROJECT, Row, Run
+from rlhf_cli.tracking.tracker_run import NO_STEP, PROJECT, Row, TrackerRun
 
-TO_SEND = 60.0  # seconds that a stage waits at its end for a server; WANDB_FINISH_TIMEOUT says otherwise
-FLUSH = "x_transaction_log_flush_interval"  # seconds; of its 15, all would be lost of an offline run that is killed
+UPLOAD_TIMEOUT_S = 60.0  # at the end of a stage; WANDB_FINISH_TIMEOUT overrides it
+FLUSH = "x_transaction_log_flush_interval"  # default 15 seconds, which a killed offline run would lose
 
 
 class WandB:
-    """A run goes on under the id that it began with, which is kept in wandb/rlhf-run-id."""
+    """A wandb run. Its id is stored in wandb/rlhf-run-id, so that a resumed run is the same run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         import wandb
 
         self.wandb = wandb
@@ -21,19 +21,19 @@ class WandB:
             "console": "off",
             "symlink": False,  # a run's folder can be moved
             "save_code": False,
-            "finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", TO_SEND)),
+            "finish_timeout": float(os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_TIMEOUT_S)),
             "finish_timeout_raises": True,
             **({FLUSH: 1.0} if FLUSH in wandb.Settings.model_fields else {}),
         }
-        library = wandb.setup(settings=wandb.Settings(silent=True))  # the terminal is ours
+        library = wandb.setup(settings=wandb.Settings(silent=True))  # print nothing
         if library.settings.mode == "online" and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("there is no API key: set WANDB_API_KEY, call `wandb login`, or set WANDB_MODE=offline")
-        known = run.folder / "wandb" / "rlhf-run-id"
-        begun = known.is_file()
-        known.parent.mkdir(parents=True, exist_ok=True)
+        id_file = run.folder / "wandb" / "rlhf-run-id"
+        resumed = id_file.is_file()
+        id_file.parent.mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(
             dir=str(run.folder),
-            id=known.read_text(encoding="utf-8").strip() if begun else None,
+            id=id_file.read_text(encoding="utf-8").strip() if resumed else None,
             resume="allow",
             project=run.project or os.environ.get("WANDB_PROJECT") or PROJECT,
             name=run.name,
@@ -42,28 +42,32 @@ class WandB:
             config=run.config,
             settings=wandb.Settings(**settings),
         )
-        known.write_text(f"{self.run.id}\n", encoding="utf-8")
+        id_file.write_text(f"{self.run.id}\n", encoding="utf-8")
         if self.run.offline:
-            # The step that a killed process was in is not written.
-            self.last = NOTHING if not begun else run.saved if run.told <= run.saved else run.told - 1
-            self.place = f"{shown(known.parent)} (offline; to send it: wandb sync {shown(known.parent)}/offline-run-*)"
+            # a killed process did not write its last step
+            self.last = (
+                NO_STEP if not resumed else run.saved_step if run.logged_step <= run.saved_step else run.logged_step - 1
+            )
+            self.place = (
+                f"{shown(id_file.parent)} (offline; to send it: wandb sync {shown(id_file.parent)}/offline-run-*)"
+            )
         else:
-            self.last = self.run.starting_step - 1  # the server knows
-            self.place = self.run.url or shown(known.parent)
+            self.last = self.run.starting_step - 1  # from the server
+            self.place = self.run.url or shown(id_file.parent)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """All that is told of a step makes one row of the history."""
+        """Log numbers; all logs of a step form one row of the history."""
         self.run.log(dict(values), step=step)
 
     def table(self, step: int, name: str, rows: Sequence[Row]) -> None:
-        """A wandb.Table."""
+        """Log a wandb.Table."""
         columns = list(rows[0])
         self.run.log({name: self.wandb.Table(columns, [[row[column] for column in columns] for row in rows])}, step)
 
     def histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """A wandb.Histogram each, of 64 bins."""
+        """Log a wandb.Histogram of 64 bins per name."""
         self.run.log({name: self.wandb.Histogram(list(samples)) for name, samples in values.items()}, step=step)
 
     def close(self, exit_code: int) -> None:
-        """Raises TimeoutError where the server does not take what is left; it stays in the folder."""
+        """Finish the run. Raises TimeoutError if the upload does not end in time; the data stays in the folder."""
         self.run.finish(exit_code=exit_code)

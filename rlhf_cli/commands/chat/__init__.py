@@ -17,8 +17,8 @@ from rlhf_cli.commands.chat.models import Cast, cast
 from rlhf_cli.commands.chat.session import Judge, Talk
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import RLHFError, nearest, shown
-from rlhf_cli.jsonl import decoded, write_jsonl
+from rlhf_cli.errors import RLHFError, closest_match, shown
+from rlhf_cli.jsonl import decode, write_jsonl
 from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import no_bytecode_files
@@ -56,7 +56,7 @@ class Lines:
     def _line(self, prompt: str) -> str | None:
         line = terminal.ask(prompt)
         self.number += 1
-        return None if line is None else decoded(line.encode("utf-8", "surrogateescape"), Path("stdin"), self.number)
+        return None if line is None else decode(line.encode("utf-8", "surrogateescape"), Path("stdin"), self.number)
 
 
 Number = TypeVar("Number", int, float)
@@ -81,7 +81,7 @@ def obey(talk: Talk, line: str) -> bool:
     """Do what a command says; whether the chat goes on. Raises RLHFError C07 for an unknown one, and what it raises."""
     name, _, rest = line[1:].strip().partition(" ")
     if name not in COMMANDS:
-        near, known = nearest(name, COMMANDS), ", ".join(f"/{each}" for each in COMMANDS)
+        near, known = closest_match(name, COMMANDS), ", ".join(f"/{each}" for each in COMMANDS)
         hint = f"did you mean /{near}?" if near else "a prompt that begins with / is written with two: //"
         raise RLHFError("C07", f"/{name}: not one of {known}", hint=hint)
     command = COMMANDS[name]
@@ -250,7 +250,7 @@ def _load(found: Cast, how: Sampling, options: Options) -> Talk:
         judge = Judge(found, options, tokenizer, stop, loaded[found.sft.model] if found.sft else None)
         bar.advance(len(found.rewards), note="rewards")
     voices = [Voice(role, loaded[role.model.model]) for role in found.roles]
-    return Talk(voices, judge, Form.of(found.written, tokenizer), stop, how, live=terminal.is_talk())
+    return Talk(voices, judge, Form.of(found.written, tokenizer), stop, how, live=terminal.is_interactive())
 
 
 def _opening(found: Cast, talk: Talk) -> Iterator[str]:
@@ -290,7 +290,7 @@ def _place(source: Any) -> str:
 
 def _converse(talk: Talk) -> None:
     lines = Lines()
-    while terminal.is_heard():
+    while terminal.is_stdout_open():
         try:
             if (line := lines.next()) is None:
                 return

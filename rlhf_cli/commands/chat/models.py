@@ -8,11 +8,11 @@ from rlhf_cli import config as configs
 from rlhf_cli import runs
 from rlhf_cli.config.base import Origin
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.files import file_sha256
-from rlhf_cli.runs.discover import TALKING
-from rlhf_cli.runs.parents import Parent, verify
-from rlhf_cli.runs.references import choose
+from rlhf_cli.runs.discover import POLICY_STAGES
+from rlhf_cli.runs.parents import Parent, verify_parents
+from rlhf_cli.runs.references import resolve_model
 from rlhf_cli.stages import setup
 from rlhf_cli.stages.ppo_setup import load_run_config
 from rlhf_cli.stages.setup import PromptForm
@@ -50,8 +50,8 @@ def cast(folder: Path, stage: str | None, step: str, compare: str | None) -> Cas
     be talked to or compared; in a comparison also where PPO's SFT model is gone (M01) or another by now (M10).
     """
     names = _compared(compare, stage)
-    found = choose(folder, "ppo" if names else stage, step)
-    if found.model.stage not in TALKING:
+    found = resolve_model(folder, "ppo" if names else stage, step)
+    if found.model.stage not in POLICY_STAGES:
         text = f"{shown(found.model.path)} is a {found.model.stage} model, which writes no text"
         raise RLHFError("C11", text, hint="leave --stage out, or name sft or ppo; its scores stand below each reply")
     config = _config(found.model)
@@ -79,11 +79,11 @@ def _compared(compare: str | None, stage: str | None) -> list[str]:
         return []
     names = compare.split(",")
     for name in names:
-        if name not in TALKING:
-            near = nearest(name, TALKING)
+        if name not in POLICY_STAGES:
+            near = closest_match(name, POLICY_STAGES)
             hint = f"did you mean {near}?" if near else "--compare sft,ppo"
             raise RLHFError("C07", f"--compare {compare}: {name or 'nothing'} is not one of sft, ppo", hint=hint)
-    if sorted(names) != sorted(TALKING):
+    if sorted(names) != sorted(POLICY_STAGES):
         raise RLHFError("C11", f"--compare {compare}: two different models are compared", hint="--compare sft,ppo")
     if stage is not None:
         raise RLHFError("C11", "--compare and --stage each say which models answer", hint="leave --stage out")
@@ -120,7 +120,7 @@ def _parents(config: PPOConfig, model: Parent) -> tuple[dict[str, Parent], dict[
             continue
         try:
             parent = runs.open_reference(config, reference)
-            verify({key: parent})
+            verify_parents({key: parent})
         except RLHFError as error:
             problems[key] = error
             continue

@@ -123,12 +123,12 @@ class Talk:
             speeches.append(Speech(voice, self.form, prompt, self.stop_token_id, self.how))
         self.how, self.stopped = replace(self.how, draws=self.how.draws + 1), False
         turn, compared = Turn(said, {}), len(speeches) > 1
-        together = compared and terminal.has_room(len(speeches))
+        together = compared and terminal.fits_side_by_side(len(speeches))
         if together:
             self._hear_together(speeches)
         for speech in speeches:
             if not together and not self.stopped:
-                terminal.piece(f"{speech.voice.name}: " if compared else "")
+                terminal.print_partial(f"{speech.voice.name}: " if compared else "")
                 self._hear(speech)
             self._take(speech, turn, compared=compared)
         if self.live:
@@ -138,7 +138,7 @@ class Talk:
     def _hear(self, speech: Speech) -> None:
         try:
             for piece in speech:
-                terminal.piece(piece)
+                terminal.print_partial(piece)
         except KeyboardInterrupt:
             self._stop()
         terminal.out()
@@ -176,7 +176,7 @@ class Talk:
                 raise
             self._stop()
         turn.replies[speech.voice.name] = reply
-        terminal.aside((f"{speech.voice.name}  " if compared else "") + told(reply))
+        terminal.log_dim((f"{speech.voice.name}  " if compared else "") + told(reply))
 
 
 def told(reply: Reply) -> str:

@@ -11,7 +11,7 @@ from rlhf_cli.commands.convert.options import Placing
 from rlhf_cli.commands.convert.rules import TOPICS, complete, tree_of
 from rlhf_cli.commands.convert.versions import OPTIONS, Read, version_of
 from rlhf_cli.config.paths import fill_and_resolve, path_entries, relative
-from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.errors import RLHFError, closest_match, shown
 
 FILE = "ppo.yaml"
 
@@ -24,7 +24,7 @@ def init(file: Path, folder: Path, version: str | None = None) -> None:
     that cannot be written.
     """
     if version is not None and version not in OPTIONS:
-        near = nearest(version, OPTIONS)
+        near = closest_match(version, OPTIONS)
         hint = f"did you mean {near}?" if near else "1.12 for all that came after the step API"
         raise RLHFError("C07", f"--trl {version}: not one of {', '.join(OPTIONS)}", hint=hint)
     read = files.read(file)

@@ -12,7 +12,7 @@ from rlhf_cli.config.aliases import FOREIGN
 from rlhf_cli.config.paths import field_at, field_shape, keys_of, parts_of
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.yaml_io import parse_value, written
-from rlhf_cli.errors import RLHFError, nearest, redacted
+from rlhf_cli.errors import RLHFError, closest_match, redact
 
 # Our keys that an option may mean; those of the first section that has one.
 SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
@@ -86,7 +86,7 @@ class Placing:
             if setting.value == "":
                 setting = replace(setting, value=None)
             shown = written(setting.value)
-            if loading.take_out({setting.name: setting.value}, str) or redacted(shown) != shown:
+            if loading.take_out({setting.name: setting.value}, str) or redact(shown) != shown:
                 why = "a secret has no place in a file; the environment has, such as HF_TOKEN"
                 self.unplaced.append(Unplaced(setting.name, "[secret]", setting.where, why))
             else:
@@ -176,7 +176,7 @@ def why_not(name: str) -> str:
         return "PPO does not use transformers' Trainer, whose setting it is"
     if name in FOREIGN:
         return f"ppo.yaml has no {FOREIGN[name].key}"
-    near = nearest(name, known(), cutoff=0.8)
+    near = closest_match(name, known(), cutoff=0.8)
     return "unknown, here and in TRL" + (f"; did you mean {near}?" if near else "")
 
 

@@ -9,7 +9,7 @@ from rlhf_cli import terminal
 from rlhf_cli.commands.convert.options import Placed, Placing
 from rlhf_cli.commands.convert.versions import SOURCES
 from rlhf_cli.config.yaml_io import commented, written
-from rlhf_cli.errors import quoted, shown
+from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.terminal import clean
 
 WIDTH = 116
@@ -109,8 +109,8 @@ def show(placing: Placing, name: str, target: Path) -> None:
     if placing.to_say:
         terminal.out("\nFor you to say")
         terminal.table(("key", "what it is"), [list(row) for row in placing.to_say.items()])
-    then = f"; then rlhf ppo --config {quoted(target)} --nproc {placing.processes}" if placing.processes else ""
-    terminal.out(f"\n{shown(target)} is written; next: rlhf check {quoted(target)}{then}")
+    then = f"; then rlhf ppo --config {shell_path(target)} --nproc {placing.processes}" if placing.processes else ""
+    terminal.out(f"\n{shown(target)} is written; next: rlhf check {shell_path(target)}{then}")
 
 
 def _row(placed: Placed) -> list[str]:

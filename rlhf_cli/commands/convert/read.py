@@ -311,7 +311,7 @@ def read(path: Path) -> Read:
     if suffix in yaml_io.SUFFIXES:
         source = yaml_io.read(path)
         if source.problems:
-            raise RLHFError.of(source.problems)
+            raise RLHFError.from_problems(source.problems)
         return _tree(source.tree, lambda key: f"{name}:{source.lines[key]}")
     text = yaml_io.text_of(path)
     if suffix == ".json":

@@ -273,7 +273,7 @@ def _blame(placing: Placing, own: dict[str, Placed], problem: Problem) -> None:
     named = [key for word in words for key in placing.placed if key.rpartition(".")[2] == word]
     below = [key for key in placing.placed if where and key.startswith(f"{where}.")]
     if not (blamed := about or switch or named or below):
-        raise RLHFError.of([problem])
+        raise RLHFError.from_problems([problem])
     placed = placing.placed.pop(blamed[0])
     if not placed.given:
         own.pop(placed.key, None)

@@ -27,7 +27,7 @@ from rlhf_cli.error_codes import CODES
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import render
 from rlhf_cli.runs.adapters import read_adapter
-from rlhf_cli.runs.references import Chosen
+from rlhf_cli.runs.references import ResolvedModel
 
 ASKED = "Write a prompt here, of the kind that it was trained on."
 ROWS, LONGEST = 1000, 400  # that are looked at for a short one, and its characters
@@ -35,7 +35,7 @@ ROWS, LONGEST = 1000, 400  # that are looked at for a short one, and its charact
 Prompt = str | Conversation
 
 
-def held_out(chosen: Chosen) -> Prompt:
+def held_out(chosen: ResolvedModel) -> Prompt:
     """A prompt of the evaluation's data, as it is written there: the first short one, else the shortest of the first.
 
     Raises RLHFError M01 where the run has no evaluation, and as the reading of its data does.

@@ -12,7 +12,7 @@ from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.runs.adapters import is_hub_id
 from rlhf_cli.runs.parents import FOREIGN
-from rlhf_cli.runs.references import Chosen
+from rlhf_cli.runs.references import ResolvedModel
 from rlhf_cli.stages import setup
 from rlhf_cli.stages.setup import PromptFormat
 from rlhf_cli.tracking.metrics_log import read_log
@@ -24,7 +24,7 @@ class Subject:
 
     name: str  # what the model is called where it goes
     address: str  # what `from_pretrained` takes there
-    chosen: Chosen
+    chosen: ResolvedModel
     stages: tuple[Stage, ...]  # that it came from, itself first, and no other than they were then
     run: Run  # the same, one of a kind, with the evaluation of this very policy
     model: Any
@@ -89,7 +89,7 @@ class Subject:
 
 
 def subject(
-    chosen: Chosen,
+    chosen: ResolvedModel,
     model: Any,
     tokenizer: Any,
     dtype: str,
@@ -159,7 +159,7 @@ def _lineage(stage: Stage) -> Iterator[Stage]:
                 waiting.append(above)
 
 
-def _at(run: Run, chosen: Chosen) -> Run:
+def _at(run: Run, chosen: ResolvedModel) -> Run:
     """With what the evaluation found of the policy at the chosen step; without one where it was not in it."""
     if chosen.last:
         return run

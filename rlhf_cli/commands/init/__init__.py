@@ -15,10 +15,10 @@ from rlhf_cli.config import json_schema
 from rlhf_cli.config.paths import resolved_data
 from rlhf_cli.demo import world
 from rlhf_cli.distributed import RLHF_COMMAND
-from rlhf_cli.errors import RLHFError, nearest, quoted, shown, word
+from rlhf_cli.errors import RLHFError, closest_match, shell_path, shell_word, shown
 from rlhf_cli.files import sync_files
 from rlhf_cli.runs.discover import configs_folder
-from rlhf_cli.runs.locks import hold, lock_of, release
+from rlhf_cli.runs.locks import lock_folder, lock_path, release
 
 UNTOUCHED = "nothing was written; name another folder"
 # In a folder that was there before: what is being written; what is whole and being placed; what is placed.
@@ -67,11 +67,11 @@ def take_back(folder: Path) -> None:
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     place = folder / "init"
-    hold(place, hint="wait for it to end, or name another folder")
+    lock_folder(place, hint="wait for it to end, or name another folder")
     try:
         yield
     finally:
-        lock_of(place).unlink(missing_ok=True)
+        lock_path(place).unlink(missing_ok=True)
         release(place)
 
 
@@ -181,7 +181,7 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
     the code of the base model's run where that fails.
     """
     if name not in PRESETS:
-        near = nearest(name, PRESETS)
+        near = closest_match(name, PRESETS)
         hint = f"did you mean {near}?" if near else "rlhf init --list"
         raise RLHFError("C07", f"no preset {name!r}; there are {', '.join(PRESETS)}", hint=hint)
     source = configs_folder() / name
@@ -202,10 +202,10 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
         done = subprocess.run([*RLHF_COMMAND, "run", str(folder / BASE)], check=False)
         if done.returncode:
-            terminal.say(f"init     not finished; go on with: rlhf run {quoted(folder / BASE)}")
+            terminal.say(f"init     not finished; go on with: rlhf run {shell_path(folder / BASE)}")
             raise SystemExit(done.returncode)
-    steps = [preset.first.format(folder=quoted(folder))] if preset.first else []
-    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {quoted(folder)}'])}")
+    steps = [preset.first.format(folder=shell_path(folder))] if preset.first else []
+    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {shell_path(folder)}'])}")
 
 
 def init_preferences(
@@ -223,7 +223,7 @@ def init_preferences(
         asked = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
         missing = [what for what, given in asked.items() if given is None]
         text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        words = ["--data", word(data or "pairs.jsonl"), "--base", word(base or "MODEL"), quoted(folder)]
+        words = ["--data", shell_word(data or "pairs.jsonl"), "--base", shell_word(base or "MODEL"), shell_path(folder)]
         raise RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
     named = dict(text.partition("=")[::2] for text in columns)
     if wrong := next((text for text in columns if not all(text.partition("="))), None):

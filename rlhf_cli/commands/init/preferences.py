@@ -14,7 +14,7 @@ from rlhf_cli.commands.init.sizes import Sizes, choose
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.config.yaml_io import aligned, written
-from rlhf_cli.errors import RLHFError, quoted, shown
+from rlhf_cli.errors import RLHFError, shell_path, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.runs.parents import Parent
@@ -139,4 +139,4 @@ def report(folder: Path, style: split.Style, parts: split.Parts, known: facts.Fa
         )
     for note in sizes.notes:
         terminal.out(f"noted: {note}")
-    terminal.out(f"{shown(folder)} is ready; next: rlhf run {quoted(folder)}")
+    terminal.out(f"{shown(folder)} is ready; next: rlhf run {shell_path(folder)}")

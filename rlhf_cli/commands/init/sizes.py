@@ -65,7 +65,7 @@ def gather(folder: Path, lengths: Lengths, parts: Parts, rows: Mapping[str, int]
 
 def count_parameters(folder: Path) -> int:
     """Parameters in the safetensors files of a folder, by their headers alone; of an adapter those of its base."""
-    if base := runs.base_of(folder):
+    if base := runs.find_base(folder):
         return count_parameters(base)
     total = 0
     for path in folder.glob("*.safetensors"):

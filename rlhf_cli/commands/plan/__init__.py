@@ -20,7 +20,7 @@ from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load, stage_of
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.models import devices
 from rlhf_cli.progress import Progress
 
@@ -103,7 +103,7 @@ def run(
         raise RLHFError("C11", text, hint="give --flops too, e.g. 4e14: 40 % of an H100's 989e12 in bfloat16")
     target = Target.of(gpu, processes)
     if mode is not None and mode not in MODES:
-        near = nearest(mode, MODES)
+        near = closest_match(mode, MODES)
         raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=near and f"did you mean {near}?")
     loaded = time.process_time()
     configs, routed = _configs(path, overrides)
@@ -111,7 +111,7 @@ def run(
     plans = []
     with Progress("plan", len(configs), "stage", brief=True) as bar:
         estimates = [estimate.of(config, chain, mode, target) for config in configs]
-        libraries = 0 if target.gpu else system.resident()  # phases that are run would count, too
+        libraries = 0 if target.gpu else system.process_memory()  # phases that are run would count, too
         for found in estimates:
             plans.append(_plan(found, flops, routed[found.config.stage], chain, libraries))
             bar.advance()
@@ -198,17 +198,17 @@ STEP = {"sft": "a step", "reward": "a step", "ppo": "an update", "eval": "an eva
 def _show(plan: dict[str, Any], target: Target) -> None:
     phases = plan["phases"]
     kinds = [kind for kind in KINDS if any(phase["bytes"].get(kind) for phase in phases)]
-    rows = [[kind, *(system.size(phase["bytes"].get(kind, 0)) for phase in phases)] for kind in kinds]
-    rows.append(["total", *(system.size(phase["total"]) for phase in phases)])
+    rows = [[kind, *(system.format_bytes(phase["bytes"].get(kind, 0)) for phase in phases)] for kind in kinds]
+    rows.append(["total", *(system.format_bytes(phase["total"]) for phase in phases)])
     terminal.table(["", *(_column(phase) for phase in phases)], rows, title=_title(plan, target))
-    needed, there = system.size(plan["needed"]), system.size(target.memory)
+    needed, there = system.format_bytes(plan["needed"]), system.format_bytes(target.memory)
     others = [("libraries", plan["libraries"]), ("what malloc keeps", plan["holes"])]
-    libraries = "".join(f", {name} {system.size(count)}" for name, count in others if count)
+    libraries = "".join(f", {name} {system.format_bytes(count)}" for name, count in others if count)
     verdict = "fits" if plan["fits"] else "does not fit"
     text = f"memory   {needed} in {plan['fullest']}{libraries}; {target.name} has {there}: {verdict}"
     terminal.out(text)
     for each in plan["advice"]:
-        terminal.out(f"         {each['set']} saves {system.size(each['saves'])}")
+        terminal.out(f"         {each['set']} saves {system.format_bytes(each['saves'])}")
     whole = sum(plan["seconds"].values())
     parts = " + ".join(f"{name} {terminal.duration(seconds)}" for name, seconds in plan["seconds"].items())
     parts = parts if len(plan["seconds"]) > 1 else terminal.duration(whole)
@@ -236,7 +236,7 @@ def _rows(plan: dict[str, Any]) -> str:
 
 def _show_total(total: dict[str, Any]) -> None:
     verdict = "fits" if total["fits"] else "does not fit"
-    memory = f"at most {system.size(total['needed'])} of memory, in {total['fullest']}: {verdict}"
+    memory = f"at most {system.format_bytes(total['needed'])} of memory, in {total['fullest']}: {verdict}"
     terminal.out(
         f"in all   {_about(total)} {terminal.duration(3600 * total['hours'])} for {total['starts']} stages; {memory}"
     )

@@ -23,7 +23,7 @@ from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import placed
+from rlhf_cli.errors import at_location
 from rlhf_cli.models import build, forward, sharding
 from rlhf_cli.stages import hardware, ppo_setup
 
@@ -284,7 +284,7 @@ def _scorer(config: Config, key: str, bodies: dict[str, Any], section: Any, coun
 
 
 def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
-    with placed(config.where(key)):
+    with at_location(config.where(key)):
         how = {"dtype": section.dtype, "attn_implementation": section.attn_implementation}
         return make(bodies[key], **how, device=count.device)
 

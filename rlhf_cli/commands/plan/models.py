@@ -17,7 +17,7 @@ from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.data import sources
 from rlhf_cli.data.sources import read_rows
-from rlhf_cli.errors import placed
+from rlhf_cli.errors import at_location
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
 from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward_setup, setup, sft_setup
@@ -186,7 +186,7 @@ class Chain:
 
     def _there(self, config: Config, reference: runs.Reference) -> Start:
         parent = runs.open_reference(config, reference, hashed=False)
-        with placed(config.where(reference.key)):
+        with at_location(config.where(reference.key)):
             body = read_config(parent.model, self.options.trust_remote_code)
         return Start(body, setup.load_tokenizer(config, self.options, parent))
 
@@ -199,7 +199,7 @@ class Chain:
             return Start(body, None)
         source = config.sources()[sft_setup.TOKENIZER_DATA_KEY]
         most = min(SAMPLE, source.max_rows or SAMPLE)
-        with placed(config.where("model.new.tokenizer")):
+        with at_location(config.where("model.new.tokenizer")):
             tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=most), wanted)
         return Start(body, tokenizer, exact=next(islice(read_rows(source), most, None), None) is None)
 

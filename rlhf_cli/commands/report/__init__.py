@@ -10,7 +10,7 @@ from rlhf_cli.commands.report.runs import Run, at_step, read_run
 from rlhf_cli.commands.report.svg import draw as draw_frontier
 from rlhf_cli.commands.report.tables import GENERATOR
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.errors import RLHFError, all_of, quoted, shown
+from rlhf_cli.errors import RLHFError, collect_errors, shell_path, shown
 from rlhf_cli.evaluation import render
 from rlhf_cli.files import write_text
 from rlhf_cli.runs.references import LAST
@@ -28,7 +28,7 @@ def run(folders: Sequence[Path], out: Path | None, step: str = LAST) -> Path:
     where a file of somebody else's is in its place, E03 where it cannot be written.
     """
     runs: list[Run] = []
-    all_of(*(partial(_read, folder, runs) for folder in folders))
+    collect_errors(*(partial(_read, folder, runs) for folder in folders))
     runs = [at_step(each, step) for each in runs]
     name = REPORT if step == LAST else f"{Path(REPORT).stem}-{step}.html"
     target = out or (_place(runs[0], name) if len(runs) == 1 else Path(name))
@@ -67,7 +67,7 @@ def write_beside(eval_folder: Path) -> Path | None:
     except Exception as error:  # of matplotlib, of the disk, of a file that somebody changed by hand
         said = error.problems[0].text if isinstance(error, RLHFError) else f"{type(error).__name__}: {error}"
         text = f"the page of the evaluation could not be made: {' '.join(said.split())}"
-        terminal.warn("R15", text, hint=f"rlhf report {quoted(eval_folder.parent)} makes it")
+        terminal.warn("R15", text, hint=f"rlhf report {shell_path(eval_folder.parent)} makes it")
         return None
     return target
 

@@ -15,7 +15,7 @@ from rlhf_cli.commands.report.run_tables import stage_row, total_seconds
 from rlhf_cli.commands.report.runs import STAGES, Run, at, between, is_number
 from rlhf_cli.commands.report.tables import bounds, number, percent, rated
 from rlhf_cli.evaluation.render import pair_label
-from rlhf_cli.statistics import together, wilson_difference
+from rlhf_cli.statistics import bonferroni_z, wilson_difference
 
 SECTIONS = (
     ("numbers", "Numbers"), ("curves", "PPO"), ("differences", "What is set differently"), ("stages", "Stages"),
@@ -160,7 +160,7 @@ def apart(names: list[str], runs: list[Run]) -> Iterator[str]:
         ordered = sorted(told, key=lambda each: float(each[0]["value"]))
         (least, low, _), (most, high, _) = ordered[0], ordered[-1]
         ends = [f"{name} ({rated(rate)})" for rate, name in ((most, high), (least, low))]
-        pairs = together(math.comb(len(told), 2))
+        pairs = bonferroni_z(math.comb(len(told), 2))
         gap, _ = wilson_difference((most["value"], most["n"]), (least["value"], least["n"]), pairs)
         which = (
             "differ by more than chance in the prompts, though another seed may move both"

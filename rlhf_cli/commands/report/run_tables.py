@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_cli.commands.report.runs import Run, Stage, flat, is_number
 from rlhf_cli.commands.report.tables import count, percent
 from rlhf_cli.config.loading import load
-from rlhf_cli.errors import RLHFError, word
+from rlhf_cli.errors import RLHFError, shell_word
 from rlhf_cli.files import files_sha256
 from rlhf_cli.runs.parents import FOREIGN
 from rlhf_cli.terminal import duration
@@ -167,7 +167,7 @@ def commands(run: Run) -> list[str]:
 
     From the folder that holds the run: a page goes to others, and its bytes are the same wherever it is made.
     """
-    place = word(run.folder.name)
+    place = shell_word(run.folder.name)
     if all(_says_its_file(run, stage) for stage in run.stages.values() if stage.there):
         return [f"rlhf run {place}"]
     there = [name for name, stage in run.stages.items() if stage.there and not stage.elsewhere]

@@ -9,14 +9,14 @@ import yaml
 
 from rlhf_cli.config.paths import default_of, field_at, field_shape
 from rlhf_cli.config.training import CONFIGS
-from rlhf_cli.errors import RLHFError, reading, shown
+from rlhf_cli.errors import RLHFError, shown, translate_read_errors
 from rlhf_cli.evaluation import render
 from rlhf_cli.jsonl import read_jsonl
-from rlhf_cli.runs.discover import is_begun
+from rlhf_cli.runs.discover import has_output
 from rlhf_cli.runs.parents import FOREIGN
 from rlhf_cli.runs.references import LAST, SELECTED, require_step
-from rlhf_cli.runs.shapes import oddity
-from rlhf_cli.runs.stage_state import Left, State, left_in, outdated
+from rlhf_cli.runs.shapes import schema_error
+from rlhf_cli.runs.stage_state import StageState, State, describe_changed_parents, read_stage_state
 from rlhf_cli.tracking.metrics_log import read_log
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
@@ -88,7 +88,7 @@ def read_run(folder: Path) -> Run:
     A stage that the folder lacks is looked for where the others name it. Raises RLHFError M01 where there is no stage.
     """
     root = folder.resolve()
-    if root.name in STAGES and is_begun(root):
+    if root.name in STAGES and has_output(root):
         root = root.parent
     stages = {name: read_stage(name, root / name) for name in STAGES}
     if not any(stage.there for stage in stages.values()):
@@ -99,7 +99,7 @@ def read_run(folder: Path) -> Run:
             if not stages[other].there and (found := read_stage(other, path)).there:
                 stages[other] = replace(found, elsewhere=told)
     stages = {
-        name: replace(stage, outdated=tuple(outdated(stage.folder, stage.manifest or {})))
+        name: replace(stage, outdated=tuple(describe_changed_parents(stage.folder, stage.manifest or {})))
         for name, stage in stages.items()
     }
     notes = [f"{stage.name}: {stage.problem}" for stage in stages.values() if stage.problem]
@@ -131,11 +131,11 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def read_stage(name: str, folder: Path) -> Stage:
     """What a stage left in its folder, as far as it is there and can be read. Changes nothing."""
-    left = left_in(folder)
+    left = read_stage_state(folder)
     if left.state == "absent":
         return Stage(name, folder)
     try:
-        with reading(folder):
+        with translate_read_errors(folder):
             if left.state == "unreadable":
                 raise RLHFError("E08", left.problem or "it cannot be read now")
             return _read_stage(name, folder, left)
@@ -148,9 +148,9 @@ def _without_place(error: RLHFError, folder: Path) -> str:
     return error.problems[0].text.replace(f"{shown(folder)}/", "").replace(shown(folder), "the folder")
 
 
-def _read_stage(name: str, folder: Path, left: Left) -> Stage:
+def _read_stage(name: str, folder: Path, left: StageState) -> Stage:
     config, unreadable = _read_config(folder / "config.yaml")
-    odd = oddity("manifest.json", left.manifest) if left.manifest else None
+    odd = schema_error("manifest.json", left.manifest) if left.manifest else None
     problem = left.problem or unreadable or odd
     return Stage(
         name,
@@ -166,7 +166,7 @@ def _read_stage(name: str, folder: Path, left: Left) -> Stage:
 
 def _read_config(path: Path) -> tuple[dict[str, Any] | None, str | None]:
     try:
-        with reading(path):
+        with translate_read_errors(path):
             tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None, f"{path.name} is missing or not readable"
@@ -188,7 +188,7 @@ def _read_log(stage: Stage, name: str, notes: list[str]) -> tuple[Mapping[str, A
     if stage.state in ("absent", "unreadable"):
         return ()
     try:
-        with reading(stage.folder / name):
+        with translate_read_errors(stage.folder / name):
             return tuple(read_log(stage.folder / name))
     except RLHFError as error:
         notes.append(f"{stage.name}: {_without_place(error, stage.folder)}")
@@ -271,7 +271,7 @@ def _selected(run: Run) -> int:
     found = (run.report or {}).get("selected_step")
     if not isinstance(found, int):
         text = f"--step {SELECTED}: the evaluation of {run.name} has selected no policy"
-        raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that picks")
+        raise RLHFError("M10", text, hint="run `rlhf eval`; eval.select in eval.yaml names the judge that selects")
     return found
 
 

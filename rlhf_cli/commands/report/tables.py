@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_cli.commands.report.runs import at, is_number
-from rlhf_cli.errors import redacted
+from rlhf_cli.errors import redact
 from rlhf_cli.evaluation import render
 from rlhf_cli.evaluation.render import ResponsePair, Row, response_pairs
 from rlhf_cli.evaluation.reward_model import (
@@ -28,7 +28,7 @@ UNSEEN = re.compile(
 
 def visible(text: str) -> str:
     """The text without secrets, each character that one could not see as its number: `[U+202E]`."""
-    return UNSEEN.sub(lambda found: f"[U+{ord(found[0]):04X}]", redacted(text))
+    return UNSEEN.sub(lambda found: f"[U+{ord(found[0]):04X}]", redact(text))
 
 
 def finalize(value: Any) -> Any:

@@ -21,7 +21,7 @@ from rlhf_cli.commands.verify.log import Run, open_run
 from rlhf_cli.commands.verify.trace import Numbers
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
-from rlhf_cli.files import read_object
+from rlhf_cli.files import read_json_object
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import no_bytecode_files
@@ -238,7 +238,7 @@ def _samples(
 
 def _versions(run: Run) -> list[str]:
     """The libraries that were others when the run was made, for a finished run."""
-    manifest = read_object(run.folder / "manifest.json") or {}
+    manifest = read_json_object(run.folder / "manifest.json") or {}
     now = runs.versions()
     return [
         f"{name} {was} -> {now.get(name)}" for name, was in manifest.get("versions", {}).items() if now.get(name) != was

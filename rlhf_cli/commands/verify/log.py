@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_cli import runs, terminal
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, shown
-from rlhf_cli.files import read_object
+from rlhf_cli.files import read_json_object
 from rlhf_cli.models import save
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages.ppo_setup import load_run_config, scale_to_world_size
@@ -65,10 +65,10 @@ class Run:
     def parents(self) -> dict[str, Parent]:
         """The run's parents. Raises RLHFError as a stage does, and C15 where they, or the data, are not the run's."""
         parents = runs.open_parents(self.config)
-        made = read_object(self.folder / "identity.json") or {}
-        now = runs.identity(self.config, parents, self.config.sources())
+        made = read_json_object(self.folder / "identity.json") or {}
+        now = runs.compute_identity(self.config, parents, self.config.sources())
         then, today = ({key: side.get(key, {}) for key in ("parents", "data")} for side in (made, now))
-        if other := runs.difference(then, today):
+        if other := runs.identity_difference(then, today):
             text = f"{shown(self.folder)} was made from other inputs: {'; '.join(other[:5])}"
             raise RLHFError("C15", text, hint="put back what it was made from; or run the stage again, then replay it")
         return parents
@@ -83,7 +83,7 @@ def open_run(run: Path) -> Run:
     config = load_run_config(folder)
     # What a replay makes stays here: no hub is needed.
     settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})
-    config = scale_to_world_size(config.model_copy(update={"ppo": settings}), runs.processes_of(folder))
+    config = scale_to_world_size(config.model_copy(update={"ppo": settings}), runs.recorded_num_processes(folder))
     samples: dict[int, list[dict[str, Any]]] = {}
     for row in read_log(folder / "samples.jsonl"):
         samples.setdefault(row["step"], []).append(row)
