@@ -72,7 +72,7 @@ def test_e03_a_disk_too_small_for_the_states(three: Path, stage: str, monkeypatc
     usage = shutil.disk_usage(three)._replace(free=needed - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     says = (
-        f"3 checkpoints of {system.size(needed / 3)} need at least {system.size(needed)}",
+        f"3 checkpoints of {system.format_bytes(needed / 3)} need at least {system.format_bytes(needed)}",
         "are free",
         "hint: free disk space",
     )
@@ -91,14 +91,14 @@ def _numbers(folder: Path) -> int:
 @on_a_cpu
 def test_e03_a_memory_too_small(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = _numbers(three / "model")
-    monkeypatch.setattr(system, "memory", lambda: 16 * numbers - 1)
+    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers - 1)
     says = (f"{numbers:,} trained parameters need", "the CPU has", "hint: use a smaller model")
     assert refused(rlhf("sft"), "E03", "sft.yaml:1: ", *says)
     # Where it is looked at is not always where it runs.
     assert warned(check("sft.yaml"), "E03", "sft.yaml:1: ", *says)
     assert warned(check("ppo.yaml"), "E03", "ppo.yaml:1: ")
     assert refused(check("ppo.yaml", "--quiet"), "E03", "ppo.yaml:1: ")  # as `rlhf run` asks, before its first stage
-    monkeypatch.setattr(system, "memory", lambda: 16 * numbers)
+    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers)
     assert "E03" not in check("sft.yaml").stderr
 
 
@@ -113,7 +113,7 @@ def test_e03_counts_what_is_loaded_and_trained(three: Path, monkeypatch: pytest.
         "b.safetensors": {name: weight for name, weight in weights.items() if "layers.0" not in name}
         | {f"h.0.{mask}": torch.ones(50) for mask in masks},
     }
-    monkeypatch.setattr(system, "memory", lambda: 16 * numbers - 1)
+    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers - 1)
     save_file(weights, "model/consolidated.safetensors")
     says = f": {numbers:,} trained parameters need"
     assert says in check("sft.yaml").stderr
@@ -123,9 +123,9 @@ def test_e03_counts_what_is_loaded_and_trained(three: Path, monkeypatch: pytest.
         save_file(part, f"model/{name}")
     index = {"metadata": {}, "weight_map": {weight: name for name, part in shards.items() for weight in part}}
     Path("model/model.safetensors.index.json").write_text(json.dumps(index))
-    terminal.forget_warnings()
+    terminal.reset()
     assert says in check("sft.yaml").stderr
-    monkeypatch.setattr(system, "memory", lambda: 16 * numbers)
+    monkeypatch.setattr(system, "total_memory", lambda: 16 * numbers)
     assert "E03" not in check("sft.yaml").stderr
 
 
@@ -136,10 +136,10 @@ def test_e03_counts_a_model_that_several_keys_name_once(three: Path, monkeypatch
     replace("ppo.yaml", "reward: scorer", "reward: scorer, value: scorer")
     replace("ppo.yaml", "ppo:", "rewards: {one: {model: scorer}, two: {model: scorer}, reward: {}}\nppo:")
     needed = 16 * (model + scorer) + 4 * (model + scorer)
-    monkeypatch.setattr(system, "memory", lambda: needed - 1)
+    monkeypatch.setattr(system, "total_memory", lambda: needed - 1)
     says = f"{model + scorer:,} trained and {model + scorer:,} frozen parameters"
     assert warned(check("ppo.yaml"), "E03", "ppo.yaml:", says)
-    monkeypatch.setattr(system, "memory", lambda: needed)
+    monkeypatch.setattr(system, "total_memory", lambda: needed)
     assert "E03" not in check("ppo.yaml").stderr
 
 
@@ -149,7 +149,7 @@ def test_e03_a_finished_stage_needs_no_room(three: Path, monkeypatch: pytest.Mon
     shutil.rmtree("sft/state")
     usage = shutil.disk_usage(three)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(system, "memory", lambda: 0)
+    monkeypatch.setattr(system, "total_memory", lambda: 0)
     assert check("sft.yaml").exit_code == 0 and "E03" not in check("sft.yaml").stderr
     assert "finished already" in rlhf("sft").stderr
     assert "error[E03]: other/sft: " in check("sft.yaml", "run=other").stderr
@@ -239,7 +239,7 @@ def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int)
     model = load_file("model/model.safetensors")
     body = sum(tensor.numel() for name, tensor in model.items() if not name.startswith("lm_head."))
     needed = 16 * body if stage != "ppo" else (16 + 16 + 4 + 4) * body
-    assert f"memory: {system.size(needed)} of " in resumed.stderr
+    assert f"memory: {system.format_bytes(needed)} of " in resumed.stderr
 
 
 WORDS = [

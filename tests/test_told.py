@@ -21,12 +21,12 @@ def child(code: str = WARN, **environment: str) -> str:
 
 
 def test_what_a_child_told_no_other_tells_again() -> None:
-    with terminal.together():
+    with terminal.share_seen_messages():
         assert (child(), child()) == (LINE, "")
         assert child(WARN.replace("long", "short")) == LINE.replace("long", "short")
-        assert terminal.is_new("ours") and not terminal.is_new("ours")
+        assert terminal.is_first_time("ours") and not terminal.is_first_time("ours")
         assert child("from rlhf_cli import terminal; assert not terminal.is_new('ours')") == ""
-        assert not terminal.is_new(LINE.partition("\n")[0])
+        assert not terminal.is_first_time(LINE.partition("\n")[0])
     assert child() == LINE, "another command"
 
 
@@ -34,31 +34,31 @@ def test_the_stages_of_rlhf_run_are_one_command(monkeypatch: pytest.MonkeyPatch)
     said: list[str] = []
     monkeypatch.setattr(run, "run", lambda *_: said.extend(child() for _ in range(2)) or 0)
     assert CliRunner().invoke(app, ["run", "."]).exit_code == 0
-    assert said == [LINE, ""] and terminal.FILE not in os.environ
+    assert said == [LINE, ""] and terminal.SEEN_FILE_VARIABLE not in os.environ
 
 
 def test_a_warning_that_was_told_is_kept_for_the_report() -> None:
-    with terminal.together():
+    with terminal.share_seen_messages():
         child()
-        kept = "; import sys; print(terminal.warnings_said(), file=sys.stderr)"
+        kept = "; import sys; print(terminal.emitted_warnings(), file=sys.stderr)"
         assert child(WARN + kept) == f"{[LINE.partition(chr(10))[0]]}\n"
 
 
 def test_only_the_process_that_speaks_marks_what_is_told() -> None:
     """The others of a group say nothing: what they find first the first one must still tell."""
-    with terminal.together():
+    with terminal.share_seen_messages():
         assert child(RANK="1", WORLD_SIZE="2") == ""
         assert child(RANK="0", WORLD_SIZE="2") == LINE
 
 
 def test_a_muted_warning_is_not_told() -> None:
-    with terminal.together():
+    with terminal.share_seen_messages():
         with terminal.muted_warnings():
             terminal.warn("R10", "too long", where="run/reward", hint="shorter")
         assert child() == LINE
 
 
 def test_where_nothing_can_be_noted_it_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    with terminal.together():
-        monkeypatch.setenv(terminal.FILE, "/nowhere/told")
+    with terminal.share_seen_messages():
+        monkeypatch.setenv(terminal.SEEN_FILE_VARIABLE, "/nowhere/told")
         assert (child(), child()) == (LINE, LINE)

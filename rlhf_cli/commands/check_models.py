@@ -14,7 +14,7 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import placed, shown
+from rlhf_cli.errors import at_location, shown
 from rlhf_cli.evaluation import reward_cards
 from rlhf_cli.models import build, load, lora, tokenizers
 from rlhf_cli.runs.parents import Parent
@@ -86,7 +86,7 @@ class Trial:
             config = cast(SFTConfig, stage.config)
             assert config.model.new
             tokenizer = sft_setup.prepare_tokenizer(config, None)
-            with placed(config.where("model.new")):
+            with at_location(config.where("model.new")):
                 build.new_causal_lm(config.model.new.config_fields(), tokenizer)
             return tokenizer
         return None
@@ -181,7 +181,7 @@ class Trial:
                 setup.check_same_tokenization(config, options, known)
         for key, parent in stage.parents.items():
             if key in POLICY_KEYS:
-                with self.report.collecting(), placed(config.where(key)):
+                with self.report.collecting(), at_location(config.where(key)):
                     body = load.read_causal_lm_config(parent.model, options.trust_remote_code)
                     if key != "models.sft":
                         self.report.add(config.stage, key, f"{shown(parent.path)}: {body.model_type}")
@@ -201,7 +201,7 @@ class Trial:
         for key, parent in stage.parents.items():
             if hardware.is_scorer_key(key) and parent.path not in seen:
                 seen.add(parent.path)
-                with self.report.collecting(), placed(stage.config.where(key)):
+                with self.report.collecting(), at_location(stage.config.where(key)):
                     scorer = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
                     theirs = start and setup.load_own_tokenizer(stage.config, self.options, start, parent)
                     how = "; encoded anew for it" if theirs else ""
@@ -240,11 +240,11 @@ class Trial:
         parent = stage.parents[key]
         with self.report.collecting():
             tokenizer = setup.load_tokenizer(config, options, parent)
-            with placed(config.where(key)):
+            with at_location(config.where(key)):
                 body = load.read_config(parent.model, options.trust_remote_code)
             self.report.add(config.stage, key, f"{shown(parent.path)}: {body.model_type}, {len(tokenizer)} tokens")
             look = load.read_init_config if config.stage == "reward" else load.read_causal_lm_config
-            with self.report.collecting(), placed(config.where(key)):
+            with self.report.collecting(), at_location(config.where(key)):
                 look(parent.model, options.trust_remote_code)
             return Start(parent, tokenizer, body)
         return None

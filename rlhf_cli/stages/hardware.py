@@ -16,7 +16,7 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.training import RewardConfig, SFTConfig
-from rlhf_cli.errors import RLHFError, install, shown
+from rlhf_cli.errors import RLHFError, install_hint, shown
 from rlhf_cli.models import devices, weights
 from rlhf_cli.runs.parents import Parent
 
@@ -57,7 +57,7 @@ def check(config: Config, parents: Mapping[str, Parent], *, runs_here: bool = Tr
     needed = _bytes_in_dtype(config, TRAINING_BYTES * trained + WEIGHT_BYTES * frozen)
     _check_memory(config, trained, frozen, needed, runs_here=runs_here)
     contents = "weights, gradients and the optimizer" if trained else "the weights that adapters stand beside"
-    text = f"memory: {system.size(needed)} of {system.size(devices.memory_bytes())} for {contents}"
+    text = f"memory: {system.format_bytes(needed)} of {system.format_bytes(devices.memory_bytes())} for {contents}"
     return f"{text}; `rlhf plan` counts the rest, and time" if needed else ""
 
 
@@ -110,7 +110,7 @@ def _require_bitsandbytes(config: Any) -> None:
     for key, value in requested.items():
         if value in BITSANDBYTES and find_spec("bitsandbytes") is None:
             text = f"{key}: {value} needs bitsandbytes, which is not installed"
-            raise RLHFError("E09", text, where=config.where(key), hint=install("qlora"))
+            raise RLHFError("E09", text, where=config.where(key), hint=install_hint("qlora"))
 
 
 def adapter_kind(config: Config) -> str | None:
@@ -127,11 +127,11 @@ def _check_disk(config: Config, trained: int) -> None:
     """Raise RLHFError E03 if the disk cannot hold the checkpoints: those kept and one being written, minus existing."""
     existing = len(runs.state_steps(config.folder / "state"))
     count = max(1, config.output.keep + 1 - existing)
-    checkpoint_bytes, free = _bytes_in_dtype(config, CHECKPOINT_BYTES * trained), system.free(config.folder)
+    checkpoint_bytes, free = _bytes_in_dtype(config, CHECKPOINT_BYTES * trained), system.free_disk_bytes(config.folder)
     if free is not None and count * checkpoint_bytes > free:
-        needed = system.size(count * checkpoint_bytes)
-        text = f"{count} checkpoints of {system.size(checkpoint_bytes)} need at least {needed}; "
-        text += f"{system.size(free)} are free"
+        needed = system.format_bytes(count * checkpoint_bytes)
+        text = f"{count} checkpoints of {system.format_bytes(checkpoint_bytes)} need at least {needed}; "
+        text += f"{system.format_bytes(free)} are free"
         hint = "free disk space, or set `run:` to a folder on another disk; output.keep is the number of checkpoints"
         raise RLHFError("E03", text, where=shown(config.folder), hint=hint)
 
@@ -141,7 +141,8 @@ def _check_memory(config: Config, trained: int, frozen: int, needed: int, *, run
     device, available = devices.device_name(), devices.memory_bytes() // sharing
     if needed > available:
         counts = f"{trained:,} trained" + (f" and {frozen:,} frozen" if frozen else "") + " parameters"
-        text = f"{counts} need at least {system.size(needed)} of memory, {device} has {system.size(available)}"
+        room = system.format_bytes(available)
+        text = f"{counts} need at least {system.format_bytes(needed)} of memory, {device} has {room}"
         text += f" for each of {sharing} processes" if sharing > 1 else ""
         key = "model.path" if config.stage in ("sft", "reward") else "models.sft"
         hint = "use a smaller model, or a larger machine"
@@ -210,7 +211,7 @@ def full_weight_folders(config: PPOConfig, parents: Mapping[str, Parent]) -> set
     """Return the folders of models whose full weights PPO with adapters loads: all but adapters of models.sft."""
     sft = parents.get("models.sft")
     used = [parents[use.key] for use in models_in_memory(config) if use.key in parents]
-    return {parent.model for parent in used if parent is sft or not (sft and runs.stands_on(parent, sft))}
+    return {parent.model for parent in used if parent is sft or not (sft and runs.is_adapter_of(parent, sft))}
 
 
 def count_parameters(parent: Parent) -> int:

@@ -14,7 +14,7 @@ from rlhf_cli import config as configs
 from rlhf_cli import data, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.errors import RLHFError, all_of
+from rlhf_cli.errors import RLHFError, collect_errors
 from rlhf_cli.models import devices, forward, hub, load, lora, sharding
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.ppo.rollout import HFEngine
@@ -233,7 +233,7 @@ def build_reward_fns(
             reward_fns[name] = rewards_source.make_reward_fn(section.kind, section, context)
 
     names = [name for name, section in config.rewards.items() if section.kind not in ("model", "models")]
-    all_of(*(partial(build, name) for name in names))
+    collect_errors(*(partial(build, name) for name in names))
     return reward_fns
 
 
@@ -344,7 +344,9 @@ def check_prompt_counts(config: PPOConfig, prompts: data.Rows[Any], eval_prompts
     if eval_prompts is not None:
         data.warn_shared(prompts, eval_prompts, where=config.where("data.eval_prompts"))
     num_updates = config.ppo.num_updates(len(prompts))
-    all_of(lambda: setup.check_prompt_count(config, prompts), lambda: _check_value_only_updates(config, num_updates))
+    collect_errors(
+        lambda: setup.check_prompt_count(config, prompts), lambda: _check_value_only_updates(config, num_updates)
+    )
     setup.warn_long_intervals(config, num_updates)
 
 

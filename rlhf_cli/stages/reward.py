@@ -27,7 +27,7 @@ from rlhf_cli.models import devices, load, lora, save, tokenizers
 from rlhf_cli.models.batch import Prompts, right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.progress import Progress, counted
+from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup, trl_common
 from rlhf_cli.stages.reward_setup import check_can_sample, check_rows, prepare_tokenizer, read_data
@@ -56,9 +56,9 @@ def run(config: RewardConfig, options: Options) -> None:
 def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = runs.open_parents(config)
     parent = parents["model.path"]
-    identity = runs.identity(config, parents, config.sources())
+    identity = runs.compute_identity(config, parents, config.sources())
     status = process_group.run_on_main(
-        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"reward   finished already: {shown(config.folder)}")
@@ -101,7 +101,7 @@ def _run(config: RewardConfig, options: Options, process_group: ProcessGroup) ->
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
     if report_card:
         print_card({**report_card, "ci95": report_card["accuracy_ci95"]})
 
@@ -180,7 +180,7 @@ def raw_scores(
     rank_scores: dict[int, float] = {}
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     batches = [order[first : first + size] for first in range(0, len(rows), size)]
-    for batch in counted("score: batch", process_group.shard(batches)):
+    for batch in track_progress("score: batch", process_group.shard(batches)):
         ids, mask = right_pad([rows[i] for i in batch], scorer.config.pad_token_id)
         inputs = {"input_ids": ids.to(scorer.device), "attention_mask": mask.long().to(scorer.device)}
         logits = scorer(**inputs, use_cache=False).logits

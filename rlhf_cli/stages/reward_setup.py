@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_cli import data
 from rlhf_cli.config.training import RewardConfig
-from rlhf_cli.errors import RLHFError, all_of
+from rlhf_cli.errors import RLHFError, collect_errors
 from rlhf_cli.models import lora, tokenizers, weights
 from rlhf_cli.stages import setup
 
@@ -55,7 +55,7 @@ def check_rows(config: RewardConfig, rows: data.Rows[Any], eval_rows: data.Rows[
     if eval_rows is not None:
         data.warn_shared(rows, eval_rows, where=config.where("data.eval"))
     longest = max(rows.longest, eval_rows.longest if eval_rows else 0)
-    all_of(
+    collect_errors(
         lambda: setup.check_context_length(config, model_config, longest),
         lambda: setup.check_batch_size(config, rows, len(rows)),
     )

@@ -15,7 +15,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import RewardConfig, SFTConfig
 from rlhf_cli.data.sources import is_local
 from rlhf_cli.data.texts import Rows
-from rlhf_cli.errors import RLHFError, placed
+from rlhf_cli.errors import RLHFError, at_location
 from rlhf_cli.models import forward, load, tokenizers
 from rlhf_cli.models.batch import Rollout
 from rlhf_cli.rewards.model import ModelReward, RetokenizingReward
@@ -38,7 +38,7 @@ Row = TypeVar("Row")
 
 def load_tokenizer(config: Config, options: Options, parent: Parent) -> Any:
     """Load the tokenizer of an input model. Raises RLHFError M01, M08."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         return tokenizers.load_tokenizer(parent.model, trust_remote_code=options.trust_remote_code)
 
 
@@ -47,7 +47,7 @@ def load_own_tokenizer(config: Any, options: Options, sft: Parent, parent: Paren
 
     Raises RLHFError M01, M08.
     """
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         if tokenizers.same_tokenization(sft, parent, trust_remote_code=options.trust_remote_code):
             return None
     return load_tokenizer(config, options, parent)
@@ -55,7 +55,7 @@ def load_own_tokenizer(config: Any, options: Options, sft: Parent, parent: Paren
 
 def load_causal_lm(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """Load a causal language model on the CPU. Raises RLHFError M01, M06-M08, M10."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         model = load.load_causal_lm(parent.model, **_load_kwargs(config, options))
         tokenizers.check_vocabulary(model, tokenizer)
     return model
@@ -63,7 +63,7 @@ def load_causal_lm(config: Any, options: Options, parent: Parent, tokenizer: Any
 
 def load_reward_model(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """Load a trained reward model on the CPU. Raises RLHFError M01-M03, M06-M08."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         model = load.load_reward_model(parent.model, **_load_kwargs(config, options))
         tokenizers.check_vocabulary(model, tokenizer)
     return model
@@ -71,7 +71,7 @@ def load_reward_model(config: Any, options: Options, parent: Parent, tokenizer: 
 
 def init_reward_model(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """Load a causal language model with a new one-label head on the CPU. Raises RLHFError M01, M03, M06-M08."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         model = load.init_reward_model(parent.model, **_load_kwargs(config, options))
         tokenizers.check_vocabulary(model, tokenizer)
     return model
@@ -79,7 +79,7 @@ def init_reward_model(config: Any, options: Options, parent: Parent, tokenizer: 
 
 def load_classifier(config: Any, options: Options, parent: Parent, tokenizer: Any) -> Any:
     """Load the text classifier of a reward's `pipeline` on the CPU. Raises RLHFError M01, M02, M06-M08."""
-    with placed(config.where(parent.key)):
+    with at_location(config.where(parent.key)):
         model = load.load_classifier(parent.model, trust_remote_code=options.trust_remote_code)
         tokenizers.check_vocabulary(model, tokenizer)
     return model
@@ -101,7 +101,7 @@ def check_same_tokenization(config: Any, options: Options, parents: Mapping[str,
     tokenizers.check_same_tokenization(must_match, config.where, trust_remote_code=options.trust_remote_code)
     for key, parent in parents.items() if config.stage == "eval" else ():
         if key not in must_match:
-            with placed(config.where(key)):
+            with at_location(config.where(key)):
                 tokenizers.same_tokenization(parents["models.sft"], parent, trust_remote_code=options.trust_remote_code)
 
 
@@ -146,7 +146,7 @@ def retokenize_prompts(
     render a conversation.
     """
     texts = {tuple(prompt.ids): prompt.text for prompt in prompts}
-    with placed(config.where(key)):
+    with at_location(config.where(key)):
         encoded = data.encode_many(tokenizer, list(texts.values()), [None] * len(texts))
         longest, context = max((len(ids) for ids, _ in encoded), default=0), load.context_length(model_config)
         if context is not None and longest >= context:

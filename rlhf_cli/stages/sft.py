@@ -20,11 +20,11 @@ from transformers import set_seed
 from rlhf_cli import data, runs, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.training import SFTConfig
-from rlhf_cli.errors import RLHFError, placed, shown
+from rlhf_cli.errors import RLHFError, at_location, shown
 from rlhf_cli.models import build, devices, load, lora, save, tokenizers
 from rlhf_cli.models.batch import right_pad
 from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup, open_process_group
-from rlhf_cli.progress import Progress, counted
+from rlhf_cli.progress import Progress, track_progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import hardware, setup, trl_common
 from rlhf_cli.stages.sft_setup import (
@@ -106,9 +106,9 @@ def run(config: SFTConfig, options: Options) -> None:
 
 def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> None:
     parents = runs.open_parents(config)
-    identity = runs.identity(config, parents, config.sources())
+    identity = runs.compute_identity(config, parents, config.sources())
     status = process_group.run_on_main(
-        lambda: runs.begin(config, identity, parents, fresh=options.fresh, device=devices.device_name())
+        lambda: runs.start_stage(config, identity, parents, fresh=options.fresh, device=devices.device_name())
     )
     if status == "finished":
         terminal.say(f"sft      finished already: {shown(config.folder)}")
@@ -147,7 +147,7 @@ def _run(config: SFTConfig, options: Options, process_group: ProcessGroup) -> No
         "step": steps,
         "trust_remote_code": options.trust_remote_code,
     }
-    process_group.run_on_main(lambda: runs.finish(config, identity, parents=parents, fields=fields))
+    process_group.run_on_main(lambda: runs.complete_stage(config, identity, parents=parents, fields=fields))
 
 
 # Tokenizer and model
@@ -170,7 +170,7 @@ def load_tokenizer_and_model(config: SFTConfig, options: Options, parents: Mappi
     set_seed(config.seed)
     if model is None:
         assert new is not None
-        with placed(config.where("model.new")):
+        with at_location(config.where("model.new")):
             attention = config.model.attn_implementation
             model = build.new_causal_lm(new.config_fields(), tokenizer, attn_implementation=attention)
     return tokenizer, lora.prepare_for_training(config, parent, model, tokenizer)
@@ -241,7 +241,7 @@ def evaluate_saved_model(
     size = config.sft.per_device_eval_batch_size
     batches = [zip(*windows[first : first + size], strict=True) for first in range(0, len(windows), size)]
     with Progress("sft: held-out loss", 1, "pass", brief=True) as bar:
-        rank_batches = counted("score: batch", process_group.shard(batches))
+        rank_batches = track_progress("score: batch", process_group.shard(batches))
         rank_sums = [_batch_sums(model, ids, labels, pad_id) for ids, labels in rank_batches]
         bar.advance()
     loss, entropy, correct, tokens = map(

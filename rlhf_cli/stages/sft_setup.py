@@ -5,7 +5,7 @@ from typing import Any
 
 from rlhf_cli import data, terminal
 from rlhf_cli.config.training import SFTConfig
-from rlhf_cli.errors import all_of, placed
+from rlhf_cli.errors import at_location, collect_errors
 from rlhf_cli.models import build, lora, tokenizers
 from rlhf_cli.stages import setup
 
@@ -21,7 +21,7 @@ def prepare_tokenizer(config: SFTConfig, tokenizer: Any) -> Any:
     """
     if tokenizer is None:
         assert config.model.new is not None
-        with placed(config.where("model.new.tokenizer")):
+        with at_location(config.where("model.new.tokenizer")):
             corpus, vocab_size = config.sources()[TOKENIZER_DATA_KEY], config.model.new.tokenizer.vocab_size
             tokenizer = tokenizers.train_tokenizer(corpus, vocab_size)
     original_size = len(tokenizer)
@@ -35,7 +35,7 @@ def prepare_tokenizer(config: SFTConfig, tokenizer: Any) -> Any:
 def new_model_config(config: SFTConfig, vocab_size: int) -> Any:
     """Return the transformers config of model.new without special tokens. Raises RLHFError C01, C07, C13, C17."""
     assert config.model.new is not None
-    with placed(config.where("model.new")):
+    with at_location(config.where("model.new")):
         no_special_tokens = dict.fromkeys(f"{name}_token_id" for name in ("pad", "bos", "eos"))
         model_config = build.new_config(config.model.new.config_fields(), vocab_size=vocab_size, **no_special_tokens)
     setup.check_context_length(config, model_config, 0, strict=True)
@@ -90,7 +90,7 @@ def check_rows(
         data.warn_shared(rows, eval_rows, where=config.where("data.eval"))
     longest = max(rows.longest, eval_rows.longest if eval_rows else 0)
     strict = config.model.new is not None or strategy in SPLITTING_STRATEGIES
-    all_of(
+    collect_errors(
         lambda: setup.check_context_length(config, model_config, longest, strict=strict),
         lambda: _check_batch_size(config, rows, strategy),
     )

@@ -14,7 +14,7 @@ from rlhf_cli import runs, system, terminal
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.data.sampling import derive_seed
-from rlhf_cli.errors import placed
+from rlhf_cli.errors import at_location
 from rlhf_cli.models import devices, load, lora, sharding
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
@@ -45,14 +45,14 @@ class SharedBaseModels:
         """
         if parent.base is None:
             return "a whole model"
-        if not runs.stands_on(parent, self.sft):
+        if not runs.is_adapter_of(parent, self.sft):
             return "an adapter of other weights than models.sft's"
         rows = self.model.get_input_embeddings().weight.shape[0]
         return "an adapter with tokens of its own" if max(tokenizer.get_vocab().values()) >= rows else None
 
     def load_scorer(self, parent: Parent) -> Any:
         """Load a reward or value model's adapter and head onto the shared weights. Raises RLHFError M01-M03."""
-        with placed(self.config.where(parent.key)):
+        with at_location(self.config.where(parent.key)):
             model_config = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
             model = load.reward_model_from_backbone(sharding.clone_sharing_weights(self.model), self._empty_head())
             base = self.sft.hub or self.sft.model
@@ -71,7 +71,7 @@ class SharedBaseModels:
 
     def log_own_weights(self, parent: Parent, reason: str, model: Any) -> None:
         """Log that a model has its own weights, and their size."""
-        size = system.size(sum(weight.nbytes for weight in model.parameters()))
+        size = system.format_bytes(sum(weight.nbytes for weight in model.parameters()))
         hint = "trained as an adapter beside models.sft (reward.yaml: model.adapters), it would take next to nothing"
         terminal.say(f"ppo      {parent.key} is {reason}: {size} of memory more; {hint}")
 
@@ -79,7 +79,7 @@ class SharedBaseModels:
         """Add adapters to a model with the weights of `base`; their values depend only on the seed and the role."""
         adapters = self.config.models.adapters
         assert adapters is not None
-        with placed(self.config.where(f"{KEY}.target_modules")), torch.random.fork_rng(devices=[]):
+        with at_location(self.config.where(f"{KEY}.target_modules")), torch.random.fork_rng(devices=[]):
             torch.random.default_generator.manual_seed(derive_seed(self.config.seed, f"adapters of the {role}"))
             adapted = lora.add_adapters(
                 model, adapters, vocab_size=0, base=base.hub or base.model, revision=base.revision,

@@ -22,7 +22,7 @@ from rlhf_cli.models.parallel import SINGLE_PROCESS, ProcessGroup
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
 from rlhf_cli.stages import setup
-from rlhf_cli.system import StopWish
+from rlhf_cli.system import GracefulStop
 from rlhf_cli.tracking import Trackers
 from rlhf_cli.tracking.metrics_log import MetricsLog, read_log
 
@@ -44,7 +44,7 @@ class TrainerMixin:
     lengths: Sequence[int] | None = None
     process_group = SINGLE_PROCESS
     keep = 2
-    cost: runs.Cost
+    cost: runs.CheckpointTimer
     losses: Sequence[float] = ()  # summed since the last log line, per rank: transformers accumulates them separately
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -54,8 +54,8 @@ class TrainerMixin:
         """Write transformers' files in place, then seal them as a checkpoint to resume from."""
         trainer: Any = self
         states, name = Path(trainer.args.output_dir), f"checkpoint-{trainer.state.global_step}"
-        with self.cost.one():
-            self.process_group.run_on_main(lambda: runs.make_room(states, name))
+        with self.cost.measure():
+            self.process_group.run_on_main(lambda: runs.prepare_state_folder(states, name))
             self.losses = self.process_group.all_gather_object(float(trainer._tr_loss))
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
             self.process_group.barrier()  # until every rank has written its random state
@@ -194,8 +194,8 @@ def log_final_evaluation(log: MetricsLog, steps: int, metrics: Mapping[str, floa
 
 
 def _run_trainer(trainer: Any, checkpoint: Path | None, log: MetricsLog, label: str, resumed: Mapping[str, Any]) -> int:
-    trainer.cost = runs.Cost()
-    with StopWish() as stop:
+    trainer.cost = runs.CheckpointTimer()
+    with GracefulStop() as stop:
         callback = TrainingCallback(trainer, log, label, stop, resumed)
         trainer.add_callback(callback)
         try:
@@ -222,7 +222,9 @@ def _reject_unsafe_pickles(checkpoint: Path | None) -> Iterator[None]:
 class TrainingCallback(TrainerCallback, ExportableState):
     """Progress, metrics.jsonl, non-finite checks, and graceful stops of a TRL training run."""
 
-    def __init__(self, trainer: Any, log: MetricsLog, label: str, stop: StopWish, resumed: Mapping[str, Any]) -> None:
+    def __init__(
+        self, trainer: Any, log: MetricsLog, label: str, stop: GracefulStop, resumed: Mapping[str, Any]
+    ) -> None:
         self.trainer, self.log, self.label, self.stop, self.resumed = trainer, log, label, stop, resumed
         self.bar: Progress | None = None
         self.evaluation: Progress | None = None
@@ -255,7 +257,7 @@ class TrainingCallback(TrainerCallback, ExportableState):
             "logged_at": getattr(trainer, "_globalstep_last_logged", 0),
             "tokens": trainer._total_train_tokens,
             "metrics": [[name, list(values)] for name, values in trainer._metrics["train"].items()],  # ordered
-            "log": self.log.mark(trainer.state.global_step),
+            "log": self.log.position(trainer.state.global_step),
         }
         return {"args": {}, "attributes": sums}
 
@@ -268,10 +270,10 @@ class TrainingCallback(TrainerCallback, ExportableState):
         """
         assert self.bar
         self.bar.advance()
-        self.stop.settle(self.trainer.process_group.all_gather_object)
+        self.stop.sync(self.trainer.process_group.all_gather_object)
         last = state.global_step >= state.max_steps
         control.should_log |= last
-        control.should_save |= self.stop.wished is not None and not last
+        control.should_save |= self.stop.requested is not None and not last
         if self.trainer.eval_dataset is not None and args.eval_strategy == "no":
             control.should_evaluate |= state.epoch == int(state.epoch)
         control.should_evaluate &= not last or args.load_best_model_at_end
@@ -306,8 +308,8 @@ class TrainingCallback(TrainerCallback, ExportableState):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Exit if a stop signal was received."""
-        self.stop.settle(self.trainer.process_group.all_gather_object)  # it may arrive during the save
-        if self.stop.wished and state.global_step < state.max_steps:
+        self.stop.sync(self.trainer.process_group.all_gather_object)  # it may arrive during the save
+        if self.stop.requested and state.global_step < state.max_steps:
             step = f"step {state.global_step} of {state.max_steps}"
             terminal.say(f"{self.label:<8} stopped at {step}, saved; the same command goes on from here")
             self.trainer.process_group.barrier()  # the first process to exit terminates the others

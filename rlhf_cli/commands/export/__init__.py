@@ -21,13 +21,13 @@ from rlhf_cli import __version__, runs, system, terminal
 from rlhf_cli.commands.export import card, card_context
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.tokens import Conversation
-from rlhf_cli.errors import RLHFError, all_of, nearest, shown
+from rlhf_cli.errors import RLHFError, closest_match, collect_errors, shown
 from rlhf_cli.jsonl import read_jsonl
 from rlhf_cli.models import hub, load, lora, save, tokenizer_diff, tokenizers
 from rlhf_cli.models.tokenizers import PAD, template_sha256, tokenizer_sha256
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.references import LAST, Chosen
+from rlhf_cli.runs.references import LAST, ResolvedModel
 from rlhf_cli.stages import hardware
 
 STORED, DRAWN, LENGTH = 6, 2, 64  # rows, rows, tokens
@@ -145,16 +145,16 @@ def run(
     or tokens; M01, M07, M08 for a model that cannot be loaded; C05, C17 and E07 where the repository cannot be pushed
     to, before any work; R17 where the push fails.
     """
-    chosen = list[Chosen]()
-    all_of(
+    chosen = list[ResolvedModel]()
+    collect_errors(
         partial(_check_format, dtype),
-        *([partial(runs.require_free, out.resolve())] if out else []),
-        lambda: chosen.append(runs.choose(folder, stage, step)),
+        *([partial(runs.require_empty, out.resolve())] if out else []),
+        lambda: chosen.append(runs.resolve_model(folder, stage, step)),
         *([partial(hub.require_access, to.name, public=to.public)] if to else []),
     )
     (found,) = chosen
     example = card.held_out(found) if show_prompt else None
-    passing = runs.passing_folder(found.model.path.resolve().parent)
+    passing = runs.scratch_folder(found.model.path.resolve().parent)
     with nullcontext(out.resolve()) if out else passing as target:
         what, same = _write(found, target, options, dtype, to, example)
         terminal.out(f"export   {what}" + (f": {shown(out)}" if out else ""))
@@ -164,7 +164,7 @@ def run(
 
 
 def _write(
-    found: Chosen,
+    found: ResolvedModel,
     target: Path,
     options: Options,
     dtype: str | None,
@@ -204,9 +204,9 @@ def _write(
     )
 
 
-def _push(found: Chosen, target: Path, to: Repository) -> None:
+def _push(found: ResolvedModel, target: Path, to: Repository) -> None:
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    terminal.say(f"push     {system.size(size)} to {to.name}")
+    terminal.say(f"push     {system.format_bytes(size)} to {to.name}")
     at = f" after PPO update {found.step}" if found.step is not None else ""
     run_name = found.model.path.resolve().parent.name
     message = f"{found.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
@@ -224,7 +224,7 @@ def _named(number_format: torch.dtype) -> str:
 
 def _check_format(dtype: str | None) -> None:
     if dtype is not None and dtype not in FORMATS:
-        near = nearest(dtype, FORMATS)
+        near = closest_match(dtype, FORMATS)
         hint = near and f"did you mean {near}?"
         raise RLHFError("C07", f"--dtype {dtype}: not one of {', '.join(FORMATS)}", hint=hint)
 
@@ -232,12 +232,13 @@ def _check_format(dtype: str | None) -> None:
 def _check_room(model: Parent, target: Path, written: torch.dtype) -> None:
     """Raises RLHFError E03 where memory or disk cannot hold the model. A lower bound: heads are not counted."""
     count = hardware.count_parameters(model)
-    needed, there = count * hardware.WEIGHT_BYTES, system.memory()
+    needed, there = count * hardware.WEIGHT_BYTES, system.total_memory()
     if needed > there:
-        text = f"{count:,} numbers need {system.size(needed)} of memory at least, this machine has {system.size(there)}"
+        room = system.format_bytes(there)
+        text = f"{count:,} numbers need {system.format_bytes(needed)} of memory at least, this machine has {room}"
         raise RLHFError("E03", text, where=shown(model.path), hint="use a larger machine: a GPU is not needed")
-    needed, free = count * written.itemsize, system.free(target)
+    needed, free = count * written.itemsize, system.free_disk_bytes(target)
     if free is not None and needed > free:
-        text = f"the model needs {system.size(needed)} at least, {system.size(free)} are free"
+        text = f"the model needs {system.format_bytes(needed)} at least, {system.format_bytes(free)} are free"
         hint = "make room there, or name a folder on another disk"
         raise RLHFError("E03", text, where=shown(target), hint=hint)
