@@ -268,16 +268,16 @@ def read_usable(
 def _check_left_out(
     config: SFTConfig | RewardConfig | PPOConfig | EvalConfig, key: str, longer: str, rows: Rows[Any]
 ) -> None:
-    most, share = config.data.max_dropped, rows.share_left_out
+    most, share = config.data.max_dropped, rows.dropped_share
     if key == f"data.{config.data.HELD_OUT}" and config.sources()[key].share:
-        share = wilson(rows.left_out, rows.asked)[0]  # a small part of a file has more or fewer of them by chance
+        share = wilson(rows.num_dropped, rows.num_expected)[0]  # in a small part their number varies by chance
     if share <= min(MANY, most):
         return
-    causes = ", ".join(f"{lost.rows} by {code} ({lost})" for code, lost in rows.lost.items())
-    sampled = "sampled " if rows.every > 1 else ""
-    text = f"{rows.left_out} of {rows.asked} {sampled}rows are left out: {causes}"
+    causes = ", ".join(f"{lost.rows} by {code} ({lost})" for code, lost in rows.dropped.items())
+    sampled = "sampled " if rows.stride > 1 else ""
+    text = f"{rows.num_dropped} of {rows.num_expected} {sampled}rows are left out: {causes}"
     remedies = {"D10": f"{longer}; the longest row has {rows.longest_read} tokens", "D07": IDENTICAL}
-    hint = remedies.get(next(iter(rows.lost)), "data.on_bad: error shows each of them")
+    hint = remedies.get(next(iter(rows.dropped)), "data.on_bad: error shows each of them")
     if share > most:
         text, hint = f"{text}; data.max_dropped allows {most:.0%}", f"{hint}; or raise data.max_dropped"
         raise RLHFError("D16", text, where=config.where(key), hint=hint)

@@ -123,7 +123,7 @@ def sequences(config: SFTConfig, rows: data.Rows[Any]) -> int:
 def labelled(config: SFTConfig, rows: data.Rows[Any]) -> data.Rows[dict[str, list[int]]]:
     """{input_ids, labels} of each row."""
     only = config.sft.completion_only_loss
-    return rows.holding(
+    return rows.with_rows(
         {
             "input_ids": row["input_ids"],
             "labels": [

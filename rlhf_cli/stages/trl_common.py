@@ -43,7 +43,7 @@ def tokens_of(rows: Iterable[Mapping[str, Sequence[int]]]) -> int:
 
 def counted(rows: Sequence[Any], unit: str) -> str:
     """How many rows there are, and how many were left out of how many where some were."""
-    left_out = rows.told_left_out() if isinstance(rows, Rows) else ""
+    left_out = rows.dropped_text() if isinstance(rows, Rows) else ""
     return f"{len(rows)} {unit}" + (f", {left_out}" if left_out else "")
 
 

@@ -90,7 +90,7 @@ def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> Remaining:
     rows = of_sft.read_data(config, "train", tokenizer, strategy, body, sample=WHOLE)
     if strategy:
         lengths = Lengths(1, config.sft.max_length - 1)
-        sequences = of_sft.sequences(config, rows) * rows.every
+        sequences = of_sft.sequences(config, rows) * rows.stride
         return replace(_counted(rows, lengths, "sequences"), rows=sequences, how="about")
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
@@ -99,8 +99,8 @@ def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> Remaining:
 
 
 def _counted(rows: data.Rows[Any], lengths: Lengths, unit: str) -> Remaining:
-    count, left_out, asked = (number * rows.every for number in (len(rows), rows.left_out, rows.asked))
-    return Remaining(lengths, unit, count, left_out, asked, "exact" if rows.every == 1 else "about")
+    count, left_out, asked = (number * rows.stride for number in (len(rows), rows.num_dropped, rows.num_expected))
+    return Remaining(lengths, unit, count, left_out, asked, "exact" if rows.stride == 1 else "about")
 
 
 def _mean(rows: Iterable[list[int]]) -> float:
