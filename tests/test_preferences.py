@@ -16,7 +16,7 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.init import lengths, split
 from rlhf_cli.commands.init.lengths import Lengths, Speed
 from rlhf_cli.commands.init.sizes import EPISODES, Facts, choose, count_parameters, rate
-from rlhf_cli.config.yaml_io import aligned
+from rlhf_cli.config.yaml_io import align_comments
 from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
@@ -196,9 +196,9 @@ def test_parameters_are_counted_without_loading(world: World) -> None:
 
 def test_comments_stand_in_one_column() -> None:
     text = "# head\n\na:\n  b: 1  # one\n  much_longer_key: [1, 2]       # two\n  c: 3\n\n"
-    lines = aligned(text).splitlines()
+    lines = align_comments(text).splitlines()
     assert [line.find("# ") for line in lines] == [0, -1, -1, 34, 34, -1]
-    assert aligned("x: " + "y" * 40 + "  # z").endswith("y  # z\n")
+    assert align_comments("x: " + "y" * 40 + "  # z").endswith("y  # z\n")
 
 
 # --- the command

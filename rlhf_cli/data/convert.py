@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli import jsonl, terminal
-from rlhf_cli.config.paths import resolved_data
+from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import other_formats
 from rlhf_cli.data.readers import BadRow
@@ -39,7 +39,7 @@ def _convert(name: str, out: Path) -> None:
         raise RLHFError("C15", f"{shown(out)} exists; nothing is overwritten", hint="use another file name")
     if not out.parent.is_dir():
         raise RLHFError("E03", f"{shown(out)} cannot be written: {shown(out.parent)} is not a folder")
-    source = DataSource(resolved_data(name, os.getcwd()))
+    source = DataSource(resolve_data(name, os.getcwd()))
     rows, dropped = _converted_rows(source)
     if not rows:
         raise RLHFError("D05", f"no usable row{dropped}", where=source.shown())

@@ -269,7 +269,7 @@ def _check_left_out(
     config: SFTConfig | RewardConfig | PPOConfig | EvalConfig, key: str, longer: str, rows: Rows[Any]
 ) -> None:
     most, share = config.data.max_dropped, rows.dropped_share
-    if key == f"data.{config.data.HELD_OUT}" and config.sources()[key].share:
+    if key == f"data.{config.data.EVAL_KEY}" and config.sources()[key].share:
         share = wilson(rows.num_dropped, rows.num_expected)[0]  # in a small part their number varies by chance
     if share <= min(MANY, most):
         return

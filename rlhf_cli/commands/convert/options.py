@@ -8,15 +8,15 @@ from typing import Any, Literal, get_args, get_origin
 
 from rlhf_cli.commands.convert.versions import OPTIONS, Read, Setting
 from rlhf_cli.config import loading, trl_fields
-from rlhf_cli.config.aliases import FOREIGN
-from rlhf_cli.config.paths import field_at, field_shape, keys_of, parts_of
+from rlhf_cli.config.aliases import ALIASES
+from rlhf_cli.config.paths import field_at, field_kind, flatten_annotation, keys_of
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.yaml_io import parse_value, written
+from rlhf_cli.config.yaml_io import parse_value, to_yaml
 from rlhf_cli.errors import RLHFError, nearest, redacted
 
 # Our keys that an option may mean; those of the first section that has one.
 SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
-KEYS = {key for key, known in keys_of(PPOConfig).items() if field_shape(known).model is not known.annotation}
+KEYS = {key for key, known in keys_of(PPOConfig).items() if field_kind(known).model is not known.annotation}
 KEYS -= {"stage", "run", "rewards"}
 # Values at which an option asks for what is always so here.
 OFF: dict[str, tuple[Any, ...]] = {
@@ -85,8 +85,8 @@ class Placing:
         for setting in self.read.settings:
             if setting.value == "":
                 setting = replace(setting, value=None)
-            shown = written(setting.value)
-            if loading.take_out({setting.name: setting.value}, str) or redacted(shown) != shown:
+            shown = to_yaml(setting.value)
+            if loading.remove_secrets({setting.name: setting.value}, str) or redacted(shown) != shown:
                 why = "a secret has no place in a file; the environment has, such as HF_TOKEN"
                 self.unplaced.append(Unplaced(setting.name, "[secret]", setting.where, why))
             else:
@@ -156,26 +156,26 @@ class Placing:
 
 def home(name: str) -> str | None:
     """Our key for an option of theirs that means the same, as a path from the top of the file."""
-    last = FOREIGN[name].key if name in FOREIGN else name
+    last = ALIASES[name].key if name in ALIASES else name
     return next((section + last for section in SECTIONS if section + last in KEYS), None) if last else None
 
 
 def in_our_words(name: str, value: Any) -> Any:
     """The value of an option, where it is a word that has another name here."""
-    words = FOREIGN[name].words if name in FOREIGN else {}
+    words = ALIASES[name].values if name in ALIASES else {}
     return parse_value(words[value]) if isinstance(value, str) and value in words else value
 
 
 def why_not(name: str) -> str:
     """Why an option has no key here."""
-    if name in FOREIGN and FOREIGN[name].key is None:
-        return FOREIGN[name].why
+    if name in ALIASES and ALIASES[name].key is None:
+        return ALIASES[name].note
     if name in trl_fields.OWNED or name.startswith(trl_fields.OWNED_FAMILIES):
         return "the pipeline sets it"
     if name in trl_fields.fields_of("sft"):
         return "PPO does not use transformers' Trainer, whose setting it is"
-    if name in FOREIGN:
-        return f"ppo.yaml has no {FOREIGN[name].key}"
+    if name in ALIASES:
+        return f"ppo.yaml has no {ALIASES[name].key}"
     near = nearest(name, known(), cutoff=0.8)
     return "unknown, here and in TRL" + (f"; did you mean {near}?" if near else "")
 
@@ -183,7 +183,7 @@ def why_not(name: str) -> str:
 def known() -> set[str]:
     """Every name that an option may have."""
     theirs = {name for options in OPTIONS.values() for name in options}
-    return theirs | set(FOREIGN) | {key.rpartition(".")[2] for key in KEYS}
+    return theirs | set(ALIASES) | {key.rpartition(".")[2] for key in KEYS}
 
 
 def takes_none(key: str) -> bool:
@@ -207,7 +207,7 @@ def fitting(key: str, value: Any) -> Any:
 
 def _types(key: str) -> set[Any]:
     ours = field_at(PPOConfig, tuple(key.split(".")))
-    return set(filter(_is_type, parts_of(ours.annotation))) if ours else set()
+    return set(filter(_is_type, flatten_annotation(ours.annotation))) if ours else set()
 
 
 def _is_type(part: Any) -> bool:
@@ -216,7 +216,7 @@ def _is_type(part: Any) -> bool:
 
 def _can_be_written(value: Any) -> bool:
     try:
-        back = parse_value(written(value))
+        back = parse_value(to_yaml(value))
         return bool(back == value) and type(back) is type(value)
     except RLHFError:
         return False
