@@ -94,6 +94,7 @@ class TrainingConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _raise_learning_rates(cls, keys: Any) -> Any:
+        """Multiply the default learning rates if the config has adapters."""
         stage = cls.model_fields["stage"].default
         models = keys.get("models" if "models" in cls.model_fields else "model") if isinstance(keys, dict) else None
         if not isinstance(models, dict) or not models.get("adapters"):
@@ -103,10 +104,8 @@ class TrainingConfig(Config):
         if not isinstance(settings, dict) or default is None:
             return keys
         rates = {"learning_rate": default.default, **_recipe_learning_rates(settings)}
-        return {
-            **keys,
-            stage: {**{key: float(f"{LEARNING_RATE_FACTOR * rate:g}") for key, rate in rates.items()}, **settings},
-        }
+        rates = {key: float(f"{LEARNING_RATE_FACTOR * rate:g}") for key, rate in rates.items()}
+        return {**keys, stage: {**rates, **settings}}
 
 
 def _recipe_learning_rates(settings: dict[str, Any]) -> dict[str, float]:

@@ -67,7 +67,7 @@ class DatasetReader:
 
     def rows(self) -> Iterator[tuple[RowLocation, Form, dict[str, Any]]]:
         """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
-        first: RowSchema | None = None
+        schema: RowSchema | None = None
         self._reading = True
         for location, raw in read_rows(self.source):
             self.num_read += 1
@@ -76,15 +76,15 @@ class DatasetReader:
                 row = {name: value for name, value in raw.items() if name not in self.columns}
                 row |= {name: raw[file_column] for name, file_column in self.columns.items() if file_column in raw}
             try:
-                if first is None:
-                    first = self._infer_schema(location, raw, row)
-                self._check_row(first, row)
-                form = first.form
+                if schema is None:
+                    schema = self._infer_schema(location, raw, row)
+                self._check_row(schema, row)
+                form = schema.form
                 if self.transcripts:
                     form, row = self._parse_transcripts(form, row)
             except BadRow as bad:
                 self.note(location, bad)
-                if first is None and self.problems:
+                if schema is None and self.problems:
                     break  # without a form the following rows cannot be checked
                 continue
             yield location, form, row
@@ -245,14 +245,14 @@ class DatasetReader:
         prompt = other_formats.parse_transcript_prompt(row["prompt"], self._file_column("prompt"))
         return form, {**row, **answers, "prompt": prompt}
 
-    def _check_row(self, first: RowSchema, row: dict[str, Any]) -> None:
+    def _check_row(self, schema: RowSchema, row: dict[str, Any]) -> None:
         """Raise BadRow D06 or D12 if a row differs from the first one."""
-        for name in first.form:
+        for name in schema.form:
             if name not in row:
-                raise BadRow("D12", f'no column "{self._file_column(name)}"; {first.location.short} has one')
+                raise BadRow("D12", f'no column "{self._file_column(name)}"; {schema.location.short} has one')
             kind = _kind(row[name], self._file_column(name))
-            if kind != first.kinds[name]:
-                text = f'"{self._file_column(name)}" is {kind} here, {first.kinds[name]} in {first.location.short}'
+            if kind != schema.kinds[name]:
+                text = f'"{self._file_column(name)}" is {kind} here, {schema.kinds[name]} in {schema.location.short}'
                 raise BadRow("D12", text)
             if kind == CONVERSATION:
                 try:
