@@ -15,8 +15,8 @@ from pathlib import Path
 from rlhf_cli.commands.convert.options import home
 from rlhf_cli.commands.convert.rules import OURS, SIZES
 from rlhf_cli.commands.convert.versions import HABITS, OPTIONS, Option
-from rlhf_cli.config.aliases import FOREIGN
-from rlhf_cli.config.yaml_io import written
+from rlhf_cli.config.aliases import ALIASES
+from rlhf_cli.config.yaml_io import to_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/trl-options.md"
@@ -53,24 +53,24 @@ def _table(found: re.Match[str]) -> Iterator[str]:
     elif what == "habits":
         yield from ("| here | value | what TRL did |", "|---|---|---|")
         for key, (value, why) in HABITS[version].items():
-            yield f"| `{_short(key)}` | {written(value)} | {why} |"
+            yield f"| `{_short(key)}` | {to_yaml(value)} | {why} |"
     else:
         reasons: dict[str, list[str]] = {}
-        for name, foreign in FOREIGN.items():
-            if foreign.key is None:
-                reasons.setdefault(foreign.why, []).append(f"`{name}`")
+        for name, alias in ALIASES.items():
+            if alias.key is None:
+                reasons.setdefault(alias.note, []).append(f"`{name}`")
         yield from ("| option | why it has no place |", "|---|---|")
         yield from (f"| {', '.join(names)} | {why} |" for why, names in reasons.items())
 
 
 def _option(name: str, option: Option, version: str) -> str:
-    key, foreign = home(name), FOREIGN.get(name)
+    key, alias = home(name), ALIASES.get(name)
     if name in SIZES[version]:
-        key, foreign = OURS[SIZES[version].index(name)], None
-    words = ", ".join(f"{old} is {new}" for old, new in foreign.words.items() if old != new) if foreign else ""
-    remarks = ["computed by TRL itself"] if option.computed else [foreign.why if foreign else "", words, option.remark]
+        key, alias = OURS[SIZES[version].index(name)], None
+    words = ", ".join(f"{old} is {new}" for old, new in alias.values.items() if old != new) if alias else ""
+    remarks = ["computed by TRL itself"] if option.computed else [alias.note if alias else "", words, option.remark]
     here = f"`{_short(key)}`" if key and not option.computed else "-"
-    return f"| `{name}` | {written(option.default)} | {here} | {'; '.join(filter(None, remarks))} |"
+    return f"| `{name}` | {to_yaml(option.default)} | {here} | {'; '.join(filter(None, remarks))} |"
 
 
 def _short(key: str) -> str:

@@ -12,7 +12,8 @@ import pytest
 from bad_inputs import check, foreign_scorer, refused, replace, rlhf, warned
 
 from rlhf_cli import jsonl
-from rlhf_cli.data import bad_row, convert, other_formats
+from rlhf_cli.data import convert, other_formats
+from rlhf_cli.data.readers import BadRow
 from rlhf_cli.models.tokenizers import CHATML
 
 GOOD = {"prompt": "Tell me about the sun.", "completion": " The sun is bright."}
@@ -96,26 +97,26 @@ def test_rows_of_another_systems_form_are_read_once_the_hint_is_followed(
 
 def test_what_becomes_of_another_systems_rows() -> None:
     user, good, bad = ({"role": "user", "content": "Tell me about it.\n\nThe sun."}, *map(answer, ("bright", "dull")))
-    assert other_formats.converted(
+    assert other_formats.convert_row(
         {**ALPACA, "system": "Be brief.", "output": "bright", "history": [["Hi.", "bright"]]}
     ) == {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}, good, user, good]
     }
-    assert other_formats.converted({**ALPACA, "history": "", "output": "bright"}) == {
+    assert other_formats.convert_row({**ALPACA, "history": "", "output": "bright"}) == {
         "messages": [user, good]
     }  # of a CSV
-    assert other_formats.converted(RATED) == {
+    assert other_formats.convert_row(RATED) == {
         "prompt": RATED["prompt"],
         "chosen": " Bright.",
         "rejected": " It is dull.",
     }
-    assert other_formats.converted({**RATED, "scores": [1, 1, 1]}) is None
-    assert other_formats.converted({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
+    assert other_formats.convert_row({**RATED, "scores": [1, 1, 1]}) is None
+    assert other_formats.convert_row({**RANKED, "chosen": "bright", "rejected": "dull"}) == {
         "prompt": [{"role": "user", "content": "Tell me about it."}], "chosen": [good], "rejected": [bad],
     }  # fmt: skip
     for odd in ({"text": "a"}, {**RATED, "scores": [1]}, {"conversations": [ASKED, {"from": "tool", "value": "1"}]}):
-        with pytest.raises(bad_row.BadRow):
-            other_formats.converted(odd)
+        with pytest.raises(BadRow):
+            other_formats.convert_row(odd)
 
 
 SAID = {name: f"Human: Say 0\n\nAssistant: {text}" for name, text in (("chosen", "yes"), ("rejected", "no"))}
@@ -134,7 +135,7 @@ SAY = {"from": "human", "value": "Say 0\n"}
     ],
 )
 def test_whole_dialogues_beside_their_question_are_pairs_as_they_stand(folder: Path, row: dict[str, Any]) -> None:
-    assert other_formats.form(row) is None
+    assert other_formats.target_form(row) is None
     write("pairs", *[row] * 64)
     done = check("reward.yaml")
     assert done.exit_code == 0 and "64 rows" in done.output, done.output
@@ -143,7 +144,9 @@ def test_whole_dialogues_beside_their_question_are_pairs_as_they_stand(folder: P
 @pytest.mark.parametrize("asked", [{"instruction": "Hi."}, {"conversations": [{"from": "human", "value": "Hi."}]}])
 def test_an_answer_that_repeats_its_question_is_no_dialogue(asked: dict[str, Any]) -> None:
     """The other answer does not begin so: read as it stands, the pair would lose its prompt."""
-    assert other_formats.form({**asked, "chosen": "Hi. I am here.", "rejected": "What?"}) == other_formats.PAIR
+    assert (
+        other_formats.target_form({**asked, "chosen": "Hi. I am here.", "rejected": "What?"}) == other_formats.PAIR_FORM
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,6 @@ def test_ppo_in_two_processes(tmp_path: Path) -> None:
     config = ppo_setup.scale_to_world_size(config_of(tmp_path, "ppo", **sizes), 2)
     said = "20 prompts; an update: 4 x 2 x 2 processes = 16 episodes, 1 per prompt; 4 epochs x 1 minibatches = 4 "
     assert (
-        ppo_setup.describe_batches(config, [Prompt([1], "a", Place(Path("p"), 1))] * 20, 2)
+        ppo_setup.describe_batches(config, [Prompt([1], "a", RowLocation(Path("p"), 1))] * 20, 2)
         == f"{said}optimizer steps; in all 4 updates, 64 episodes"
     )

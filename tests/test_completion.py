@@ -130,9 +130,9 @@ def test_shells_that_keep_words_whole_are_offered_the_key_with_its_values(here: 
 
 def test_every_key_that_is_offered_is_a_key(here: Path) -> None:
     for stage in CONFIGS:
-        for key in config.listed(stage):
-            assert config.takes(stage, key), key
-        assert len(config.listed(stage)) > 10
+        for key in config.completion_values(stage):
+            assert config.accepts_key(stage, key), key
+        assert len(config.completion_values(stage)) > 10
 
 
 def test_a_file_that_is_broken_and_one_that_is_half_typed_are_passed_over(here: Path) -> None:

@@ -189,7 +189,7 @@ def test_who_takes_an_override() -> None:
         "trainer.packing_strategy": ["sft"], "trainer.optim": ["sft", "reward"], "eval.require.a.b": ["eval"],
         "ppo.kl_coeff": [], "nothing": [],
     }  # fmt: skip
-    assert {key: [stage for stage in CONFIGS if config.takes(stage, key)] for key in expected} == expected
+    assert {key: [stage for stage in CONFIGS if config.accepts_key(stage, key)] for key in expected} == expected
 
 
 @pytest.mark.parametrize("stage", CONFIGS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bad_configs import HEAD, only
 
-from rlhf_cli.config.aliases import FOREIGN
+from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.loading import keys, load
 from rlhf_cli.config.training import CONFIGS
 
@@ -391,10 +391,10 @@ def test_good_fields_of_the_trainer_pass() -> None:
 
 def test_old_names_point_at_keys_that_exist() -> None:
     paths = {key for stage in CONFIGS for key in keys(stage)}
-    renamed = {foreign.key for foreign in FOREIGN.values() if foreign.key}
+    renamed = {alias.key for alias in ALIASES.values() if alias.key}
     assert renamed <= paths | {key.rpartition(".")[2] for key in paths}
-    assert not FOREIGN.keys() & {key.partition(".")[2] for key in keys("ppo")}
-    assert all(foreign.key or foreign.why for foreign in FOREIGN.values())
+    assert not ALIASES.keys() & {key.partition(".")[2] for key in keys("ppo")}
+    assert all(alias.key or alias.note for alias in ALIASES.values())
 
 
 def test_the_list_of_trl_fields_is_current() -> None:

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 
 from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
-from rlhf_cli.data.readers import Place
+from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 
@@ -47,14 +47,14 @@ def test_a_text_comes_in_pieces_as_its_tokens_do(tokenizer: Any) -> None:
     """Those of one token at once, a letter of several with the last of them, and what is left at the end."""
     ids = [*tokenizer("The é🙂")["input_ids"], tokenizer.eos_token_id]
     stream = iter(ids)
-    assert next(data.pieces(tokenizer, stream)) == tokenizer.decode(ids[:1])
+    assert next(data.decode_stream(tokenizer, stream)) == tokenizer.decode(ids[:1])
     assert next(stream) == ids[1]  # nothing was taken before its time
-    whole = list(data.pieces(tokenizer, ids))
+    whole = list(data.decode_stream(tokenizer, ids))
     assert "".join(whole) == "The é🙂" and len(whole) == len(ids) + 1
     assert {piece for piece in whole if not piece.isascii()} == {"é", "🙂"}
-    cut = list(data.pieces(tokenizer, ids[:-2]))
+    cut = list(data.decode_stream(tokenizer, ids[:-2]))
     assert cut[-1] == "\N{REPLACEMENT CHARACTER}" and "".join(cut[:-1]) == "The é"
-    assert "".join(data.pieces(tokenizer, ids, special=True)) == "The é🙂<eos>"
+    assert "".join(data.decode_stream(tokenizer, ids, special=True)) == "The é🙂<eos>"
 
 
 # --- the encoder
@@ -204,13 +204,13 @@ def test_prompts_of_each_form(chat: Any, tmp_path: Path) -> None:
     wanted = data.encode(chat, [USER], None)[0]
     for form in ({"prompt": [USER]}, {"messages": turns}, {"messages": [USER]}):
         (prompt,) = data.prompt_rows(file_of(tmp_path, form), chat, max_length=99)
-        assert prompt == data.Prompt(wanted, [USER], Place(tmp_path / "rows.jsonl", 1))
+        assert prompt == data.Prompt(wanted, [USER], RowLocation(tmp_path / "rows.jsonl", 1))
 
 
 def test_a_file_of_pairs_gives_its_distinct_prompts(tokenizer: Any, tmp_path: Path) -> None:
     pairs = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in ("Aab", "Aba", "Bxy", "Bxx", "Cyx")]
     found = data.prompt_rows(file_of(tmp_path, *pairs), tokenizer, max_length=99)
-    assert [(prompt.text, prompt.place.number) for prompt in found] == [("A", 1), ("B", 3), ("C", 5)]
+    assert [(prompt.text, prompt.location.number) for prompt in found] == [("A", 1), ("B", 3), ("C", 5)]
     twice = data.prompt_rows(file_of(tmp_path, {"prompt": "A"}, {"prompt": "A"}), tokenizer, max_length=99)
     assert len(twice) == 2
 
@@ -242,7 +242,7 @@ def test_the_held_out_share_goes_by_the_whole_text_before_it_is_cut(tokenizer: A
         )
         for words in (None, (2, 2))
     )
-    assert [prompt.place for prompt in cut] == [prompt.place for prompt in whole] and 5 < len(cut) < 40
+    assert [prompt.location for prompt in cut] == [prompt.location for prompt in whole] and 5 < len(cut) < 40
     assert {prompt.text for prompt in cut} == {"The same"}
 
 

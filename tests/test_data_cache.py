@@ -37,7 +37,7 @@ def tokenizer(world: World) -> Any:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tokens, "LEAST", 1)
+    monkeypatch.setattr(tokens, "MIN_CACHED_ROWS", 1)
     return tmp_path / "cache" / "tokens"
 
 
@@ -64,7 +64,7 @@ def test_the_second_time_nothing_is_tokenised_and_all_is_the_same(
 ) -> None:
     made = pairs(tokenizer, tmp_path)
     assert encoded == [4] and pairs(tokenizer, tmp_path) == made and encoded == [4]
-    monkeypatch.setattr(tokens, "LEAST", 99)
+    monkeypatch.setattr(tokens, "MIN_CACHED_ROWS", 99)
     assert pairs(tokenizer, tmp_path) == made and encoded == [4, 4]  # without the cache
     for row, one in zip(made, CONTENTS, strict=True):
         prompt, chosen = data.encode(tokenizer, one["prompt"], one["chosen"])
@@ -149,7 +149,7 @@ def test_what_was_used_longest_ago_goes(
         (folder / name).write_bytes(b"0" * kept.stat().st_size)
         os.utime(folder / name, (kept.stat().st_mtime - age,) * 2)
     os.utime(kept, (kept.stat().st_mtime - 1000,) * 2)
-    monkeypatch.setattr(tokens, "MOST", 3.5 * kept.stat().st_size)
+    monkeypatch.setattr(tokens, "MAX_CACHE_BYTES", 3.5 * kept.stat().st_size)
     pairs(tokenizer, tmp_path)  # used, which makes it young again
     pairs(tokenizer, tmp_path, CONTENTS[:1])
     assert kept.exists() and (folder / "young.npz").exists()

@@ -11,7 +11,7 @@ from conftest import World
 from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
 from rlhf_cli.data import other_formats
-from rlhf_cli.data.bad_row import BadRow
+from rlhf_cli.data.readers import BadRow
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
 
@@ -46,18 +46,20 @@ def source(folder: Path, *contents: dict[str, Any], **options: Any) -> DataSourc
 
 
 def test_a_transcript_becomes_its_turns_and_back() -> None:
-    assert other_formats.parse_prompt(TWO, "prompt") == TURNS and other_formats.render(TURNS) == TWO
-    assert other_formats.parse_prompt(ONE, "prompt") == [{"role": "user", "content": "Why?"}]
-    assert other_formats.render(other_formats.parse_prompt(ONE, "prompt")) == ONE
-    answered = other_formats.parse(f"{TWO} Human: is no turn here\n", "chosen")
+    assert (
+        other_formats.parse_transcript_prompt(TWO, "prompt") == TURNS and other_formats.render_transcript(TURNS) == TWO
+    )
+    assert other_formats.parse_transcript_prompt(ONE, "prompt") == [{"role": "user", "content": "Why?"}]
+    assert other_formats.render_transcript(other_formats.parse_transcript_prompt(ONE, "prompt")) == ONE
+    answered = other_formats.parse_transcript(f"{TWO} Human: is no turn here\n", "chosen")
     assert answered == [*TURNS, {"role": "assistant", "content": "Human: is no turn here"}]
 
 
 @pytest.mark.parametrize("text", ["Why?", "Assistant", "Well.\n\nHuman: Why?\n\nAssistant:", ""])
 def test_what_begins_with_no_turn_is_no_transcript(text: str) -> None:
-    assert not other_formats.looks_like_one(text)
+    assert not other_formats.is_transcript(text)
     with pytest.raises(BadRow) as bad:
-        other_formats.parse(text, "prompt")
+        other_formats.parse_transcript(text, "prompt")
     assert bad.value.code == "D12"
 
 

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf_cli import config
 from rlhf_cli.cli import app
-from rlhf_cli.config.paths import field_shape, shape
+from rlhf_cli.config.paths import annotation_kind, field_kind
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import save
@@ -200,7 +200,7 @@ def test_openrlhf_08_every_command_of_the_documents_exists_with_its_flags_and_ke
     stages = [words[1]] if words[1] in config.CONFIGS else list(config.CONFIGS)
     for assignment in written:
         key, equals, _ = assignment.partition("=")
-        assert equals and any(config.takes(name, key) for name in stages), f"{place}: {key}"
+        assert equals and any(config.accepts_key(name, key) for name in stages), f"{place}: {key}"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_openrlhf_08_every_yaml_of_the_documents_has_keys_that_exist(place, bloc
                 yield f"{prefix}{key}"
 
     keys = list(leaves(yaml.safe_load(block)))
-    assert keys and any(all(config.takes(name, key) for key in keys) for name in config.CONFIGS), (place, keys)
+    assert keys and any(all(config.accepts_key(name, key) for key in keys) for name in config.CONFIGS), (place, keys)
 
 
 def test_openrlhf_08_a_made_up_flag_or_key_would_be_found():
@@ -303,8 +303,8 @@ def sections(model, prefix: str = ""):
     """The key paths of all sections of a config class, itself among them as ``; of a table, an entry `x`."""
     yield prefix
     for name, field in model.model_fields.items():
-        below = field_shape(field)
-        entry = shape(below.entries).model if below.entries is not None else None
+        below = field_kind(field)
+        entry = annotation_kind(below.entries).model if below.entries is not None else None
         if below.model and below.model.model_config.get("extra") != "allow":
             yield from sections(below.model, f"{prefix}{name}.")
         elif entry:

@@ -13,8 +13,8 @@ from test_cli import ROOT, child, is_one_error, rlhf
 
 from rlhf_cli import cli, config
 from rlhf_cli.config import trl_fields
-from rlhf_cli.config.json_schema import Source, parse, split
-from rlhf_cli.config.paths import field_shape
+from rlhf_cli.config.json_schema import DefaultSource, parse_source, split_description
+from rlhf_cli.config.paths import field_kind
 from rlhf_cli.config.ppo_options import RECIPES, PPOSettings
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.error_codes import CODES
@@ -24,11 +24,15 @@ KEYS = [
     (stage, key, field)
     for stage in CONFIGS
     for key, field in config.keys(stage).items()
-    if field_shape(field).model is not field.annotation  # a section has no value of its own
+    if field_kind(field).model is not field.annotation  # a section has no value of its own
 ]
-SOURCES = {(stage, key): source for stage, key, field in KEYS if (source := parse(split(field.description)[1] or ""))}
+SOURCES = {
+    (stage, key): source
+    for stage, key, field in KEYS
+    if (source := parse_source(split_description(field.description)[1] or ""))
+}
 IN_RECIPES = [(recipe, name, text) for recipe, keys in RECIPES.items() for name, (_, text) in keys.items()]
-EVERY_SOURCE = [*SOURCES.values(), *(source for *_, text in IN_RECIPES if (source := parse(text)))]
+EVERY_SOURCE = [*SOURCES.values(), *(source for *_, text in IN_RECIPES if (source := parse_source(text)))]
 PAGES = (
     "quick-start", "concepts", "your-own-data", "config", "ppo", "rewards", "evaluation", "tuning", "scaling",
     "commands", "architecture", "reliability",
@@ -83,7 +87,7 @@ def said(*arguments: str) -> str:
     ],
 )
 def test_a_source_is_a_paper_a_system_a_page_or_a_command(text: str, kind: str, parts: dict[str, str]) -> None:
-    source = parse(text)
+    source = parse_source(text)
     assert source and source.kind == kind and parts.items() <= source.parts.items()
     assert source.remark == (text.partition("; ")[2] or None)
 
@@ -99,12 +103,15 @@ def test_a_source_is_a_paper_a_system_a_page_or_a_command(text: str, kind: str, 
     ],
 )  # fmt: skip
 def test_anything_else_is_no_source(text: str) -> None:
-    assert parse(text) is None
+    assert parse_source(text) is None
 
 
 def test_the_bracket_at_the_end_is_the_source_and_no_other() -> None:
-    assert split("Picks a split, [SPLIT], of it. [`make demo`]") == ("Picks a split, [SPLIT], of it.", "`make demo`")
-    assert split("Ends in a [SPLIT]") == ("Ends in a [SPLIT]", None)
+    assert split_description("Picks a split, [SPLIT], of it. [`make demo`]") == (
+        "Picks a split, [SPLIT], of it.",
+        "`make demo`",
+    )
+    assert split_description("Ends in a [SPLIT]") == ("Ends in a [SPLIT]", None)
 
 
 def without_source(keys: list[tuple]) -> list[str]:
@@ -120,7 +127,7 @@ def test_every_default_of_ppo_has_a_source() -> None:
 
 
 def test_every_value_of_a_recipe_has_a_source() -> None:
-    assert [(recipe, name) for recipe, name, text in IN_RECIPES if not parse(text)] == []
+    assert [(recipe, name) for recipe, name, text in IN_RECIPES if not parse_source(text)] == []
     assert {name for _, name, _ in IN_RECIPES} <= PPOSettings.model_fields.keys()
 
 
@@ -163,12 +170,12 @@ def test_the_projects_own_defaults_give_a_reason_for_each() -> None:
 @pytest.fixture
 def _pinned() -> None:
     """Sources are held against the versions of constraints.txt; other ones may well differ."""
-    pins, here = trl_fields.made_from(), {name: version(name) for name in trl_fields.made_from()}
+    pins, here = trl_fields.source_versions(), {name: version(name) for name in trl_fields.source_versions()}
     if here != pins:
         pytest.skip(f"the sources are of {pins}, installed are {here}")
 
 
-def installed(source: Source) -> Path | None:
+def installed(source: DefaultSource) -> Path | None:
     """The file of a system's source here, if that system is installed in that version."""
     package = source.parts.get("name", "").lower()
     spec = find_spec(package) if re.fullmatch(r"\w+", package) else None

@@ -323,7 +323,7 @@ def test_the_code_runs_and_reads_the_tokens_of_the_training(
     save.save_model(model, spells, folder, "")
     turn = {"role": "user", "content": 'Say: "it\'s"\n```\nso 😀'}
     shown: Any = [turn] if kind.template or family == "transcripts" else turn["content"]
-    prompt: Any = other_formats.render(shown) if family == "transcripts" else shown
+    prompt: Any = other_formats.render_transcript(shown) if family == "transcripts" else shown
     ids = data.encode(spells, prompt, None)[0]
     asks(run, stage, prompt)
     about = card_context.subject(chosen(run, stage), model, spells, "float32", "policy", ".", shown)
@@ -381,7 +381,7 @@ def test_the_prompt_is_written_as_the_training_wrote_them(run: Path, tokenizer: 
     assert "prompt = 'Soup?'" in lines("text", "Soup?") and f"messages = {talk}" in lines("template", "Soup?")
     dialogue = "prompt = '\\n\\nHuman: Soup?\\n\\nAssistant:'"
     assert dialogue in lines("transcript", "Soup?") and dialogue in lines("transcript", talk)
-    assert dialogue in lines("transcript", other_formats.render(talk))
+    assert dialogue in lines("transcript", other_formats.render_transcript(talk))
     assert "prompt = 'a[U+202E]b\\n```\\n'" in lines("text", "a\u202eb\n```\n")
 
 

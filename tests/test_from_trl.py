@@ -18,7 +18,7 @@ from rlhf_cli.commands.convert import output, place
 from rlhf_cli.commands.convert.options import Placing
 from rlhf_cli.commands.convert.versions import NEW, OLD, OPTIONS, SOURCES, UNCLIPPED, Read, Setting
 from rlhf_cli.config import trl_fields
-from rlhf_cli.config.json_schema import parse
+from rlhf_cli.config.json_schema import parse_source
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import PPOSettings
 
@@ -292,7 +292,7 @@ def test_sizes_that_are_none_are_told_and_trls_own_taken() -> None:
 def test_the_options_are_those_of_trls_own_classes() -> None:
     assert list(OPTIONS[OLD]) == OLD_FIELDS
     assert set(NEW_FIELDS) <= OPTIONS[NEW].keys() <= {*NEW_FIELDS, *trl_fields.fields_of("reward"), "warmup_ratio"}
-    assert all(parse(source) for source in SOURCES.values())
+    assert all(parse_source(source) for source in SOURCES.values())
 
 
 SAMPLES: dict[str, Any] = {

@@ -70,7 +70,7 @@ def test_m01_weights_that_are_a_named_pipe(folder: Path) -> None:
 
 def test_m01_a_chat_template_that_does_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of loops, and of numbers that grow: the first conversation ends it, whatever data.on_bad says."""
-    monkeypatch.setattr(tokens, "RENDERING", 0.3)
+    monkeypatch.setattr(tokens, "RENDER_TIMEOUT", 0.3)
     jsonl.write_jsonl(
         folder / "rows.jsonl",
         [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}] * 8,

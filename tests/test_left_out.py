@@ -154,7 +154,7 @@ def test_a_conversation_counts_by_its_answers(world: Any, tmp_path: Path) -> Non
     tokenizer = world.tokenizer()
     tokenizers.set_chat_template(tokenizer, "chatml")
     found = data.sft_rows(tmp_path / "rows.jsonl", tokenizer, max_length=400)
-    assert (len(found), found.left_out, found.asked, found.read) == (9, 1, 10, 1)
+    assert (len(found), found.num_dropped, found.num_expected, found.num_read) == (9, 1, 10, 1)
 
 
 def test_a_prompt_counts_for_all_pairs_that_have_it(world: Any, tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_a_prompt_counts_for_all_pairs_that_have_it(world: Any, tmp_path: Path) 
     jsonl.write_jsonl(tmp_path / "pairs.jsonl", [*pairs, {"prompt": "", "chosen": "a", "rejected": "b"}])
     source = DataSource(str(tmp_path / "pairs.jsonl"), on_bad="drop")
     found = data.prompt_rows(source, world.tokenizer(), max_length=120)
-    assert (len(found), found.left_out, found.asked) == (1, 4, 13)
-    assert {code: lost.rows for code, lost in found.lost.items()} == {"D10": 3, "D08": 1}
+    assert (len(found), found.num_dropped, found.num_expected) == (1, 4, 13)
+    assert {code: lost.rows for code, lost in found.dropped.items()} == {"D10": 3, "D08": 1}
 
 
 def test_a_bad_row_counts_in_one_part_of_a_split(world: Any, tmp_path: Path) -> None:
@@ -182,8 +182,11 @@ def test_a_bad_row_counts_in_one_part_of_a_split(world: Any, tmp_path: Path) -> 
         )
         for held_out in (True, False)
     ]
-    assert [sum(numbers) for numbers in zip(*((len(part), part.left_out) for part in parts), strict=True)] == [400, 100]
-    assert all(0.1 < part.share_left_out < 0.35 for part in parts)
+    assert [sum(numbers) for numbers in zip(*((len(part), part.num_dropped) for part in parts), strict=True)] == [
+        400,
+        100,
+    ]
+    assert all(0.1 < part.dropped_share < 0.35 for part in parts)
 
 
 # One number everywhere.
@@ -233,6 +236,6 @@ def test_a_sample_is_every_nth(read: Callable[..., Any], world: Any, tmp_path: P
     pairs = [{"prompt": f"{n} {SHORT}", "chosen": " Yes.", "rejected": " No."} for n in range(25)]
     jsonl.write_jsonl(tmp_path / "pairs.jsonl", pairs)
     whole, part = (read(tmp_path / "pairs.jsonl", world.tokenizer(), max_length=120, sample=n) for n in (25, 10))
-    assert (whole.every, len(whole), part.every) == (1, 25, 3) and list(part) == list(whole)[::3]
+    assert (whole.stride, len(whole), part.stride) == (1, 25, 3) and list(part) == list(whole)[::3]
     with pytest.raises(RLHFError, match="no usable row"):
         read(tmp_path / "pairs.jsonl", world.tokenizer(), max_length=2, sample=10)

@@ -16,8 +16,8 @@ from rlhf_cli.cli import app
 from rlhf_cli.commands.init import lengths, split
 from rlhf_cli.commands.init.lengths import Lengths, Speed
 from rlhf_cli.commands.init.sizes import EPISODES, Facts, choose, count_parameters, rate
-from rlhf_cli.config.yaml_io import aligned
-from rlhf_cli.data.readers import Place
+from rlhf_cli.config.yaml_io import align_comments
+from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
@@ -32,7 +32,7 @@ def chat(text: str) -> list[dict[str, str]]:
 
 
 def pair(prompt: Any, number: int = 1) -> Pair:
-    return Pair(Place(Path("pairs.jsonl"), number), prompt, f"Good {number}.", f"Bad {number}.", None)
+    return Pair(RowLocation(Path("pairs.jsonl"), number), prompt, f"Good {number}.", f"Bad {number}.", None)
 
 
 # --- the parts
@@ -69,7 +69,7 @@ def test_of_many_prompts_no_more_than_needed_are_held_out() -> None:
 
 def test_a_part_is_not_in_the_order_of_the_file() -> None:
     for part in split.cut([pair(prompt, number) for number, prompt in enumerate(ASKED)], 0).values():
-        numbers = [one.place.number for one in part]
+        numbers = [one.location.number for one in part]
         assert numbers != sorted(numbers)
 
 
@@ -196,9 +196,9 @@ def test_parameters_are_counted_without_loading(world: World) -> None:
 
 def test_comments_stand_in_one_column() -> None:
     text = "# head\n\na:\n  b: 1  # one\n  much_longer_key: [1, 2]       # two\n  c: 3\n\n"
-    lines = aligned(text).splitlines()
+    lines = align_comments(text).splitlines()
     assert [line.find("# ") for line in lines] == [0, -1, -1, 34, 34, -1]
-    assert aligned("x: " + "y" * 40 + "  # z").endswith("y  # z\n")
+    assert align_comments("x: " + "y" * 40 + "  # z").endswith("y  # z\n")
 
 
 # --- the command

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from rlhf_cli import config, errors
 from rlhf_cli.commands import init
 from rlhf_cli.config import json_schema, trl_fields, yaml_io
-from rlhf_cli.config.json_schema import split
-from rlhf_cli.config.paths import default_of, field_shape
+from rlhf_cli.config.json_schema import split_description
+from rlhf_cli.config.paths import default_of, field_kind
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.demo.world import Sizes
 
@@ -51,7 +51,9 @@ def complaints(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("stage", CONFIGS)
 def test_what_is_committed_is_what_the_code_says(stage: str) -> None:
-    assert (ROOT / f"schemas/{stage}.json").read_text(encoding="utf-8") == json_schema.as_text(stage), "make schemas"
+    assert (ROOT / f"schemas/{stage}.json").read_text(encoding="utf-8") == json_schema.schema_text(stage), (
+        "make schemas"
+    )
     jsonschema.Draft7Validator.check_schema(config.schema(stage))
 
 
@@ -75,7 +77,7 @@ def test_a_new_run_brings_its_schemas_and_keeps_them_when_moved(
         assert of_file(path).resolve() == (tmp_path / f"elsewhere/.schema/{path.stem}.json").resolve()
         assert complaints(path) == [] and path.read_text().count(json_schema.MODELINE) == 1
         assert config.load(path.stem, path).seed == 3
-    assert (tmp_path / "elsewhere/.schema/ppo.json").read_text() == json_schema.as_text("ppo")
+    assert (tmp_path / "elsewhere/.schema/ppo.json").read_text() == json_schema.schema_text("ppo")
 
 
 def test_a_folder_with_schemas_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -99,10 +101,10 @@ WRONG = [[], [[1]], {"no such": 1}, "no such word", -7, 1.5, 10**12, True, None]
 def altered(stage: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Configs with one key changed to each of many values, and with one key too much in each section."""
     head = yaml.safe_load(HEAD[stage])
-    for key in config.listed(stage):
+    for key in config.completion_values(stage):
         for value in WRONG:
             yield key, put(head, key.split("."), value)
-    for section in {key.rpartition(".")[0] for key in config.listed(stage)}:
+    for section in {key.rpartition(".")[0] for key in config.completion_values(stage)}:
         yield section, put(head, [*filter(None, section.split(".")), "no_such_key"], 1)
 
 
@@ -120,7 +122,7 @@ def test_an_editor_underlines_what_the_loader_refuses_and_nothing_else(stage: st
     underlined = count = 0
     for key, tree in altered(stage):
         found = [error.message for error in schemas[stage].iter_errors(tree)]
-        kinds = ["a field of TRL's" for _ in trl_fields.check(tree.get("trainer", {}), CONFIGS[stage], str)]
+        kinds = ["a field of TRL's" for _ in trl_fields.check_trainer(tree.get("trainer", {}), CONFIGS[stage], str)]
         try:
             CONFIGS[stage].model_validate(tree)
         except ValidationError as error:
@@ -136,7 +138,7 @@ def test_an_editor_underlines_what_the_loader_refuses_and_nothing_else(stage: st
 @pytest.mark.parametrize("stage", trl_fields.TRAINERS)
 def test_trainer_takes_what_trl_takes_but_what_the_pipeline_sets(stage: str, schemas: Any) -> None:
     head = yaml.safe_load(HEAD[stage])
-    for name, field in trl_fields.handed_on(CONFIGS[stage]).items():
+    for name, field in trl_fields.trainer_fields(CONFIGS[stage]).items():
         schemas[stage].validate({**head, "trainer": {name: field["default"]}})
     for name in (*trl_fields.OWNED, "save_steps", "learning_rate", "no_such_field"):
         assert not schemas[stage].is_valid({**head, "trainer": {name: None}}), name
@@ -150,8 +152,8 @@ def test_every_key_tells_its_meaning_its_default_and_its_choices(stage: str) -> 
     tree = config.schema(stage)
     for path, field in config.keys(stage).items():
         node = at(tree, path.split("."))
-        assert node["description"].startswith(split(field.description)[0]), path
-        if field_shape(field).model is None and not field.is_required():
+        assert node["description"].startswith(split_description(field.description)[0]), path
+        if field_kind(field).model is None and not field.is_required():
             default = default_of(field, None)
             assert node.get("default", {}) == default, path
     assert at(tree, ["data", "format"])["enum"] == ["auto", "plain", "transcripts"]

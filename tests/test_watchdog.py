@@ -11,7 +11,7 @@ import torch
 from ppo_folder import PPO, lines, ppo, rlhf, untimed, write
 from pydantic import ValidationError
 
-from rlhf_cli.config.ppo_algorithm import SAYS, SIGNALS, WatchdogSettings
+from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS, WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models.batch import EnsembleScores, Rollout
 from rlhf_cli.ppo.experience import Experience
@@ -135,7 +135,7 @@ def test_a_firing_tells_its_reading_what_it_is_held_against_and_how_often():
     assert kinds["eos"] == (
         "step 3: 50.0% of the responses have a stop token, of the SFT policy's 100.0%; limit: 20.0% less"
     )
-    assert kinds.keys() == set(SIGNALS) == EXCEEDS.keys() == SAYS.keys()
+    assert kinds.keys() == set(SIGNALS) == EXCEEDS.keys() == SIGNAL_MESSAGES.keys()
 
 
 def _all_at_once() -> list[Alert]:

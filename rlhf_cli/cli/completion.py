@@ -171,7 +171,7 @@ def _keys(stages: Iterable[str]) -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for stage in stages:
-        for key, words in config.listed(stage).items():
+        for key, words in config.completion_values(stage).items():
             found[key] = list(dict.fromkeys([*found.get(key, []), *words]))
     return found
 

@@ -187,7 +187,7 @@ def schema(
         near = closest_match(stage, STAGES)
         hint = f"did you mean {near}?" if near else None
         raise RLHFError("C07", f"{stage}: not one of {', '.join(STAGES)}", hint=hint)
-    terminal.out(json_schema.as_text(stage).rstrip())
+    terminal.out(json_schema.schema_text(stage).rstrip())
 
 
 def explain(

@@ -15,7 +15,7 @@ from typing import Any
 from rlhf_cli import distributed, runs, terminal
 from rlhf_cli.commands import run as pipeline
 from rlhf_cli.config.base import Config, Options
-from rlhf_cli.config.loading import load_what_is_sound, stage_of
+from rlhf_cli.config.loading import load_partial, stage_of
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.data import hub, sources
 from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
@@ -224,7 +224,7 @@ def _of_a_run(folder: Path, overrides: Sequence[str], report: Report) -> tuple[l
 
 def _read(stage: str, path: Path, overrides: Sequence[str], report: Report) -> Iterator[Stage]:
     """A stage, if its config can be read; what is wrong is in the report."""
-    config, problems = load_what_is_sound(stage, path, overrides)
+    config, problems = load_partial(stage, path, overrides)
     report.errors |= dict.fromkeys(problems)
     if config is not None:
         yield Stage(config, sound=not problems)

@@ -284,9 +284,14 @@ class Trial:
             rows = read()
             unit = "prompts" if key.endswith("prompts") else "rows"
             found = f"{len(rows)} {unit}" + (f", at most {rows.longest} tokens" if rows.longest else "")
-            if rows.left_out:
-                found += f"; {rows.told_left_out()}"
-            numbers = {"rows": len(rows), "read": rows.read, "asked": rows.asked, "left_out": rows.left_out}
+            if rows.num_dropped:
+                found += f"; {rows.dropped_text()}"
+            numbers = {
+                "rows": len(rows),
+                "read": rows.num_read,
+                "asked": rows.num_expected,
+                "left_out": rows.num_dropped,
+            }
             self.report.add(stage.config.stage, key, found, **numbers, longest=rows.longest)
             if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
                 self.trained_on.append(rows)

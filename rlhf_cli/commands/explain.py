@@ -15,9 +15,9 @@ from pydantic.fields import FieldInfo
 from rlhf_cli import config, terminal
 from rlhf_cli.commands.report import rules
 from rlhf_cli.config import trl_fields
-from rlhf_cli.config.aliases import FOREIGN, foreign
-from rlhf_cli.config.json_schema import split
-from rlhf_cli.config.paths import PathKey, field_at, field_shape, shape
+from rlhf_cli.config.aliases import ALIASES, find_alias
+from rlhf_cli.config.json_schema import split_description
+from rlhf_cli.config.paths import PathField, annotation_kind, field_at, field_kind
 from rlhf_cli.config.ppo_options import RECIPES
 from rlhf_cli.error_codes import CODES
 from rlhf_cli.errors import RLHFError, closest_match
@@ -85,7 +85,7 @@ def explain(name: str) -> None:
         _show(new)
     elif name.startswith("trainer.") or any(name in trl_fields.fields_of(stage) for stage in trl_fields.TRAINERS):
         _show_field(name.removeprefix("trainer."))
-    elif foreign(name.rpartition(".")[2]) or not (_named_like(name) or _telling_of(name) or _metrics(name)):
+    elif find_alias(name.rpartition(".")[2]) or not (_named_like(name) or _telling_of(name) or _metrics(name)):
         raise _unknown(name)
     else:
         terminal.out(f"no key is called {name}; this has to do with it:")
@@ -139,7 +139,7 @@ def _named_like(name: str) -> list[Found]:
 
 def _telling_of(name: str) -> list[Found]:
     """The keys in whose meanings all words of `name` stand."""
-    return [each for each in _keys() if _words(name) <= _words(split(each[2].description or "")[0])]
+    return [each for each in _keys() if _words(name) <= _words(split_description(each[2].description or "")[0])]
 
 
 def _metrics(name: str) -> list[tuple[str, str]]:
@@ -160,8 +160,8 @@ def _at(stage: str, name: str) -> Found | None:
     above, field = ".".join(parts[:depth]), field_at(model, parts[:depth])
     if field is None or above == "trainer":
         return None
-    below = field_shape(field)
-    table = below.entries is not None and (shape(below.entries).model is None or len(parts) == depth + 1)
+    below = field_kind(field)
+    table = below.entries is not None and (annotation_kind(below.entries).model is None or len(parts) == depth + 1)
     hands_on = below.model is not None and below.model.model_config.get("extra") == "allow"
     return (stage, above, field) if table or hands_on else None
 
@@ -169,12 +169,12 @@ def _at(stage: str, name: str) -> Found | None:
 def _renamed(name: str) -> tuple[list[Found], str] | None:
     """The keys that an old or foreign name means, and how to say so."""
     section, _, last = name.rpartition(".")
-    found = foreign(last)
+    found = find_alias(last)
     if found is None or found.key is None:
         return None
     new = found.key
-    words = ", ".join(f"{theirs} is {ours}" for theirs, ours in found.words.items() if theirs != ours)
-    text = "; ".join(filter(None, (f"{name} is called {new} here", found.why, words)))
+    words = ", ".join(f"{theirs} is {ours}" for theirs, ours in found.values.items() if theirs != ours)
+    text = "; ".join(filter(None, (f"{name} is called {new} here", found.note, words)))
     return (_find(f"{section}.{new}") if section else []) or _find(new), text
 
 
@@ -183,9 +183,9 @@ def _unknown(name: str) -> RLHFError:
         family = [code for code in CODES if code[0] == name[0].upper()]
         hint = f"there are {family[0]} to {family[-1]}" if family else "rlhf explain --all lists all codes"
         return RLHFError("C01", f"unknown code {name.upper()}", hint=hint)
-    if theirs := foreign(name.rpartition(".")[2]):
-        return RLHFError("C01", f"there is no key {name}", hint=theirs.why)
-    paths, renamed = [key for _, key, _ in _keys()], [old for old, theirs in FOREIGN.items() if theirs.key]
+    if theirs := find_alias(name.rpartition(".")[2]):
+        return RLHFError("C01", f"there is no key {name}", hint=theirs.note)
+    paths, renamed = [key for _, key, _ in _keys()], [old for old, theirs in ALIASES.items() if theirs.key]
     known = paths if "." in name else [*(path.rpartition(".")[2] for path in paths), *renamed]
     near = closest_match(name, known) or closest_match(
         name.rpartition(".")[2], [path.rpartition(".")[2] for path in paths]
@@ -228,11 +228,11 @@ def _by_files(entries: list[Entry]) -> dict[str, list[Entry]]:
 
 def _is_section(field: FieldInfo) -> bool:
     """Whether a key has no value but those of the keys below it."""
-    return field_shape(field).model is field.annotation
+    return field_kind(field).model is field.annotation
 
 
 def _facts(key: str, field: FieldInfo) -> Facts:
-    meaning, source = split(field.description or "")
+    meaning, source = split_description(field.description or "")
     if key == "stage":  # one word in each file
         return Facts(_one_of(config.CONFIGS), "the file's stage", meaning, source)
     default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
@@ -263,9 +263,9 @@ def _in_words(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
     if origin in (Union, UnionType):
         words = ["null" if each is NoneType else _in_words(each, notes) for each in arguments]
         return (", or " if any("," in word for word in words) else " or ").join(words)
-    mark = next((note for note in notes if isinstance(note, PathKey)), None)
+    mark = next((note for note in notes if isinstance(note, PathField)), None)
     if mark:
-        return _one_of([*mark.words, PLACES["model"]]) if mark.words else PLACES[mark.kind]
+        return _one_of([*mark.keywords, PLACES["model"]]) if mark.keywords else PLACES[mark.kind]
     if origin is Literal:
         return _one_of(map(str, arguments))
     if origin is list:
@@ -294,7 +294,11 @@ def _show(found: list[Found]) -> None:
     inner = [each for each in _keys() if any(_holds(outer, each) for outer in found)]
     if not inner:
         return
-    sections = [((key, split(field.description or "")[0]), stage) for stage, key, field in found if _is_section(field)]
+    sections = [
+        ((key, split_description(field.description or "")[0]), stage)
+        for stage, key, field in found
+        if _is_section(field)
+    ]
     for (key, meaning), files in _files_by(sections).items():
         terminal.out(f"{key}   ({files})   {meaning}")
     _show_lines(inner)
@@ -348,7 +352,7 @@ def _show_field(name: str) -> None:
     """A field of TRL's that `trainer:` hands on. Raises RLHFError C01 where TRL has none of this name."""
     fields = {stage: trl_fields.fields_of(stage).get(name, {}) for stage in trl_fields.TRAINERS}
     refused = {
-        stage: trl_fields.check({name: field.get("default")}, config.CONFIGS[stage], lambda key: "")
+        stage: trl_fields.check_trainer({name: field.get("default")}, config.CONFIGS[stage], lambda key: "")
         for stage, field in fields.items()
     }
     elsewhere = dict.fromkeys(each for problems in refused.values() for each in problems if each.code == "C02")
@@ -364,7 +368,7 @@ def _show_field(name: str) -> None:
     for number, alike in enumerate(groups):
         field = fields[alike[0]]
         facts = Facts(
-            _one_of(field.get("choices") or [" or ".join(trl_fields.WORDS[kind] for kind in field["types"])]),
+            _one_of(field.get("choices") or [" or ".join(trl_fields.TYPE_NAMES[kind] for kind in field["types"])]),
             _shown(field["default"]),
             f"The field {name} of TRL's {' and '.join(map(trl_fields.TRAINERS.__getitem__, alike))}, unchanged.",
             f"TRL {version}, trl/trainer/{alike[0]}_config.py",

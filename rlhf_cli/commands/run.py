@@ -19,7 +19,7 @@ from rlhf_cli.commands import run_summary
 from rlhf_cli.commands.report import write_beside
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
-from rlhf_cli.config.loading import keys, load, malformed, takes
+from rlhf_cli.config.loading import accepts_key, check_override, keys, load
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.data import sources
 from rlhf_cli.distributed import RLHF_COMMAND
@@ -241,13 +241,13 @@ def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str
     routed: dict[str, list[str]] = {stage: [] for stage in stages}
     problems = []
     for text in overrides:
-        if problem := malformed(text):
+        if problem := check_override(text):
             problems.append(problem)
             continue
         key = text.partition("=")[0].strip()
         section = key.removeprefix("*.").partition(".")[0]
         owners = [stage for stage in stages if section in CONFIGS[stage].model_fields]
-        owners = [stage for stage in owners if takes(stage, key)] or owners
+        owners = [stage for stage in owners if accepts_key(stage, key)] or owners
         if len(owners) > 1 and not key.startswith("*."):
             hint = f"-s '*.{text}' sets it in all of them; for one, change its file"
             why = f"{section} is in {', '.join(f'{stage}.yaml' for stage in owners)}"

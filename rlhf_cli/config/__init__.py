@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf_cli.config.base import Config, Options
     from rlhf_cli.config.eval import EvalConfig, Select
-    from rlhf_cli.config.json_schema import listed, schema
-    from rlhf_cli.config.loading import keys, load, load_what_is_sound, stage_of, takes
+    from rlhf_cli.config.json_schema import completion_values, schema
+    from rlhf_cli.config.loading import accepts_key, keys, load, load_partial, stage_of
     from rlhf_cli.config.ppo import PPOConfig
     from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
 
@@ -15,13 +15,13 @@ _MODULES = {
     "Options": "base",
     "EvalConfig": "eval",
     "Select": "eval",
-    "listed": "json_schema",
+    "completion_values": "json_schema",
     "schema": "json_schema",
     "keys": "loading",
     "load": "loading",
-    "load_what_is_sound": "loading",
+    "load_partial": "loading",
     "stage_of": "loading",
-    "takes": "loading",
+    "accepts_key": "loading",
     "PPOConfig": "ppo",
     "CONFIGS": "training",
     "RewardConfig": "training",
@@ -36,13 +36,13 @@ __all__ = [
     "RewardConfig",
     "SFTConfig",
     "Select",
+    "accepts_key",
+    "completion_values",
     "keys",
-    "listed",
     "load",
-    "load_what_is_sound",
+    "load_partial",
     "schema",
     "stage_of",
-    "takes",
 ]
 
 

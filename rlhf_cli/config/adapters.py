@@ -11,7 +11,7 @@ from rlhf_cli.config.ppo_options import RECIPES
 TRL = "TRL 1.16, trl/trainer/model_config.py"
 PEFT = "[peft 0.21.2, src/peft/tuners/lora/config.py]"
 # Learning-rate factor of adapters over full training: they start at zero and have fewer parameters.
-TIMES = 10
+LEARNING_RATE_FACTOR = 10
 
 
 class LoRA(Section):
@@ -93,7 +93,8 @@ class TrainingConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _adapters_learn_faster(cls, keys: Any) -> Any:
+    def _raise_learning_rates(cls, keys: Any) -> Any:
+        """Multiply the default learning rates if the config has adapters."""
         stage = cls.model_fields["stage"].default
         models = keys.get("models" if "models" in cls.model_fields else "model") if isinstance(keys, dict) else None
         if not isinstance(models, dict) or not models.get("adapters"):
@@ -102,11 +103,12 @@ class TrainingConfig(Config):
         default = field_at(cls, (stage, "learning_rate"))
         if not isinstance(settings, dict) or default is None:
             return keys
-        rates = {"learning_rate": default.default, **_of_recipe(settings)}
-        return {**keys, stage: {**{key: float(f"{TIMES * rate:g}") for key, rate in rates.items()}, **settings}}
+        rates = {"learning_rate": default.default, **_recipe_learning_rates(settings)}
+        rates = {key: float(f"{LEARNING_RATE_FACTOR * rate:g}") for key, rate in rates.items()}
+        return {**keys, stage: {**rates, **settings}}
 
 
-def _of_recipe(settings: dict[str, Any]) -> dict[str, float]:
+def _recipe_learning_rates(settings: dict[str, Any]) -> dict[str, float]:
     """Return the learning rates of the PPO recipe in `settings`."""
     recipe = settings.get("recipe")
     defaults = RECIPES.get(recipe, {}) if isinstance(recipe, str) else {}

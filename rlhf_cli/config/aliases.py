@@ -1,6 +1,6 @@
-"""What options of other systems are called here: PPO, GRPO and DPO of TRL, OpenRLHF, verl, transformers, peft.
+"""Option names of TRL (PPO, GRPO, DPO), OpenRLHF, verl, transformers and peft, and the keys that replace them.
 
-One table for all who meet such a name: an error's hint (unknown.py), `rlhf explain`, and `rlhf convert`.
+Used by the hints of errors (messages.py), `rlhf explain` and `rlhf convert`.
 """
 
 from collections.abc import Mapping
@@ -10,184 +10,184 @@ from rlhf_cli.config.base import TRACKERS
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """An option of theirs: our key for it, or why there is none.
+class Alias:
+    """Replacement of another system's option.
 
-    `key` is a path from the top of the file, or the last name of one. `why` tells in what its numbers differ, or, where
-    there is no key, why there is none. `words` are our words, as YAML has them, for values of theirs.
+    `key` is a full key path or its last part. `note` describes how values differ or, if `key` is None, the reason
+    or the alternative. `values` maps values of the option to YAML values of the key.
     """
 
     key: str | None
-    why: str = ""
-    words: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
 
 
-def _none(why: str, *names: str) -> dict[str, Foreign]:
-    return dict.fromkeys(names, Foreign(None, why))
+def _no_key(note: str, *names: str) -> dict[str, Alias]:
+    return dict.fromkeys(names, Alias(None, note))
 
 
-_IN_A_LIST = {name: f"[{name}]" for name in TRACKERS}
-_EPISODES = "times gradient_accumulation_steps it is the episodes of an update"
-_COUNTED = "it counts minibatches: batch size / mini_batch_size"
+_LIST_OF_ONE = {name: f"[{name}]" for name in TRACKERS}
+_EPISODES_PER_UPDATE = "times gradient_accumulation_steps it is the episodes of an update"
+_MINIBATCH_COUNT = "it counts minibatches: batch size / mini_batch_size"
 
-FOREIGN: dict[str, Foreign] = {
-    # The objective
-    "kl_penalty": Foreign("kl_estimator", words={"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}),
-    "init_kl_coef": Foreign("kl_coef"),
-    "beta": Foreign("kl_coef"),
-    "kl_target": Foreign("target"),
-    "kl_horizon": Foreign("horizon"),
-    "vf_loss_coef": Foreign("vf_coef"),
-    "vf_loss": Foreign("vf_coef"),
-    "clip_range": Foreign("cliprange"),
-    "clip_range_value": Foreign("cliprange_value"),
-    "eps_clip": Foreign("cliprange"),
-    "clip_ratio": Foreign("cliprange"),
-    "epsilon": Foreign("cliprange"),
-    "epsilon_high": Foreign("cliprange_high", "the range above 1"),
-    "clip_ratio_high": Foreign("cliprange_high", "the range above 1"),
-    "clip_ratio_c": Foreign("dual_clip"),
-    "value_clip": Foreign("cliprange_value"),
-    "lambd": Foreign("lam"),
-    "entropy_loss_coef": Foreign("entropy_coef"),
-    "entropy_coeff": Foreign("entropy_coef"),
-    "penalty_reward_value": Foreign("missing_eos_penalty"),
-    "non_eos_penalty": Foreign("missing_eos_penalty"),
-    "reward_clip_range": Foreign("score_clip", "one number, the limit on both sides"),
-    "overlong_buffer_len": Foreign("overlong_penalty", "{tokens: n, factor: f}"),
-    # How much, how often, how fast
-    "ppo_epochs": Foreign("num_ppo_epochs"),
-    "steps": Foreign("total_episodes"),
-    "epochs": Foreign("num_train_epochs"),
-    "num_epochs": Foreign("num_train_epochs"),
-    "mini_batch_size": Foreign("num_mini_batches", _COUNTED),
-    "local_mini_batch_size": Foreign("num_mini_batches", _COUNTED),
-    "batch_size": Foreign("per_device_train_batch_size", _EPISODES),
-    "local_batch_size": Foreign("per_device_train_batch_size", _EPISODES),
-    "micro_batch_size": Foreign("per_device_train_batch_size"),
-    "micro_train_batch_size": Foreign("per_device_train_batch_size"),
-    "micro_rollout_batch_size": Foreign("local_rollout_forward_batch_size"),
-    "rollout_batch_size": Foreign("per_device_train_batch_size", _EPISODES),
-    "backward_batch_size": Foreign("per_device_train_batch_size"),
-    "forward_batch_size": Foreign("per_device_train_batch_size"),
-    "n_samples_per_prompt": Foreign("num_samples_per_prompt"),
-    "num_generations": Foreign("num_samples_per_prompt"),
-    "lr": Foreign("learning_rate"),
-    "actor_learning_rate": Foreign("learning_rate"),
-    "critic_learning_rate": Foreign("value_learning_rate"),
-    "freezing_actor_steps": Foreign("value_only_updates"),
-    "critic_warmup": Foreign("value_only_updates"),
-    "grad_clip": Foreign("max_grad_norm"),
-    "max_norm": Foreign("max_grad_norm"),
-    "mixed_precision": Foreign("bf16", words={"bf16": "true", "no": "false"}),
-    "max_seq_length": Foreign("max_length"),
-    **_none("use ppo.total_episodes or ppo.num_train_epochs", "max_steps"),
-    **_none("schedules have no arguments", "lr_scheduler_kwargs"),
-    **_none("the optimizer only has adam_beta1, adam_beta2, adam_epsilon and weight_decay", "optim_args"),
-    **_none("gradient checkpointing has no options", "gradient_checkpointing_kwargs"),
+ALIASES: dict[str, Alias] = {
+    # Objective
+    "kl_penalty": Alias("kl_estimator", values={"kl": "k1", "abs": "abs", "mse": "k2", "full": "full"}),
+    "init_kl_coef": Alias("kl_coef"),
+    "beta": Alias("kl_coef"),
+    "kl_target": Alias("target"),
+    "kl_horizon": Alias("horizon"),
+    "vf_loss_coef": Alias("vf_coef"),
+    "vf_loss": Alias("vf_coef"),
+    "clip_range": Alias("cliprange"),
+    "clip_range_value": Alias("cliprange_value"),
+    "eps_clip": Alias("cliprange"),
+    "clip_ratio": Alias("cliprange"),
+    "epsilon": Alias("cliprange"),
+    "epsilon_high": Alias("cliprange_high", "the range above 1"),
+    "clip_ratio_high": Alias("cliprange_high", "the range above 1"),
+    "clip_ratio_c": Alias("dual_clip"),
+    "value_clip": Alias("cliprange_value"),
+    "lambd": Alias("lam"),
+    "entropy_loss_coef": Alias("entropy_coef"),
+    "entropy_coeff": Alias("entropy_coef"),
+    "penalty_reward_value": Alias("missing_eos_penalty"),
+    "non_eos_penalty": Alias("missing_eos_penalty"),
+    "reward_clip_range": Alias("score_clip", "one number, the limit on both sides"),
+    "overlong_buffer_len": Alias("overlong_penalty", "{tokens: n, factor: f}"),
+    # Batches, schedule and optimizer
+    "ppo_epochs": Alias("num_ppo_epochs"),
+    "steps": Alias("total_episodes"),
+    "epochs": Alias("num_train_epochs"),
+    "num_epochs": Alias("num_train_epochs"),
+    "mini_batch_size": Alias("num_mini_batches", _MINIBATCH_COUNT),
+    "local_mini_batch_size": Alias("num_mini_batches", _MINIBATCH_COUNT),
+    "batch_size": Alias("per_device_train_batch_size", _EPISODES_PER_UPDATE),
+    "local_batch_size": Alias("per_device_train_batch_size", _EPISODES_PER_UPDATE),
+    "micro_batch_size": Alias("per_device_train_batch_size"),
+    "micro_train_batch_size": Alias("per_device_train_batch_size"),
+    "micro_rollout_batch_size": Alias("local_rollout_forward_batch_size"),
+    "rollout_batch_size": Alias("per_device_train_batch_size", _EPISODES_PER_UPDATE),
+    "backward_batch_size": Alias("per_device_train_batch_size"),
+    "forward_batch_size": Alias("per_device_train_batch_size"),
+    "n_samples_per_prompt": Alias("num_samples_per_prompt"),
+    "num_generations": Alias("num_samples_per_prompt"),
+    "lr": Alias("learning_rate"),
+    "actor_learning_rate": Alias("learning_rate"),
+    "critic_learning_rate": Alias("value_learning_rate"),
+    "freezing_actor_steps": Alias("value_only_updates"),
+    "critic_warmup": Alias("value_only_updates"),
+    "grad_clip": Alias("max_grad_norm"),
+    "max_norm": Alias("max_grad_norm"),
+    "mixed_precision": Alias("bf16", values={"bf16": "true", "no": "false"}),
+    "max_seq_length": Alias("max_length"),
+    **_no_key("use ppo.total_episodes or ppo.num_train_epochs", "max_steps"),
+    **_no_key("schedules have no arguments", "lr_scheduler_kwargs"),
+    **_no_key("the optimizer only has adam_beta1, adam_beta2, adam_epsilon and weight_decay", "optim_args"),
+    **_no_key("gradient checkpointing has no options", "gradient_checkpointing_kwargs"),
     # Sampling
-    "max_new_tokens": Foreign("response_length"),
-    "generate_max_len": Foreign("response_length"),
-    "eos_token_id": Foreign("stop_token_id"),
-    **_none(
+    "max_new_tokens": Alias("response_length"),
+    "generate_max_len": Alias("response_length"),
+    "eos_token_id": Alias("stop_token_id"),
+    **_no_key(
         "responses are sampled from the full softmax, which the log-probs are computed from",
         "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "min_length", "min_new_tokens",
     ),
-    **_none("PPO always samples its responses", "do_sample", "num_beams"),
-    **_none(
+    **_no_key("PPO always samples its responses", "do_sample", "num_beams"),
+    **_no_key(
         "responses are generated by the trained model in its own process; no other engine is supported",
         "vllm", "gpu_memory_utilization", "tensor_model_parallel_size", "enforce_eager",
     ),
-    **_none(
+    **_no_key(
         "sft.yaml and reward.yaml accept trainer.use_liger_kernel: true; PPO does not support it", "liger", "use_liger"
     ),
-    **_none("use response_length, which counts only the response", "max_length"),
-    **_none("the SFT checkpoint's pad token is used, or one is added", "pad_token_id"),
+    **_no_key("use response_length, which counts only the response", "max_length"),
+    **_no_key("the SFT checkpoint's pad token is used, or one is added", "pad_token_id"),
     # Models
-    "sft_model_path": Foreign("models.sft"),
-    "model_name": Foreign("models.sft"),
-    "model_name_or_path": Foreign("models.sft"),
-    "model_revision": Foreign("models.revision"),
-    "torch_dtype": Foreign("models.dtype"),
-    "reward_model_path": Foreign("models.reward"),
-    "reward_model": Foreign("models.reward"),
-    "value_model_path": Foreign("models.value"),
-    **_none("the reference is the frozen models.sft", "ref_model_path", "ref_adapter_name"),
-    **_none("encoder-decoder models are not supported", "is_encoder_decoder"),
-    **_none("use `--trust-remote-code` on the command line", "trust_remote_code"),
+    "sft_model_path": Alias("models.sft"),
+    "model_name": Alias("models.sft"),
+    "model_name_or_path": Alias("models.sft"),
+    "model_revision": Alias("models.revision"),
+    "torch_dtype": Alias("models.dtype"),
+    "reward_model_path": Alias("models.reward"),
+    "reward_model": Alias("models.reward"),
+    "value_model_path": Alias("models.value"),
+    **_no_key("the reference is the frozen models.sft", "ref_model_path", "ref_adapter_name"),
+    **_no_key("encoder-decoder models are not supported", "is_encoder_decoder"),
+    **_no_key("use `--trust-remote-code` on the command line", "trust_remote_code"),
     # Adapters
-    "lora_r": Foreign("r"),
-    "rank": Foreign("r"),
-    "alpha": Foreign("lora_alpha"),
-    "dropout": Foreign("lora_dropout"),
-    "lora_target_modules": Foreign("target_modules"),
-    "use_peft": Foreign("models.adapters", "{kind: lora, r: 16, lora_alpha: 32}"),
-    "is_peft_model": Foreign("models.adapters", "{kind: lora}"),
-    **_none("adapters have no names: each model has its own", "model_adapter_name", "reward_adapter"),
-    **_none("PPO turns dropout off", "lora_dropout"),
-    **_none(
+    "lora_r": Alias("r"),
+    "rank": Alias("r"),
+    "alpha": Alias("lora_alpha"),
+    "dropout": Alias("lora_dropout"),
+    "lora_target_modules": Alias("target_modules"),
+    "use_peft": Alias("models.adapters", "{kind: lora, r: 16, lora_alpha: 32}"),
+    "is_peft_model": Alias("models.adapters", "{kind: lora}"),
+    **_no_key("adapters have no names: each model has its own", "model_adapter_name", "reward_adapter"),
+    **_no_key("PPO turns dropout off", "lora_dropout"),
+    **_no_key(
         "PPO's base weights are not quantized; models.dtype: bfloat16 halves them",
         "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant",
         "quantization_config",
     ),
-    **_none(
+    **_no_key(
         "only adapters on linear layers and the value model's head are trained",
         "lora_modules_to_save", "lora_target_parameters", "lora_bias",
     ),
-    **_none("the task type follows from the model", "lora_task_type"),
+    **_no_key("the task type follows from the model", "lora_task_type"),
     # Data
-    "query_dataset": Foreign("data.prompts"),
-    "dataset_name": Foreign("data.prompts"),
-    "dataset_config": Foreign("data.subset"),
-    "dataset_train_split": Foreign("data.prompts", "OWNER/NAME[SPLIT]"),
-    "dataset_test_split": Foreign("data.eval_prompts", "OWNER/NAME[SPLIT]"),
-    **_none("append the folder to the dataset's name: OWNER/NAME/FOLDER", "data_dir"),
-    **_none("rows are tokenized once and cached", "dataset_num_proc"),
-    **_none("data.max_rows streams the first rows of a dataset that is not in the hub's cache", "dataset_streaming"),
-    **_none("only required columns are read", "remove_unused_columns"),
-    # What comes of a run
-    "exp_name": Foreign("output.run_name"),
-    "task_name": Foreign("output.run_name"),
-    "save_total_limit": Foreign("output.keep"),
-    "push_to_hub_if_best_kwargs": Foreign("push_to_hub_if_best", "only the repository's name"),
-    "log_with": Foreign("output.report_to", words=_IN_A_LIST),
-    "experiment_name": Foreign("output.run_name"),
-    "wandb_run_name": Foreign("output.run_name"),
-    "tracker_project_name": Foreign("output.project"),
-    "project_name": Foreign("output.project"),
-    "wandb_project": Foreign("output.project"),
-    **_none("use the trackers' environment variables, such as WANDB_ENTITY or TRACKIO_SPACE_ID", "tracker_kwargs"),
-    **_none("each update is compared with the best one so far", "compare_steps"),
-    **_none("output is written to RUN/ppo, next to the config", "output_dir", "logging_dir", "project_kwargs"),
-    **_none("nothing is overwritten; --fresh starts again", "overwrite_output_dir"),
-    **_none("a stopped run resumes automatically", "resume_from_checkpoint"),
-    **_none(
+    "query_dataset": Alias("data.prompts"),
+    "dataset_name": Alias("data.prompts"),
+    "dataset_config": Alias("data.subset"),
+    "dataset_train_split": Alias("data.prompts", "OWNER/NAME[SPLIT]"),
+    "dataset_test_split": Alias("data.eval_prompts", "OWNER/NAME[SPLIT]"),
+    **_no_key("append the folder to the dataset's name: OWNER/NAME/FOLDER", "data_dir"),
+    **_no_key("rows are tokenized once and cached", "dataset_num_proc"),
+    **_no_key("data.max_rows streams the first rows of a dataset that is not in the hub's cache", "dataset_streaming"),
+    **_no_key("only required columns are read", "remove_unused_columns"),
+    # Output
+    "exp_name": Alias("output.run_name"),
+    "task_name": Alias("output.run_name"),
+    "save_total_limit": Alias("output.keep"),
+    "push_to_hub_if_best_kwargs": Alias("push_to_hub_if_best", "only the repository's name"),
+    "log_with": Alias("output.report_to", values=_LIST_OF_ONE),
+    "experiment_name": Alias("output.run_name"),
+    "wandb_run_name": Alias("output.run_name"),
+    "tracker_project_name": Alias("output.project"),
+    "project_name": Alias("output.project"),
+    "wandb_project": Alias("output.project"),
+    **_no_key("use the trackers' environment variables, such as WANDB_ENTITY or TRACKIO_SPACE_ID", "tracker_kwargs"),
+    **_no_key("each update is compared with the best one so far", "compare_steps"),
+    **_no_key("output is written to RUN/ppo, next to the config", "output_dir", "logging_dir", "project_kwargs"),
+    **_no_key("nothing is overwritten; --fresh starts again", "overwrite_output_dir"),
+    **_no_key("a stopped run resumes automatically", "resume_from_checkpoint"),
+    **_no_key(
         "each update is logged to metrics.jsonl", "logging_steps", "logging_strategy", "logging_first_step"
     ),
-    **_none("use output.save_steps", "save_strategy"),
-    **_none(
+    **_no_key("use output.save_steps", "save_strategy"),
+    **_no_key(
         "evaluation is a separate stage, `rlhf eval`",
         "eval_strategy", "eval_steps", "eval_on_start", "eval_delay", "per_device_eval_batch_size", "do_eval",
     ),
-    **_none(
+    **_no_key(
         "use `rlhf export RUN --push OWNER/NAME`",
         "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy", "hub_always_push", "hub_revision",
     ),
     # Machines
-    **_none("it is detected", "world_size", "local_rank"),
-    **_none("use `--nproc` on the command line", "num_processes"),
-    **_none("memory is released automatically", "optimize_device_cache", "optimize_cuda_cache"),
-    **_none("use ppo.bf16 and `--nproc`", "accelerator_kwargs", "accelerator_config"),
-    **_none(
+    **_no_key("it is detected", "world_size", "local_rank"),
+    **_no_key("use `--nproc` on the command line", "num_processes"),
+    **_no_key("memory is released automatically", "optimize_device_cache", "optimize_cuda_cache"),
+    **_no_key("use ppo.bf16 and `--nproc`", "accelerator_kwargs", "accelerator_config"),
+    **_no_key(
         "use ppo.fsdp to shard the models (docs/scaling.md); ZeRO is supported for SFT and the reward model",
         "deepspeed",
     ),
-    **_none("ppo.fsdp: true has no further options (docs/scaling.md)", "fsdp_config"),
-    **_none("the policy is gathered for generation automatically", "ds3_gather_for_generation"),
-    **_none("gradients are reduced in one step", "ignore_bias_buffers", "ddp_find_unused_parameters"),
+    **_no_key("ppo.fsdp: true has no further options (docs/scaling.md)", "fsdp_config"),
+    **_no_key("the policy is gathered for generation automatically", "ds3_gather_for_generation"),
+    **_no_key("gradients are reduced in one step", "ignore_bias_buffers", "ddp_find_unused_parameters"),
 }  # fmt: skip
 
 
-def foreign(name: str) -> Foreign | None:
-    """What a name of theirs is here; vLLM has many options, and all of them one answer."""
-    return FOREIGN.get(name) or (FOREIGN["vllm"] if "vllm" in name else None)
+def find_alias(name: str) -> Alias | None:
+    """Return the alias for an option name, or None. All vLLM options share one alias."""
+    return ALIASES.get(name) or (ALIASES["vllm"] if "vllm" in name else None)

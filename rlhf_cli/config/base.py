@@ -5,23 +5,27 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.paths import FUNCTION, PathKey, is_path, path_entries, relative
+from rlhf_cli.config.paths import FUNCTION, PathField, is_path, path_entries, relative
 from rlhf_cli.config.sources import DataSource
 
-DataPath = Annotated[str, PathKey("data")]
-ModelPath = Annotated[str, PathKey("model")]
-JudgePath = Annotated[str, PathKey("judge")]
+DataPath = Annotated[str, PathField("data")]
+ModelPath = Annotated[str, PathField("model")]
+JudgePath = Annotated[str, PathField("judge")]
 PROJECT = "[docs/config.md, section Project defaults]"  # source of defaults that follow no paper or other system
-LONGEST_NAME, LONGEST_PATH = 255, 3500  # bytes: Linux's NAME_MAX; its PATH_MAX of 4096 minus paths inside a run
+TRL = "[TRL 1.12, trl/experimental/ppo/ppo_config.py]"
+TRL_STEP = "[TRL 0.11, trl/trainer/ppo_config.py]"
+TLDR = "[TRL 1.12, examples/scripts/ppo/ppo_tldr.py]"
+HF = "[transformers 5.23, src/transformers/training_args.py]"
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # bytes: Linux's NAME_MAX; its PATH_MAX of 4096 minus paths inside a run
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
-def _plain_name(name: str) -> str:
+def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise PydanticCustomError(
             "S03",
@@ -31,18 +35,18 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _path_that_can_be(path: str) -> str:
+def _check_path_length(path: str) -> str:
     longest = max((len(os.fsencode(part)) for part in Path(path).parts), default=0)
-    if longest > LONGEST_NAME:
-        text = f"a path component has {longest} bytes; file systems allow {LONGEST_NAME}"
+    if longest > MAX_NAME_BYTES:
+        text = f"a path component has {longest} bytes; file systems allow {MAX_NAME_BYTES}"
         raise PydanticCustomError("S03", text, {"hint": "set a folder with a shorter name"})
-    if (length := len(os.fsencode(path))) > LONGEST_PATH:
-        text = f"the path has {length} bytes; at most {LONGEST_PATH} are allowed"
+    if (length := len(os.fsencode(path))) > MAX_PATH_BYTES:
+        text = f"the path has {length} bytes; at most {MAX_PATH_BYTES} are allowed"
         raise PydanticCustomError("S03", text, {"hint": "set a folder with a shorter path"})
     return path
 
 
-Name = Annotated[str, AfterValidator(_plain_name)]
+Name = Annotated[str, AfterValidator(_check_name)]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 TRACKERS: tuple[str, ...] = get_args(Tracker)
 
@@ -51,6 +55,25 @@ class Section(BaseModel):
     """Strict, frozen section: rejects unknown keys, strings or booleans for numbers, nan and inf."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Settings(Section):
+    """Section of PPO options, whose defaults are validated too."""
+
+    model_config = ConfigDict(validate_default=True)
+
+
+class Range(Settings):
+    """Integer that is sampled uniformly from min..max (inclusive) on each use."""
+
+    min: int = Field(ge=1)
+    max: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise PydanticCustomError("C06", "min is greater than max", {"hint": "swap them"})
+        return self
 
 
 class Output(Section):
@@ -138,7 +161,7 @@ class Origin:
 
     def overridden(self, key: str) -> bool:
         """Return True if the value of `key` was set by --set."""
-        return any(key == other or key.startswith(f"{other}.") for other in self.overrides)
+        return any(key == override or key.startswith(f"{override}.") for override in self.overrides)
 
 
 class Config(Section):
@@ -155,7 +178,7 @@ class Config(Section):
     )
 
     stage: str
-    run: Annotated[str, PathKey("run"), AfterValidator(_path_that_can_be)] = Field(
+    run: Annotated[str, PathField("run"), AfterValidator(_check_path_length)] = Field(
         ".",
         description=(
             "Run folder, relative to the folder of the config; the stage writes RUN/STAGE. The default is the "
@@ -201,8 +224,8 @@ class Config(Section):
         tree = self.model_dump(mode="json")
         if relative_to is not None:
             folder = Path(os.path.abspath(relative_to))
-            for container, name, _, mark in path_entries(type(self), tree):
-                container[name] = relative(container[name], mark, folder)
+            for container, name, _, path_field in path_entries(type(self), tree):
+                container[name] = relative(container[name], path_field, folder)
         return tree
 
     def identity(self) -> dict[str, Any]:
@@ -211,10 +234,10 @@ class Config(Section):
         The content of input files is hashed elsewhere; a chat template file is included here as text.
         """
         tree = self.model_dump(mode="json", exclude={"stage", "output"})
-        for container, name, _, mark in list(path_entries(type(self), tree)):
-            if mark.kind == "template" and is_path(container[name], mark):
+        for container, name, _, path_field in list(path_entries(type(self), tree)):
+            if path_field.kind == "template" and is_path(container[name], path_field):
                 container[name] = Path(container[name]).read_text(encoding="utf-8", errors="replace")
-            elif mark.kind in ("data", "model") or is_path(container[name], mark):
+            elif path_field.kind in ("data", "model") or is_path(container[name], path_field):
                 del container[name]
         for key in ("subset", "revision", "max_dropped"):  # max_dropped can stop a run but not change its result
             tree["data"].pop(key)

@@ -1,4 +1,4 @@
-"""Sections of the four configs."""
+"""Sections shared by the configs: models, new models and data."""
 
 import os
 from collections.abc import Callable
@@ -9,9 +9,8 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.adapters import Adapters
-from rlhf_cli.config.base import PROJECT, DataPath, ModelPath, Section
-from rlhf_cli.config.paths import PathKey
-from rlhf_cli.config.ppo_base import Range
+from rlhf_cli.config.base import PROJECT, DataPath, ModelPath, Range, Section
+from rlhf_cli.config.paths import PathField
 from rlhf_cli.config.sources import DataSource, HoldoutSplit
 
 MAX_DROPPED = 0.8  # default share of the rows of a data source that may be dropped
@@ -83,7 +82,7 @@ class _ModelKeys(Section):
     revision: str | None = Field(None, description=REVISION)
     dtype: Dtype = Field("auto", description=DTYPE)
     attn_implementation: str | None = Field(None, description=ATTENTION)
-    chat_template: Annotated[str, PathKey("template")] | None = Field(
+    chat_template: Annotated[str, PathField("template")] | None = Field(
         None,
         description=(
             "Chat template that replaces the model's own: a Jinja file, the text of a template, or chatml. Default: "
@@ -100,7 +99,7 @@ class _ModelKeys(Section):
     )
 
     @model_validator(mode="after")
-    def _template_is_one(self) -> Self:
+    def _check_chat_template(self) -> Self:
         template = self.chat_template
         if template is None or template == "chatml" or "{{" in template or "{%" in template or os.path.isfile(template):
             return self
@@ -125,7 +124,7 @@ class SFTModel(_ModelKeys):
     )
 
     @model_validator(mode="after")
-    def _one_start(self) -> Self:
+    def _check_initial_model(self) -> Self:
         if (self.path is None) == (self.new is None):
             text = "set model.path or model.new, not both" if self.path else "set model.path or model.new"
             raise PydanticCustomError(
@@ -152,8 +151,8 @@ class RewardModel(_ModelKeys):
 class _Data(Section):
     """Options for reading rows; the stages add the keys that name the data."""
 
-    LEARNT: ClassVar[str | None] = "train"  # key of the training data
-    HELD_OUT: ClassVar[str] = "eval"  # key of the held-out data
+    TRAIN_KEY: ClassVar[str | None] = "train"  # key of the training data
+    EVAL_KEY: ClassVar[str] = "eval"  # key of the held-out data
 
     columns: Columns = Field(default_factory=dict, description=COLUMNS)
     format: Literal["auto", "plain", "transcripts"] = Field(
@@ -222,10 +221,10 @@ class _Data(Section):
     )
 
     @model_validator(mode="after")
-    def _one_way_to_hold_out(self) -> Self:
-        named = self.LEARNT and getattr(self, self.HELD_OUT) is not None
+    def _check_holdout(self) -> Self:
+        named = self.TRAIN_KEY and getattr(self, self.EVAL_KEY) is not None
         if self.eval_fraction is not None and named:
-            text = f"data.{self.HELD_OUT} and data.eval_fraction both define the held-out data"
+            text = f"data.{self.EVAL_KEY} and data.eval_fraction both define the held-out data"
             raise PydanticCustomError("C17", text, {"hint": "remove one of them", "key": "eval_fraction"})
         if self.split_seed is not None and self.eval_fraction is None:
             text = "data.split_seed has no effect without data.eval_fraction"
@@ -234,15 +233,15 @@ class _Data(Section):
 
     def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
         """Return the data sources by key path, including the split of eval_fraction."""
-        keys = [key for key in (self.LEARNT, self.HELD_OUT) if key]
+        keys = [key for key in (self.TRAIN_KEY, self.EVAL_KEY) if key]
         return {f"data.{key}": source for key in keys if (source := self._source(key, where))}
 
     def _source(self, key: str, where: Callable[[str], str]) -> DataSource | None:
-        held_out, share = key == self.HELD_OUT, None
+        held_out, split = key == self.EVAL_KEY, None
         name = getattr(self, key)
         if self.eval_fraction is not None:
-            name = name or getattr(self, self.LEARNT or key)
-            share = HoldoutSplit(self.eval_fraction, self.split_seed or 0, held_out)
+            name = name or getattr(self, self.TRAIN_KEY or key)
+            split = HoldoutSplit(self.eval_fraction, self.split_seed or 0, held_out)
         if name is None:
             return None
         return DataSource(
@@ -254,8 +253,8 @@ class _Data(Section):
             columns=self.columns,
             format=self.format,
             on_bad=self.on_bad,
-            share=share,
-            splits=("validation", "test") if held_out and share is None else ("train",),
+            share=split,
+            splits=("validation", "test") if held_out and split is None else ("train",),
         )
 
 
@@ -322,8 +321,8 @@ class _PromptData(_Data):
 class PPOData(_PromptData):
     """Prompts; pairs give their distinct prompts."""
 
-    LEARNT = "prompts"
-    HELD_OUT = "eval_prompts"
+    TRAIN_KEY = "prompts"
+    EVAL_KEY = "eval_prompts"
 
     prompts: DataPath = Field(description=f"Prompts to train on, or pairs, whose distinct prompts are used: {NAMES}.")
     eval_prompts: DataPath | None = Field(
@@ -345,15 +344,15 @@ class PPOData(_PromptData):
 
     def sources(self, where: Callable[[str], str]) -> dict[str, DataSource]:
         """Return the data sources by key path; first_words does not apply to ptx_data."""
-        found, ptx = super().sources(where), self.ptx_data and self._source("ptx_data", where)
-        return found | ({"data.ptx_data": replace(ptx, first_words=None)} if ptx else {})
+        sources, ptx = super().sources(where), self.ptx_data and self._source("ptx_data", where)
+        return sources | ({"data.ptx_data": replace(ptx, first_words=None)} if ptx else {})
 
 
 class EvalData(_PromptData):
     """Prompts; pairs give their distinct prompts."""
 
-    LEARNT = None
-    HELD_OUT = "prompts"
+    TRAIN_KEY = None
+    EVAL_KEY = "prompts"
 
     prompts: DataPath = Field(
         description=(

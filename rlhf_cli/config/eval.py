@@ -1,4 +1,4 @@
-"""eval.yaml: comparison of the models before and after PPO."""
+"""Config of eval.yaml: comparison of the models before and after PPO."""
 
 import re
 from pathlib import Path
@@ -138,7 +138,7 @@ class EvalSettings(Section):
     )
 
     @model_validator(mode="after")
-    def _headline_is_sampled(self) -> Self:
+    def _check_modes(self) -> Self:
         if "sampled" not in self.modes:
             raise PydanticCustomError(
                 "C17", "the summary of the report needs sampled answers", {"hint": "add sampled to eval.modes"}
@@ -151,14 +151,14 @@ class EvalSettings(Section):
         return Select(judge=self.select) if isinstance(self.select, str) else self.select
 
     @model_validator(mode="after")
-    def _selected_of_something(self) -> Self:
+    def _check_selection(self) -> Self:
         if self.select is not None and not self.frontier:
             hint = "set eval.frontier: true, or remove eval.select"
             text = "eval.select needs the frontier"
             raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": "select"})
-        asked = next((key for key in self.require if key.split(".")[0] in ("selected", "selected_step")), None)
-        if asked is not None and self.select is None:
-            context = {"text": f"eval.require: {asked} needs eval.select", "key": "require"}
+        selected_key = next((key for key in self.require if key.split(".")[0] in ("selected", "selected_step")), None)
+        if selected_key is not None and self.select is None:
+            context = {"text": f"eval.require: {selected_key} needs eval.select", "key": "require"}
             raise PydanticCustomError("C17", "{text}", {**context, "hint": "set eval.select to the name of a judge"})
         return self
 
@@ -187,7 +187,7 @@ class EvalConfig(Config):
     eval: EvalSettings = Field(default_factory=EvalSettings, description="Options of the comparison.")
 
     @model_validator(mode="after")
-    def _one_reward(self) -> Self:
+    def _check_reward_judge(self) -> Self:
         if "reward" in self.judges and self.models.reward is not None:
             raise PydanticCustomError(
                 "C17",
@@ -203,17 +203,17 @@ class EvalConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _named_judges_are_there(self) -> Self:
+    def _check_judge_names(self) -> Self:
         judges = {"reward", *self.judges} if self.models.reward else set(self.judges)
         named = [("eval.require", key, _judge_of(key)) for key in self.eval.require]
         if self.eval.selection:
             named.append(("eval.select", self.eval.selection.judge, self.eval.selection.judge))
-        for place, key, judge in named:
+        for location, key, judge in named:
             if judge is not None and judge not in judges:
                 near = closest_match(judge, judges)
                 hint = f"did you mean {near}?" if near else f"available judges: {', '.join(sorted(judges)) or 'none'}"
-                text = f"{place}: {key} does not name a judge of this file"
-                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": place})
+                text = f"{location}: {key} does not name a judge of this file"
+                raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": location})
         return self
 
     def sources(self) -> dict[str, DataSource]:

@@ -1,7 +1,7 @@
-"""The JSON Schema of configs, in the form that editors do most with, and where editors find it.
+"""JSON Schemas of configs for editors, sources of defaults in descriptions, and values for shell completion.
 
-That is draft 7, the newest that all of them know, without references and titles: what an editor shows at a key is that
-key's own description in plain words, type, choices and default.
+The schemas are draft 7, which all editors support, without references and titles, so that an editor shows the
+description, type, choices and default of each key.
 """
 
 import json
@@ -18,10 +18,10 @@ from pydantic.fields import FieldInfo
 
 from rlhf_cli.config import trl_fields
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.paths import PathKey, default_of, keys_of, parts_of
+from rlhf_cli.config.paths import PathField, default_of, flatten_annotation, keys_of
 from rlhf_cli.config.training import CONFIGS
 
-FORMS = {
+SOURCE_FORMS = {
     "paper": r"(?P<authors>[^,;`]+) (?P<year>\d{4}), (?P<where>arXiv \d{4}\.\d{4,5}|https?://[^\s,;]+), "
     r"(?P<part>(?:section|table|equation|appendix|detail|algorithm|figure) [^,;]+)",
     "system": r"(?P<name>[^,;`]+) (?P<version>(?=\S*\d)[\w.+-]+), (?P<file>[\w./-]+\.\w+)",
@@ -32,7 +32,7 @@ BRACKET = re.compile(r"(?P<meaning>.*\S)\s+\[(?P<source>[^\[\]]*(?:\[[^\[\]]*\][
 
 
 @dataclass(frozen=True)
-class Source:
+class DefaultSource:
     """Source of a default: `kind` is paper, system, page or command, `parts` the named groups of its form."""
 
     kind: str
@@ -40,25 +40,25 @@ class Source:
     remark: str | None
 
 
-def parse(text: str) -> Source | None:
+def parse_source(text: str) -> DefaultSource | None:
     """Return the source that the text of a bracket names, or None if it has none of the four forms."""
-    for kind, form in FORMS.items():
+    for kind, form in SOURCE_FORMS.items():
         if match := re.fullmatch(rf"{form}(?:; (?P<remark>\S.*))?", text):
             parts = {name: value for name, value in match.groupdict().items() if value and name != "remark"}
-            return Source(kind, parts, match["remark"])
+            return DefaultSource(kind, parts, match["remark"])
     return None
 
 
-def split(description: str) -> tuple[str, str | None]:
-    """Return (meaning, source) of a description; the source is None if the description does not end in one."""
+def split_description(description: str) -> tuple[str, str | None]:
+    """Split a description into (meaning, source); the source is None if the description does not end in one."""
     match = BRACKET.fullmatch(description)
-    return (match["meaning"], match["source"]) if match and parse(match["source"]) else (description, None)
+    return (match["meaning"], match["source"]) if match and parse_source(match["source"]) else (description, None)
 
 
-def in_an_editor(description: str) -> str:
+def editor_description(description: str) -> str:
     """Return a description for an editor, with the paper or system of its default and without pages and commands."""
-    meaning, found = split(description)
-    source = parse(found) if found else None
+    meaning, source_text = split_description(description)
+    source = parse_source(source_text) if source_text else None
     if source is None or source.kind in ("page", "command"):
         return meaning
     where = ("authors", "year", "where", "part") if source.kind == "paper" else ("name", "version")
@@ -68,116 +68,118 @@ def in_an_editor(description: str) -> str:
 
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
-FOLDER = ".schema"  # in a run's folder, so that the two move together
+FOLDER = ".schema"  # inside the run folder, so that both move together
 MODELINE = "# yaml-language-server: $schema="
 
 
 def schema(stage: str | None = None) -> dict[str, Any]:
-    """JSON Schema of one stage's config, or of all four (any of which a file may be)."""
+    """Return the JSON Schema of one stage's config, or of any of the four."""
     if stage is None:
         return {"$schema": DIALECT, "anyOf": [_schema(model) for model in CONFIGS.values()]}
     return {"$schema": DIALECT, **_schema(CONFIGS[stage])}
 
 
 @cache
-def as_text(stage: str | None) -> str:
-    """`schema`, as it is printed, and as its file holds it."""
+def schema_text(stage: str | None) -> str:
+    """Return the schema as the text that is printed and written to files."""
     return json.dumps(schema(stage), indent=1, ensure_ascii=False) + "\n"
 
 
-def write_beside(folder: Path, stages: Iterable[str]) -> None:
-    """Write the schemas of stages into the `.schema/` of a run's folder."""
+def write_schemas(folder: Path, stages: Iterable[str]) -> None:
+    """Write the schemas of stages to the folder `.schema` of a run."""
     (folder / FOLDER).mkdir()
     for stage in stages:
-        (folder / FOLDER / f"{stage}.json").write_text(as_text(stage), encoding="utf-8")
+        (folder / FOLDER / f"{stage}.json").write_text(schema_text(stage), encoding="utf-8")
 
 
-def pointed(text: str, file: Path, schema: Path) -> str:
-    """A config's text with a first line that tells editors its schema, as seen from the file's folder."""
-    kept = text.partition("\n")[2] if text.startswith(MODELINE) else text
-    return f"{MODELINE}{Path(os.path.relpath(schema, file.parent)).as_posix()}\n{kept}"
+def with_modeline(text: str, file: Path, schema_file: Path) -> str:
+    """Return a config with a first line that names its schema, relative to the folder of `file`."""
+    body = text.partition("\n")[2] if text.startswith(MODELINE) else text
+    return f"{MODELINE}{Path(os.path.relpath(schema_file, file.parent)).as_posix()}\n{body}"
 
 
 def _schema(model: type[Config]) -> dict[str, Any]:
     tree = model.model_json_schema()
-    found: dict[str, Any] = _plain(tree, tree.get("$defs", {}))
-    if handed_on := trl_fields.handed_on(model):
-        found["properties"]["trainer"] |= {
-            "properties": {name: _field_of_trl(name, field) for name, field in handed_on.items()},
+    simplified: dict[str, Any] = _simplify(tree, tree.get("$defs", {}))
+    if fields := trl_fields.trainer_fields(model):
+        simplified["properties"]["trainer"] |= {
+            "properties": {name: _trl_field_schema(name, field) for name, field in fields.items()},
             "additionalProperties": False,
         }
-    return found
+    return simplified
 
 
-def _plain(node: Any, named: dict[str, Any]) -> Any:
-    """A schema of pydantic's with what it refers to in place, without titles, and `null` as one more type."""
+def _simplify(node: Any, definitions: dict[str, Any]) -> Any:
+    """Return pydantic's schema with references inlined, without titles, and with `null` as an additional type."""
     if isinstance(node, list):
-        return [_plain(each, named) for each in node]
+        return [_simplify(item, definitions) for item in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        target = named[node["$ref"].rpartition("/")[2]]
-        return _plain({**target, **{key: value for key, value in node.items() if key != "$ref"}}, named)
-    kept = {key: value for key, value in node.items() if key not in ("title", "$defs")}
-    found = {
-        key: {name: _plain(each, named) for name, each in value.items()} if key == "properties" else
+        target = definitions[node["$ref"].rpartition("/")[2]]
+        return _simplify({**target, **{key: value for key, value in node.items() if key != "$ref"}}, definitions)
+    relevant = {key: value for key, value in node.items() if key not in ("title", "$defs")}
+    simplified = {
+        key: {name: _simplify(item, definitions) for name, item in value.items()} if key == "properties" else
         value if key in ("default", "enum", "const") else
-        in_an_editor(value) if key == "description" else _plain(value, named)
-        for key, value in kept.items()
+        editor_description(value) if key == "description" else _simplify(value, definitions)
+        for key, value in relevant.items()
     }  # fmt: skip
-    return _with_null(found)
+    return _merge_null(simplified)
 
 
-def _with_null(node: dict[str, Any]) -> dict[str, Any]:
-    """`anyOf` of one type and null, as that type or null; the description of the key, not of its section, stays."""
+def _merge_null(node: dict[str, Any]) -> dict[str, Any]:
+    """Merge `anyOf` of one type and null to a list of types, with the description of the key, not of its section."""
     null = {"type": "null"}
-    others = [each for each in node.get("anyOf", [null]) if each != null]
-    if len(others) != 1 or not isinstance(others[0].get("type"), str) or "const" in others[0]:
+    types = [item for item in node.get("anyOf", [null]) if item != null]
+    if len(types) != 1 or not isinstance(types[0].get("type"), str) or "const" in types[0]:
         return node
-    merged = {**others[0], **{key: value for key, value in node.items() if key != "anyOf"}}
-    merged["type"] = [others[0]["type"], "null"]
-    return merged | ({"enum": [*others[0]["enum"], None]} if "enum" in merged else {})
+    merged = {**types[0], **{key: value for key, value in node.items() if key != "anyOf"}}
+    merged["type"] = [types[0]["type"], "null"]
+    return merged | ({"enum": [*types[0]["enum"], None]} if "enum" in merged else {})
 
 
-def _field_of_trl(name: str, field: dict[str, Any]) -> dict[str, Any]:
-    version = trl_fields.made_from()["trl"].rpartition(".")[0]
+def _trl_field_schema(name: str, field: dict[str, Any]) -> dict[str, Any]:
+    version = trl_fields.source_versions()["trl"].rpartition(".")[0]
     types = field["types"]
-    told = {"type": types[0] if len(types) == 1 else types, "default": field["default"]}
-    told |= {"enum": field["choices"]} if "choices" in field else {}
-    return told | {"description": f"The field {name} of TRL {version}'s trainer, handed on as it is."}
+    node = {"type": types[0] if len(types) == 1 else types, "default": field["default"]}
+    node |= {"enum": field["choices"]} if "choices" in field else {}
+    return node | {"description": f"The field {name} of TRL {version}'s trainer, handed on as it is."}
 
 
-def listed(stage: str) -> dict[str, list[str]]:
-    """Path of each key of a stage that holds a value -> words that it takes: a number's default, choices, true, null.
+def completion_values(stage: str) -> dict[str, list[str]]:
+    """Return completions for each key of a stage, by key path: a number's default, choices, true, false, null.
 
-    Fields of TRL's that `trainer:` hands on are among them; what lies in tables, under names of the user's, is not.
+    Fields of TRL under `trainer:` are included; entries of tables, whose names the user chooses, are not.
     """
     model = CONFIGS[stage]
-    found = {path: _words(field) for path, field in keys_of(model).items() if ".NAME" not in path}
-    found |= {f"trainer.{name}": _words_of_trl(field) for name, field in trl_fields.handed_on(model).items()}
-    sections = {path.rpartition(".")[0] for path in found}
-    return {path: words for path, words in found.items() if path not in sections}
+    completions = {path: _field_values(field) for path, field in keys_of(model).items() if ".NAME" not in path}
+    completions |= {
+        f"trainer.{name}": _trl_field_values(field) for name, field in trl_fields.trainer_fields(model).items()
+    }
+    sections = {path.rpartition(".")[0] for path in completions}
+    return {path: values for path, values in completions.items() if path not in sections}
 
 
-def _words(field: FieldInfo) -> list[str]:
-    found = _number(default_of(field, None))
-    for part in (*field.metadata, *parts_of(field.annotation)):
+def _field_values(field: FieldInfo) -> list[str]:
+    values = _numeric_default(default_of(field, None))
+    for part in (*field.metadata, *flatten_annotation(field.annotation)):
         if get_origin(part) is Literal:
-            found += map(str, get_args(part))
-        elif isinstance(part, PathKey):
-            found += part.words
+            values += map(str, get_args(part))
+        elif isinstance(part, PathField):
+            values += part.keywords
         elif part is bool:
-            found += ["true", "false"]
+            values += ["true", "false"]
         elif part is NoneType:
-            found.append("null")
-    return list(dict.fromkeys(found))
+            values.append("null")
+    return list(dict.fromkeys(values))
 
 
-def _words_of_trl(field: dict[str, Any]) -> list[str]:
-    words = {"boolean": ["true", "false"], "null": ["null"]}
-    typed = [word for kind in field["types"] for word in words.get(kind, [])]
-    return _number(field["default"]) + field.get("choices", []) + typed
+def _trl_field_values(field: dict[str, Any]) -> list[str]:
+    values_of_type = {"boolean": ["true", "false"], "null": ["null"]}
+    values = [value for kind in field["types"] for value in values_of_type.get(kind, [])]
+    return _numeric_default(field["default"]) + field.get("choices", []) + values
 
 
-def _number(default: Any) -> list[str]:
+def _numeric_default(default: Any) -> list[str]:
     return [str(default)] if isinstance(default, int | float) and not isinstance(default, bool) else []

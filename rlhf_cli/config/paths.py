@@ -1,4 +1,7 @@
-"""How path keys are understood: relative to the YAML's folder (in --set to the working directory), stored absolute."""
+"""Config fields and their types, and the resolution of path keys.
+
+Paths are relative to the folder of the YAML, or in --set to the working directory, and are stored as absolute paths.
+"""
 
 import os
 import re
@@ -17,110 +20,112 @@ from rlhf_cli.config.sources import HUB_ID, is_file_name, split_name
 
 
 @dataclass(frozen=True)
-class PathKey:
-    """Marks a key that names a file or folder; `kind` says how its text is understood (see paths.py)."""
+class PathField:
+    """Annotation of a key for a file, folder or model; `kind` selects how its text is resolved."""
 
     kind: str  # data, run, model, value, judge or template
-    words: tuple[str, ...] = ()  # texts that name no file
+    keywords: tuple[str, ...] = ()  # values that are not paths
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a type annotation allows, as far as a walk needs it."""
+class FieldKind:
+    """Kind of values that a type annotation allows: paths, a section, or a table."""
 
-    path: PathKey | None
+    path: PathField | None
     model: type[BaseModel] | None  # a section
     entries: Any  # the annotation of a dict's values, or None
 
 
-def shape(annotation: Any, metadata: tuple[Any, ...] = ()) -> Shape:
-    """Looks through Annotated and unions."""
-    parts = [*metadata, *parts_of(annotation)]
+def annotation_kind(annotation: Any, metadata: tuple[Any, ...] = ()) -> FieldKind:
+    """Return the kind of an annotation, looking inside Annotated and unions."""
+    parts = [*metadata, *flatten_annotation(annotation)]
     models = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
     dicts = [get_args(part)[1] for part in parts if get_origin(part) is dict]
-    return Shape(
-        path=next((part for part in parts if isinstance(part, PathKey)), None),
+    return FieldKind(
+        path=next((part for part in parts if isinstance(part, PathField)), None),
         model=models[0] if models else None,
         entries=dicts[0] if dicts else None,
     )
 
 
-def field_shape(field: FieldInfo) -> Shape:
-    """The shape of a field of a config class."""
-    return shape(field.annotation, tuple(field.metadata))
+def field_kind(field: FieldInfo) -> FieldKind:
+    """Return the kind of a field of a config class."""
+    return annotation_kind(field.annotation, tuple(field.metadata))
 
 
 @cache
-def shapes_of(model: type[BaseModel]) -> dict[str, Shape]:
-    """The shape of each field of a config class."""
-    return {name: field_shape(field) for name, field in model.model_fields.items()}
+def field_kinds(model: type[BaseModel]) -> dict[str, FieldKind]:
+    """Return the kind of each field of a config class, by name."""
+    return {name: field_kind(field) for name, field in model.model_fields.items()}
 
 
-def parts_of(annotation: Any) -> Iterator[Any]:
-    """The members of a union and the notes of an Annotated, flattened."""
+def flatten_annotation(annotation: Any) -> Iterator[Any]:
+    """Yield the members of unions and the metadata of Annotated, flattened."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        inner, *notes = get_args(annotation)
-        yield from notes
-        yield from parts_of(inner)
+        inner, *metadata = get_args(annotation)
+        yield from metadata
+        yield from flatten_annotation(inner)
     elif origin in (Union, UnionType):
         for member in get_args(annotation):
-            yield from parts_of(member)
+            yield from flatten_annotation(member)
     else:
         yield annotation
 
 
 @cache
 def keys_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every key path below a config class, sections included; entries of a dict appear as `rewards.NAME.weight`."""
-    found: dict[str, FieldInfo] = {}
+    """Return the field of every key path of a config class, with sections; table entries are `rewards.NAME.weight`."""
+    fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         key = prefix + name
-        found[key] = field
-        below = shapes_of(model)[name]
-        entry = shape(below.entries).model if below.entries is not None else None
-        if below.model:
-            found |= keys_of(below.model, f"{key}.")
+        fields[key] = field
+        kind = field_kinds(model)[name]
+        entry = annotation_kind(kind.entries).model if kind.entries is not None else None
+        if kind.model:
+            fields |= keys_of(kind.model, f"{key}.")
         elif entry:
-            found |= keys_of(entry, f"{key}.NAME.")
-    return found
+            fields |= keys_of(entry, f"{key}.NAME.")
+    return fields
 
 
 def field_at(model: type[BaseModel], path: tuple[str, ...]) -> FieldInfo | None:
-    """The field that a key path names in real data (`rewards.style.weight`), or None."""
+    """Return the field of a key path in a config (`rewards.style.weight`), or None."""
     field = model.model_fields.get(path[0]) if path else None
     if field is None or len(path) == 1:
         return field
-    below = field_shape(field)
-    entry = shape(below.entries).model if below.entries is not None else None
-    if below.model:
-        return field_at(below.model, path[1:])
+    kind = field_kind(field)
+    entry = annotation_kind(kind.entries).model if kind.entries is not None else None
+    if kind.model:
+        return field_at(kind.model, path[1:])
     return field_at(entry, path[2:]) if entry else None
 
 
-def default_of(field: FieldInfo, otherwise: Any) -> Any:
-    """What a field is without being set, as JSON has it; `otherwise` where it must be."""
-    return otherwise if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True))
+def default_of(field: FieldInfo, if_required: Any) -> Any:
+    """Return the default of a field as a JSON value, or `if_required` for a required field."""
+    return if_required if field.is_required() else to_jsonable_python(field.get_default(call_default_factory=True))
 
 
 def path_entries(
     model: type[BaseModel], tree: dict[str, Any], prefix: str = ""
-) -> Iterator[tuple[dict[str, Any], str, str, PathKey]]:
-    """(container, name, key path, mark) of each text in `tree` that is a path key, so that it can be replaced there."""
-    for name, below in shapes_of(model).items():
+) -> Iterator[tuple[dict[str, Any], str, str, PathField]]:
+    """Yield (container, name, key path, field) of each path value in `tree`; container[name] can be replaced."""
+    for name, kind in field_kinds(model).items():
         value, key = tree.get(name), prefix + name
-        if isinstance(value, str) and below.path:
-            yield tree, name, key, below.path
+        if isinstance(value, str) and kind.path:
+            yield tree, name, key, kind.path
         if not isinstance(value, dict):
             continue
-        if below.model:
-            yield from path_entries(below.model, value, f"{key}.")
-        elif below.entries is not None:
-            yield from _entries_of(below.entries, value, key)
+        if kind.model:
+            yield from path_entries(kind.model, value, f"{key}.")
+        elif kind.entries is not None:
+            yield from _table_path_entries(kind.entries, value, key)
 
 
-def _entries_of(annotation: Any, table: dict[str, Any], key: str) -> Iterator[tuple[dict[str, Any], str, str, PathKey]]:
-    entry = shape(annotation)
+def _table_path_entries(
+    annotation: Any, table: dict[str, Any], key: str
+) -> Iterator[tuple[dict[str, Any], str, str, PathField]]:
+    entry = annotation_kind(annotation)
     for name, value in table.items():
         if isinstance(value, str) and entry.path:
             yield table, name, f"{key}.{name}", entry.path
@@ -132,58 +137,58 @@ FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 STAGE_FOLDERS = ("sft", "reward", "ppo")
 
 
-def fill_and_resolve(model: type[BaseModel], tree: dict[str, Any], base_of: Callable[[str], str]) -> None:
-    """Makes the paths in `tree` absolute, in place, after writing the RUN/... defaults of absent keys into it.
+def resolve_paths(model: type[BaseModel], tree: dict[str, Any], base_of: Callable[[str], str]) -> None:
+    """Fill in the RUN/... defaults of missing keys and make all paths in `tree` absolute, in place.
 
-    `base_of(key)` is the folder that a relative path at this key starts from.
+    Relative paths of a key start from the folder `base_of(key)`.
     """
     _fill_defaults(model, tree)
     run = _absolute(tree["run"], base_of("run")) if isinstance(tree["run"], str) else ""
-    for container, name, key, mark in path_entries(model, tree):
-        container[name] = run if mark.kind == "run" else _resolved(container[name], mark, base_of(key), run)
+    for container, name, key, path_field in path_entries(model, tree):
+        container[name] = run if path_field.kind == "run" else _resolve(container[name], path_field, base_of(key), run)
 
 
-def relative(value: str, mark: PathKey, folder: Path) -> str:
-    """The stored value of a path key as written in a file of `folder`; hub ids, functions and texts stay."""
-    if not is_path(value, mark):
+def relative(value: str, path_field: PathField, folder: Path) -> str:
+    """Return a path value relative to `folder`; hub ids, functions and template texts are unchanged."""
+    if not is_path(value, path_field):
         return value
     path = Path(os.path.relpath(value, folder)).as_posix()
-    # A model or a folder of data named without a dot would be taken for a hub id wherever the folder is missing.
-    plain = mark.kind in ("run", "template") or (mark.kind == "data" and is_file_name(path))
-    return path if plain or path.startswith(".") else f"./{path}"
+    # Without a leading dot, a model or data folder would be read as a hub id if the folder is missing.
+    unambiguous = path_field.kind in ("run", "template") or (path_field.kind == "data" and is_file_name(path))
+    return path if unambiguous or path.startswith(".") else f"./{path}"
 
 
-def is_path(value: str, mark: PathKey) -> bool:
-    """Whether a stored value is a path, and not a hub id, a function, a word or a template's text."""
-    return os.path.isabs(value) and (mark.kind != "template" or os.path.isfile(value))
+def is_path(value: str, path_field: PathField) -> bool:
+    """Return True if a resolved value is a path, not a hub id, a function, a keyword or a template text."""
+    return os.path.isabs(value) and (path_field.kind != "template" or os.path.isfile(value))
 
 
 def _fill_defaults(model: type[BaseModel], tree: dict[str, Any]) -> None:
     for name, field in model.model_fields.items():
-        below = shapes_of(model)[name]
-        always_there = field.annotation is below.model
-        if below.path and isinstance(field.default, str) and name not in tree:
+        kind = field_kinds(model)[name]
+        is_section = field.annotation is kind.model
+        if kind.path and isinstance(field.default, str) and name not in tree:
             tree[name] = field.default
-        elif below.model and always_there:
-            # A section with everything commented out reads as null.
+        elif kind.model and is_section:
+            # A section whose keys are all commented out is null.
             section = tree[name] = {} if tree.get(name) is None else tree[name]
             if isinstance(section, dict):
-                _fill_defaults(below.model, section)
+                _fill_defaults(kind.model, section)
 
 
-def _resolved(text: str, mark: PathKey, base: str, run: str) -> str:
-    if mark.kind == "data":
-        return resolved_data(text, base)
-    if mark.kind == "template":
+def _resolve(text: str, path_field: PathField, base: str, run: str) -> str:
+    if path_field.kind == "data":
+        return resolve_data(text, base)
+    if path_field.kind == "template":
         path = _absolute(text, base)
         return path if os.path.isfile(path) else text
-    if text in mark.words or (mark.kind == "judge" and FUNCTION.fullmatch(text)):
+    if text in path_field.keywords or (path_field.kind == "judge" and FUNCTION.fullmatch(text)):
         return text
-    return _resolved_model(text, base, run)
+    return _resolve_model(text, base, run)
 
 
-def resolved_data(text: str, base: str) -> str:
-    """A path, unless it can only be a dataset of the hub: OWNER/NAME, no data file's ending, no folder OWNER here."""
+def resolve_data(text: str, base: str) -> str:
+    """Resolve a data name to a path, unless it must be a hub id: OWNER/NAME without data suffix or folder OWNER."""
     name, split = split_name(text, base)
     candidate = _absolute(name, base)
     local = name.startswith((".", "/", "~")) or os.path.exists(candidate) or is_file_name(name)
@@ -192,7 +197,7 @@ def resolved_data(text: str, base: str) -> str:
     return candidate + (f"[{split}]" if split else "")
 
 
-def _resolved_model(text: str, base: str, run: str) -> str:
+def _resolve_model(text: str, base: str, run: str) -> str:
     if text == "RUN" or text.startswith("RUN/"):
         return os.path.normpath(os.path.join(run, text[4:]))
     candidate = _absolute(text, base)

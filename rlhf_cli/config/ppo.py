@@ -1,4 +1,4 @@
-"""ppo.yaml: reinforcement learning."""
+"""Config of ppo.yaml: reinforcement learning."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -9,13 +9,13 @@ from pydantic_core import PydanticCustomError
 from rlhf_cli.config.adapters import PPOAdapters, TrainingConfig
 from rlhf_cli.config.base import PROJECT, ModelPath, Name, Section
 from rlhf_cli.config.common import ATTENTION, DTYPE, REVISION, STAGE, PPOData
-from rlhf_cli.config.paths import PathKey
+from rlhf_cli.config.paths import PathField
 from rlhf_cli.config.ppo_algorithm import WatchdogSettings
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.config.rewards import KINDS, RewardSource
 from rlhf_cli.config.sources import DataSource
 
-VALUE_WORDS = ("reward", "policy_head")
+VALUE_KEYWORDS = ("reward", "policy_head")
 
 
 class PPOModels(Section):
@@ -35,7 +35,7 @@ class PPOModels(Section):
             f"{PROJECT}"
         ),
     )
-    value: Annotated[str, PathKey("value", VALUE_WORDS)] = Field(
+    value: Annotated[str, PathField("value", VALUE_KEYWORDS)] = Field(
         "reward",
         description=(
             "Value model. reward: a separate model, initialised from the reward model. policy_head: a linear head on "
@@ -74,7 +74,7 @@ class PPOConfig(TrainingConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _reward_by_default(cls, keys: Any) -> Any:
+    def _fill_in_reward(cls, keys: Any) -> Any:
         """Fill in the reward model if there are no sources, or if `reward` has no kind."""
         models = keys.get("models") if isinstance(keys, dict) else None
         path = models.get("reward") if isinstance(models, dict) else None
@@ -87,7 +87,7 @@ class PPOConfig(TrainingConfig):
         return {**keys, "rewards": sources}
 
     @model_validator(mode="after")
-    def _ptx_has_both(self) -> Self:
+    def _check_ptx(self) -> Self:
         if bool(self.ppo.ptx_coef) != bool(self.data.ptx_data):
             missing, given = (
                 ("data.ptx_data", "ppo.ptx_coef") if self.ppo.ptx_coef else ("ppo.ptx_coef", "data.ptx_data")
@@ -102,7 +102,7 @@ class PPOConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
-    def _one_base_is_shared_already(self) -> Self:
+    def _check_adapters(self) -> Self:
         for key in ("num_shared_layers", "offload", "fsdp"):
             if self.models.adapters and getattr(self.ppo, key):
                 text = f"{key} cannot be combined with models.adapters, which share all layers"
@@ -110,14 +110,14 @@ class PPOConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
-    def _something_is_optimised(self) -> Self:
+    def _check_reward_weights(self) -> Self:
         if self.rewards and len(self.held_out) == len(self.rewards):
             text = "all rewards have weight 0, so there is nothing to optimise"
             raise PydanticCustomError("C17", text, {"hint": "set the weight of at least one of them", "key": "rewards"})
         return self
 
     @model_validator(mode="after")
-    def _the_watchdog_has_what_it_watches(self) -> Self:
+    def _check_watchdog_signals(self) -> Self:
         ensembles = [name for name, source in self.rewards.items() if source.models]
         needs = {
             "judge": (self.held_out, "a source of weight 0 in rewards"),

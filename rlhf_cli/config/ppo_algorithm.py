@@ -5,7 +5,7 @@ from typing import Literal, Self, get_args
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.ppo_base import TRL, TRL_STEP, Settings
+from rlhf_cli.config.base import TRL, TRL_STEP, Settings
 
 
 class ObjectiveSettings(Settings):
@@ -31,7 +31,7 @@ class ObjectiveSettings(Settings):
         ),
     )
 
-    # The KL penalty
+    # KL penalty
     kl_coef: float = Field(
         0.05,
         ge=0,
@@ -112,7 +112,7 @@ class ObjectiveSettings(Settings):
         ),
     )
 
-    # The loss
+    # Loss
     cliprange: float = Field(
         0.2,
         gt=0,
@@ -193,7 +193,7 @@ class ObjectiveSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _kl_in_the_loss(self) -> Self:
+    def _check_kl_in_loss(self) -> Self:
         if self.kl_in == "loss" and self.kl_estimator in ("k1", "abs"):
             raise PydanticCustomError(
                 "C17",
@@ -203,7 +203,7 @@ class ObjectiveSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _controller_has_something_to_multiply(self) -> Self:
+    def _check_kl_controller(self) -> Self:
         if self.adap_kl_ctrl and self.kl_coef == 0:
             text = "adap_kl_ctrl multiplies kl_coef, which is 0"
             raise PydanticCustomError("C17", text, {"hint": "set kl_coef: 0.2, the default of TRL's controller"})
@@ -214,7 +214,7 @@ Signal = Literal["judge", "disagreement", "kl", "length", "repetition", "eos"]
 Action = Literal["warn", "raise_kl_coef", "stop"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 # Message of each signal beyond its limit; the fields are those of a line in watchdog.jsonl.
-SAYS: dict[Signal, str] = {
+SIGNAL_MESSAGES: dict[Signal, str] = {
     "judge": "the mean of the held-out judge `{source}` is {reading:.4g}, its best was {reference:.4g}; "
     "limit: {limit:g} standard errors",
     "disagreement": "the standard deviation between the members of `{source}` is {reading:.4g}, on the SFT policy's "
@@ -315,7 +315,7 @@ class WatchdogSettings(Settings):
         return self.actions.get(signal, self.action)
 
     @model_validator(mode="after")
-    def _acts_on_what_it_watches(self) -> Self:
+    def _check_actions(self) -> Self:
         for signal in self.actions:
             if getattr(self, signal) is None:
                 text = f"watchdog.actions.{signal} has no effect: watchdog.{signal} is null"

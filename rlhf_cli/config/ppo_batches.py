@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.ppo_base import TLDR, TRL, TRL_STEP, Range, Settings
+from rlhf_cli.config.base import TLDR, TRL, TRL_STEP, Range, Settings
 
 BENCHMARK = "[docs/scaling.md]"
 
@@ -185,14 +185,14 @@ class RolloutSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _stops_one_way(self) -> Self:
+    def _check_stop_token(self) -> Self:
         if self.stop_token == "none" and self.stop_token_id is not None:
             text = "stop_token none and stop_token_id cannot be combined"
             raise PydanticCustomError("C17", text, {"hint": "remove one of them"})
         return self
 
     @model_validator(mode="after")
-    def _penalty_fits(self) -> Self:
+    def _check_overlong_penalty(self) -> Self:
         limit = self.response_length.min if isinstance(self.response_length, LengthRange) else self.response_length
         if self.overlong_penalty and self.overlong_penalty.tokens > limit:
             text = f"overlong_penalty.tokens {self.overlong_penalty.tokens} is more than response_length {limit}"
@@ -200,7 +200,7 @@ class RolloutSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _divides(self) -> Self:
+    def _check_divisibility(self) -> Self:
         batch = self.episodes_per_update
         for key in ("num_mini_batches", "num_samples_per_prompt"):
             parts = getattr(self, key)

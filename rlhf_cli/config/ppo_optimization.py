@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rlhf_cli.config.ppo_base import HF, TRL, Settings
+from rlhf_cli.config.base import HF, TRL, Settings
 
 SCHEDULERS = Literal[
     "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_min_lr"
@@ -144,7 +144,7 @@ class TrainingSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> Self:
+    def _check_warmup(self) -> Self:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             text = "warmup_steps and warmup_ratio cannot be combined"
             raise PydanticCustomError("C17", text, {"hint": "remove warmup_ratio"})
@@ -155,7 +155,7 @@ class TrainingSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _what_is_cut_up_stands_alone(self) -> Self:
+    def _check_fsdp(self) -> Self:
         if self.fsdp and self.num_shared_layers:
             text = "fsdp shards layers and cannot be combined with num_shared_layers, which shares them between models"
             raise PydanticCustomError("C17", text, {"hint": "remove one of them"})
@@ -166,7 +166,7 @@ class TrainingSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _nothing_shared_leaves(self) -> Self:
+    def _check_offload(self) -> Self:
         if self.offload and self.num_shared_layers:
             text = "offload cannot be combined with num_shared_layers, whose layers the policy uses"
             raise PydanticCustomError("C17", text, {"hint": "remove offload; num_shared_layers saves more"})

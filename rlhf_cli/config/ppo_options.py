@@ -1,4 +1,4 @@
-"""Minimum quality of a reward model before PPO optimises it."""
+"""Options of the `ppo` section: recipes, requirements on the reward model, and all PPO settings."""
 
 import math
 from typing import Any, Literal, Self
@@ -6,8 +6,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from rlhf_cli.config.base import Settings
 from rlhf_cli.config.ppo_algorithm import ObjectiveSettings, WatchdogSettings
-from rlhf_cli.config.ppo_base import Settings
 from rlhf_cli.config.ppo_batches import LengthRange, OverlongPenalty, RolloutSettings
 from rlhf_cli.config.ppo_optimization import TrainingSettings
 
@@ -46,7 +46,7 @@ class RewardRequirements(Settings):
     )
 
     @model_validator(mode="after")
-    def _asks_something(self) -> Self:
+    def _check_not_empty(self) -> Self:
         if not self.model_dump(exclude_none=True):
             hint = f"set one of {', '.join(type(self).model_fields)}, or remove it"
             raise PydanticCustomError("C17", "require_reward has no requirement", {"hint": hint})
@@ -124,7 +124,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _start_from_the_recipe(cls, keys: Any) -> Any:
+    def _fill_in_recipe(cls, keys: Any) -> Any:
         recipe = keys.get("recipe") if isinstance(keys, dict) else None
         if not isinstance(recipe, str) or recipe not in RECIPES:
             return keys
@@ -134,7 +134,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         return {**defaults, **keys}
 
     @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def _check_run_length(self) -> Self:
         if (self.total_episodes is None) == (self.num_train_epochs is None):
             raise PydanticCustomError(
                 "C17", "set exactly one of total_episodes and num_train_epochs", {"hint": "e.g. total_episodes: 10000"}
@@ -142,7 +142,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         return self
 
     @model_validator(mode="after")
-    def _nothing_without_effect(self) -> Self:
+    def _check_switches(self) -> Self:
         for key, switch in BELONGS_TO.items():
             if getattr(self, key) != type(self).model_fields[key].default and not getattr(self, switch):
                 text = f"{key} has no effect without {switch}"
@@ -150,7 +150,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         return self
 
     @model_validator(mode="after")
-    def _the_watchdog_has_something_to_multiply(self) -> Self:
+    def _check_watchdog_action(self) -> Self:
         acting = {self.watchdog.action, *self.watchdog.actions.values()} if self.watchdog else set()
         if self.kl_coef == 0 and "raise_kl_coef" in acting:
             text = "watchdog: raise_kl_coef multiplies kl_coef, which is 0"
@@ -158,14 +158,14 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
         return self
 
     @model_validator(mode="after")
-    def _the_policy_gets_its_turn(self) -> Self:
-        if self.total_episodes is not None and (told := self.no_turn(self.num_updates())):
-            text, hint = told
+    def _check_value_only_updates(self) -> Self:
+        if self.total_episodes is not None and (problem := self.value_only_problem(self.num_updates())):
+            text, hint = problem
             raise PydanticCustomError("C17", "{text}", {"text": text, "hint": hint, "key": "value_only_updates"})
         return self
 
     @model_validator(mode="after")
-    def _penalty_stays_positive(self) -> Self:
+    def _check_horizon(self) -> Self:
         if self.adap_kl_ctrl and 5 * self.horizon <= self.episodes_per_update:
             episodes = self.episodes_per_update
             text = f"horizon {self.horizon} lets one update of {episodes} episodes make kl_coef negative"
@@ -189,7 +189,7 @@ class PPOSettings(TrainingSettings, ObjectiveSettings, RolloutSettings):
             raise ValueError("num_train_epochs needs the number of prompts")
         return math.ceil(self.num_train_epochs * prompt_count / self.prompts_per_update)
 
-    def no_turn(self, updates: int) -> tuple[str, str] | None:
+    def value_only_problem(self, updates: int) -> tuple[str, str] | None:
         """Return (error, hint) if value_only_updates leaves none of the `updates` to the policy, else None."""
         if self.value_only_updates < updates:
             return None

@@ -175,7 +175,7 @@ class RewardSource(Section):
         return next(kind for kind in KINDS if getattr(self, kind))
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Self:
+    def _check_kind_and_options(self) -> Self:
         if sum(bool(getattr(self, kind)) for kind in KINDS) != 1:
             raise PydanticCustomError(
                 "C17",

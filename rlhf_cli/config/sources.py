@@ -17,7 +17,7 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt
 
 @dataclass(frozen=True)
 class HoldoutSplit:
-    """The training part or the held-out part of data that `data.eval_fraction` splits.
+    """Training or held-out part of data split by `data.eval_fraction`.
 
     A hash of the prompt decides, so all rows of a prompt fall on the same side in all data with this fraction and seed.
     """
@@ -28,13 +28,13 @@ class HoldoutSplit:
 
     def contains(self, prompt: str) -> bool:
         """Return True if rows of this prompt belong to the part."""
-        drawn = int.from_bytes(blake2b(f"{self.seed}\0{prompt}".encode(), digest_size=8).digest()) / 2**64
-        return (drawn < self.fraction) == self.held_out
+        position = int.from_bytes(blake2b(f"{self.seed}\0{prompt}".encode(), digest_size=8).digest()) / 2**64
+        return (position < self.fraction) == self.held_out
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """The data that a key names, and how it is read; rlhf_cli.data.sources reads it."""
+    """Data of a key and the options for reading it; rlhf_cli.data.sources reads it."""
 
     name: str  # a path or a hub id, optionally followed by [SPLIT]
     where: str | None = None  # location of the key, for messages

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rlhf_cli.config.adapters import TrainingConfig
-from rlhf_cli.config.base import PROJECT, Config, Section
+from rlhf_cli.config.base import HF, PROJECT, Config, Section
 from rlhf_cli.config.common import STAGE, RewardData, RewardModel, SFTData, SFTModel
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
@@ -16,7 +16,6 @@ from rlhf_cli.config.sources import DataSource
 
 SFT = "[TRL 1.16, trl/trainer/sft_config.py]"
 BASE = "[TRL 1.16, trl/trainer/base_config.py]"
-HF = "[transformers 5.23, src/transformers/training_args.py]"
 # Code of Huang et al. 2024, arXiv 2403.17031; its sft.py and reward.py agree on these values.
 DETAILS = "summarize_from_feedback_details 1d6d8ee, summarize_from_feedback_details/sft.py"
 
@@ -156,13 +155,13 @@ class TrainerSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _steps_replace_the_ratio(cls, keys: Any) -> Any:
+    def _warmup_steps_replace_ratio(cls, keys: Any) -> Any:
         if isinstance(keys, dict) and keys.get("warmup_steps") is not None and "warmup_ratio" not in keys:
             return {**keys, "warmup_ratio": 0.0}
         return keys
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> Self:
+    def _check_warmup(self) -> Self:
         if self.warmup_steps is not None and self.warmup_ratio > 0:
             raise PydanticCustomError(
                 "C17",
@@ -252,13 +251,13 @@ class SFTConfig(TrainingConfig):
 
     def sources(self) -> dict[str, DataSource]:
         """Return the data sources that the stage reads, by key path."""
-        found = self.data.sources(self.where)
+        sources = self.data.sources(self.where)
         if self.model.new:
             key, name = "model.new.tokenizer.train", self.model.new.tokenizer.train
             # If it is data.train, use the same rows (subset, max_rows); otherwise a separate source.
-            same = found["data.train"] if name == self.data.train else DataSource(name)
-            found[key] = replace(same, where=self.where(key), columns={}, share=None)
-        return found
+            source = sources["data.train"] if name == self.data.train else DataSource(name)
+            sources[key] = replace(source, where=self.where(key), columns={}, share=None)
+        return sources
 
 
 class RewardConfig(TrainingConfig):
@@ -271,7 +270,7 @@ class RewardConfig(TrainingConfig):
     trainer: dict[str, Any] = Field(default_factory=dict, description=TRAINER.format("RewardConfig", "reward"))
 
     @model_validator(mode="after")
-    def _dropout_is_on(self) -> Self:
+    def _check_lora_dropout(self) -> Self:
         adapters = self.model.adapters
         if adapters and adapters.lora_dropout and self.trainer.get("disable_dropout") is not False:
             text = "model.adapters.lora_dropout has no effect: reward training turns dropout off"

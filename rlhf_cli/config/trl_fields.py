@@ -1,4 +1,4 @@
-"""`trainer:` checked against TRL's own fields, from a list inside the package: TRL itself takes seconds to import."""
+"""Check `trainer:` against the fields of TRL's configs, stored in trl_fields.json: TRL imports slowly."""
 
 import json
 import math
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cli.config.base import Config
-from rlhf_cli.config.paths import field_shape
-from rlhf_cli.config.values import not_a_choice, wrong_type
-from rlhf_cli.errors import Problem, closest_match
+from rlhf_cli.config.paths import field_kind
+from rlhf_cli.config.value_errors import not_a_choice, wrong_type
+from rlhf_cli.errors import Problem, nearest
 
 TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
-# Fields that the pipeline sets itself -> where to say it instead (None: nowhere).
+# Fields that rlhf sets itself -> the key or option to use instead, or None.
 OWNED: dict[str, str | None] = {
     "output_dir": "run", "seed": "seed", "data_seed": "seed", "run_name": "output.run_name",
     "report_to": "output.report_to", "project": "output.project", "save_steps": "output.save_steps",
@@ -28,7 +28,7 @@ OWNED: dict[str, str | None] = {
     "prediction_loss_only": None,
 }  # fmt: skip
 OWNED_FAMILIES = ("hub_", "push_to_hub", "resume_", "save_", "trackio_")
-WORDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
+TYPE_NAMES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
          "array": "a list", "object": "keys and values", "null": "null"}  # fmt: skip
 TYPES: dict[str, Callable[[Any], bool]] = {
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
@@ -43,13 +43,13 @@ TYPES: dict[str, Callable[[Any], bool]] = {
 
 @cache
 def fields_of(stage: str) -> dict[str, dict[str, Any]]:
-    """Name -> {types, choices (where closed), default} of each field of the stage's TRL config."""
+    """Return {types, default, optional choices} of each field of the stage's TRL config, by name."""
     fields: dict[str, dict[str, Any]] = _file()[TRAINERS[stage]]
     return fields
 
 
-def made_from() -> dict[str, str]:
-    """The versions of TRL and transformers whose fields these are."""
+def source_versions() -> dict[str, str]:
+    """Return the versions of TRL and transformers that the fields were read from."""
     versions: dict[str, str] = _file()["made_from"]
     return versions
 
@@ -59,40 +59,41 @@ def _file() -> Any:
     return json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
 
 
-def handed_on(model: type[Config]) -> dict[str, dict[str, Any]]:
-    """`fields_of` those that `trainer:` takes: neither the pipeline nor a key of ours sets them."""
+def trainer_fields(model: type[Config]) -> dict[str, dict[str, Any]]:
+    """Return the fields that `trainer:` accepts: those that rlhf does not set and that have no key of their own."""
     stage = model.model_fields["stage"].default
     if stage not in TRAINERS:
         return {}
-    own = _own(model)
+    settings_keys = _settings_keys(model)
     return {
         name: field
         for name, field in fields_of(stage).items()
-        if name not in own and name not in OWNED and not name.startswith(OWNED_FAMILIES)
+        if name not in settings_keys and name not in OWNED and not name.startswith(OWNED_FAMILIES)
     }
 
 
-def _own(model: type[Config]) -> list[str]:
-    """The keys of the section with the stage's own numbers."""
-    settings = field_shape(model.model_fields[model.model_fields["stage"].default]).model
+def _settings_keys(model: type[Config]) -> list[str]:
+    """Return the keys of the section with the stage's options, such as sft:."""
+    settings = field_kind(model.model_fields[model.model_fields["stage"].default]).model
     assert settings is not None
     return list(settings.model_fields)
 
 
-def check(trainer: dict[str, Any], model: type[Config], where: Callable[[str], str]) -> list[Problem]:
-    """What is wrong with a `trainer:` section, key by key."""
+def check_trainer(trainer: dict[str, Any], model: type[Config], where: Callable[[str], str]) -> list[Problem]:
+    """Return the problems of a `trainer:` section."""
     stage = model.model_fields["stage"].default
-    found = (_wrong(name, value, stage, _own(model)) for name, value in trainer.items())
+    settings_keys = _settings_keys(model)
+    problems = {name: _check_field(name, value, stage, settings_keys) for name, value in trainer.items()}
     return [
-        Problem(each.code, each.text, where(f"trainer.{name}"), each.hint)
-        for name, each in zip(trainer, found, strict=True)
-        if each
+        Problem(problem.code, problem.text, where(f"trainer.{name}"), problem.hint)
+        for name, problem in problems.items()
+        if problem
     ]
 
 
-def _wrong(name: str, value: Any, stage: str, own: list[str]) -> Problem | None:
+def _check_field(name: str, value: Any, stage: str, settings_keys: list[str]) -> Problem | None:
     key, fields = f"trainer.{name}", fields_of(stage)
-    if name in own:
+    if name in settings_keys:
         return Problem("C02", f"{key} belongs under {stage}:", None, f"write it as {stage}.{name}")
     if name in OWNED or name.startswith(OWNED_FAMILIES):
         instead = OWNED.get(name)
@@ -104,26 +105,29 @@ def _wrong(name: str, value: Any, stage: str, own: list[str]) -> Problem | None:
         )
     if name not in fields:
         return Problem(
-            "C01", f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}", None, _meant(name, stage, own)
+            "C01",
+            f"unknown key {key}: not a field of TRL's {TRAINERS[stage]}",
+            None,
+            _suggest(name, stage, settings_keys),
         )
-    return _wrong_value(key, value, fields[name])
+    return _check_value(key, value, fields[name])
 
 
-def _meant(name: str, stage: str, own: list[str]) -> str | None:
-    others = [config for other, config in TRAINERS.items() if other != stage and name in fields_of(other)]
-    if others:
-        return f"only {others[0]} has this field"
-    near = closest_match(name, [*fields_of(stage), *own])
+def _suggest(name: str, stage: str, settings_keys: list[str]) -> str | None:
+    configs = [config for trainer_stage, config in TRAINERS.items() if name in fields_of(trainer_stage)]
+    if configs:
+        return f"only {configs[0]} has this field"
+    near = nearest(name, [*fields_of(stage), *settings_keys])
     if near is None:
         return None
-    return f"did you mean {stage}.{near}?" if near in own else f"did you mean {near}?"
+    return f"did you mean {stage}.{near}?" if near in settings_keys else f"did you mean {near}?"
 
 
-def _wrong_value(key: str, value: Any, field: dict[str, Any]) -> Problem | None:
+def _check_value(key: str, value: Any, field: dict[str, Any]) -> Problem | None:
     if isinstance(value, float) and not math.isfinite(value):
         return Problem("C06", f"{key}: must be a finite number, got {value}")
     if not any(TYPES[kind](value) for kind in field["types"]):
-        code, text, hint = wrong_type(key, [WORDS[kind] for kind in field["types"]], value)
+        code, text, hint = wrong_type(key, [TYPE_NAMES[kind] for kind in field["types"]], value)
         return Problem(code, text, None, hint)
     if isinstance(value, str) and "choices" in field and value not in field["choices"]:
         return not_a_choice(key, field["choices"], value)

@@ -1,8 +1,8 @@
-"""YAML into plain values, with the line of every key.
+"""Read YAML as plain values with the line of every key, and write values as YAML.
 
-YAML 1.1 reads `off` as false, `012` as 10, `1:30` as 90 and `1e-5` as a text. Here only true and false are booleans,
-only plain decimal numbers are numbers (1e-5 too), and everything else stays the text that was written.
-Python tags, endless aliases and files beyond any honest config's size are refused.
+YAML 1.1 reads `off` as false, `012` as 10, `1:30` as 90 and `1e-5` as text. Here only true and false are booleans,
+only plain decimal numbers are numbers (also 1e-5), and everything else stays text. Tags, recursive aliases and very
+large files are rejected.
 """
 
 import json
@@ -18,18 +18,18 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
 
-MAX_BYTES = 250_000  # what the reader takes in less than a second, whatever it holds
+MAX_BYTES = 250_000  # any file of this size is read in less than a second
 MAX_NODES = 10_000
 MAX_DEPTH = 40
 SUFFIXES = (".yaml", ".yml")
 NEWLINE = b"\n"
-# 18 digits: longer ones are ids, which a text key takes and a number key refuses.
+# At most 18 digits: longer ones are ids, so they stay text.
 INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 FLOAT = re.compile(
     r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]{1,4})?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 )
 
-# What YAML 1.1 converts and this module leaves as text: booleans, octal, binary, hex, 1_000, 1:30, dates.
+# Values that YAML 1.1 converts and that stay text here: booleans, octal, binary, hex, 1_000, 1:30, dates.
 YAML_1_1 = re.compile(
     r"yes|Yes|YES|no|No|NO|y|Y|n|N|True|TRUE|False|FALSE|on|On|ON|off|Off|OFF"
     r"|[-+]?(0[0-9_]+|0b[01_]+|0x[0-9a-fA-F_]+|0o[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])*(\.[0-9_]*)?)"
@@ -38,7 +38,7 @@ YAML_1_1 = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader for the structure only: `_scalar` reads the scalars. Bounded in size and depth, without tags."""
+    """SafeLoader of the structure, bounded in size and depth, without tags; `_scalar` parses the scalars."""
 
     nodes = 0
     depth = 0
@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
             raise RLHFError("S02", "the config is too large or too deeply nested", where=where)
         if getattr(event, "tag", None) is not None:
             raise RLHFError(
-                "S02", f"the tag {_short(event.tag)} is not allowed", where=where, hint="use plain keys and values"
+                "S02", f"the tag {_short_tag(event.tag)} is not allowed", where=where, hint="use plain keys and values"
             )
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -60,8 +60,8 @@ class _Loader(yaml.SafeLoader):
 
 
 @dataclass
-class Source:
-    """A parsed file: its values, the line of each key path ("data.train" -> 7), and the duplicate keys found."""
+class YamlFile:
+    """Parsed file: values, line of each key path ("data.train" -> 7), and problems such as duplicate keys."""
 
     name: str
     tree: dict[str, Any]
@@ -69,22 +69,22 @@ class Source:
     problems: list[Problem]
 
 
-def read(path: str | Path) -> Source:
-    """Reads a config file. Raises RLHFError C08 (syntax), C09 (no such file, not a mapping...) or S02 (unsafe)."""
+def read(path: str | Path) -> YamlFile:
+    """Read a config file. Raises RLHFError C08 (syntax), C09 (missing file, not a mapping), S02 (unsafe)."""
     name = str(path)
-    text = text_of(path)
+    text = read_text(path)
     node = _compose(text, name)
     if node is None:
         raise RLHFError("C09", "the config is empty", where=name, hint="`rlhf init` writes example configs")
     if not isinstance(node, MappingNode):
-        found = "a list" if isinstance(node, SequenceNode) else "a single value"
-        raise RLHFError("C09", f"the config is {found}, not keys and values", where=name)
+        kind = "a list" if isinstance(node, SequenceNode) else "a single value"
+        raise RLHFError("C09", f"the config is {kind}, not keys and values", where=name)
     reader = _Reader(name)
-    return Source(name, reader.value(node, ""), reader.lines, reader.problems)
+    return YamlFile(name, reader.value(node, ""), reader.lines, reader.problems)
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override, read as a YAML file would read it. Raises RLHFError."""
+    """Parse the value of an override as YAML. Raises RLHFError."""
     node = _compose(text, "")
     reader = _Reader("")
     value = reader.value(node, "") if node else None
@@ -94,18 +94,18 @@ def parse_value(text: str) -> Any:
 
 
 def is_number(text: str) -> bool:
-    """Whether this text would be a number if it stood there without quotes."""
+    """Return True if this text without quotes is a number."""
     return (INTEGER.fullmatch(text) or FLOAT.fullmatch(text)) is not None
 
 
 def is_yaml_1_1(value: Any) -> bool:
-    """Whether older YAML would have turned this text into a number, a boolean or a date."""
+    """Return True if YAML 1.1 would convert this text to a number, a boolean or a date."""
     return isinstance(value, str) and YAML_1_1.fullmatch(value) is not None
 
 
 @dataclass
 class _Reader:
-    """Turns nodes into values, noting the line of each key path."""
+    """Converts nodes to values and records the line of each key path."""
 
     name: str
     lines: dict[str, int] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class _Reader:
     size: int = 0
 
     def value(self, node: Node, path: str, depth: int = 0) -> Any:
-        # An alias repeats its whole subtree here, so this bounds what a bomb unfolds to, and ends a loop.
+        # An alias repeats its subtree, so this bounds the expansion of nested aliases and ends loops.
         self.size += 1
         if self.size > MAX_NODES or depth > MAX_DEPTH:
             raise RLHFError("S02", "the aliases expand to too many values", where=self._at(node))
@@ -148,7 +148,7 @@ class _Reader:
 
 def _scalar(node: ScalarNode, where: str) -> Any:
     text: str = node.value
-    if "\0" in text:  # no path, name or text of a config holds one, and files cannot be asked for by it
+    if "\0" in text:  # not valid in paths
         raise RLHFError("C08", "the character U+0000 is not allowed", where=where)
     if node.style is not None:
         return text
@@ -189,8 +189,8 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> RLHFErro
     return RLHFError("C08", f"not valid YAML: {problem}", where=where, hint=hint)
 
 
-def text_of(file: str | Path) -> str:
-    """A file's text. Raises RLHFError C09 where it cannot be read, S02 where it is larger than any honest config."""
+def read_text(file: str | Path) -> str:
+    """Return the text of a file. Raises RLHFError C09 if it cannot be read, S02 if it is too large for a config."""
     path, name = Path(file), str(file)
     if os.path.isdir(path):
         raise RLHFError("C09", "is a folder, not a config file", where=name, hint=_configs_in(path))
@@ -227,35 +227,35 @@ def _configs_near(path: Path) -> str | None:
     return _configs_in(path.parent) if os.path.isdir(path.parent) else None
 
 
-def _short(tag: str) -> str:
+def _short_tag(tag: str) -> str:
     return tag.replace("tag:yaml.org,2002:", "!!")
 
 
-COLUMN = 34  # where comments stand
-PLAIN = re.compile(r"[A-Za-z./~][\w./~-]*")
+COMMENT_COLUMN = 34
+PLAIN_TEXT = re.compile(r"[A-Za-z./~][\w./~-]*")
 
 
-def written(value: Any) -> str:
-    """A value on one line, which reads back as it was; a text in quotes where it needs them."""
+def to_yaml(value: Any) -> str:
+    """Format a value as one line of YAML that reads back as the same value."""
     if isinstance(value, str):
-        plain = PLAIN.fullmatch(value) and parse_value(value) == value
+        plain = PLAIN_TEXT.fullmatch(value) and parse_value(value) == value
         return value if plain else json.dumps(value, ensure_ascii=not value.isprintable())
     if isinstance(value, float):
         short = f"{value:g}"
         return re.sub(r"e([+-])0", r"e\1", short if "e" in short and float(short) == value else str(value))
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{written(key)}: {written(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{to_yaml(key)}: {to_yaml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(written, value)) + "]"
+        return "[" + ", ".join(map(to_yaml, value)) + "]"
     return json.dumps(value)
 
 
-def commented(line: str, comment: str) -> str:
-    """A line of a YAML with a comment behind it, in the column of all comments."""
-    return f"{line:<{COLUMN - 2}}  # {comment}" if comment else line
+def with_comment(line: str, comment: str) -> str:
+    """Append a comment to a line of YAML, in the column of all comments."""
+    return f"{line:<{COMMENT_COLUMN - 2}}  # {comment}" if comment else line
 
 
-def aligned(text: str) -> str:
-    """The YAML with its comments in one column, whatever the length of the values."""
+def align_comments(text: str) -> str:
+    """Return YAML text with its comments aligned in one column."""
     lines = [re.fullmatch(r"( *[^# ].*?) {2,}# (.*)", line) or line for line in text.rstrip().splitlines()]
-    return "\n".join(line if isinstance(line, str) else commented(line[1], line[2]) for line in lines) + "\n"
+    return "\n".join(line if isinstance(line, str) else with_comment(line[1], line[2]) for line in lines) + "\n"

@@ -1,4 +1,4 @@
-"""Data files to tokens. `encode` makes the tokens of all stages; TRL never tokenises."""
+"""Reading and tokenising data files. `encode` produces the tokens of all stages; TRL never tokenises."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     )
     from rlhf_cli.data.sampling import LengthGroupedSampler, prompt_batch
     from rlhf_cli.data.texts import Pair, Rows, split_key, warn_shared
-    from rlhf_cli.data.tokens import encode, encode_many, pieces, stop_token_id
+    from rlhf_cli.data.tokens import decode_stream, encode, encode_many, stop_token_id
 
 
 _MODULES = {
@@ -31,9 +31,9 @@ _MODULES = {
     "prompt_batch": "sampling",
     "Pair": "texts",
     "split_key": "texts",
+    "decode_stream": "tokens",
     "encode": "tokens",
     "encode_many": "tokens",
-    "pieces": "tokens",
     "stop_token_id": "tokens",
 }
 __all__ = [
@@ -42,10 +42,10 @@ __all__ = [
     "Prompt",
     "Rows",
     "as_dataset",
+    "decode_stream",
     "encode",
     "encode_many",
     "is_plain_text",
-    "pieces",
     "preference_pairs",
     "preference_rows",
     "prompt_batch",
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use, so that `rlhf_cli.ppo` gets data.sampling without the config."""
+    """Import on first use, so that `rlhf_cli.ppo` can use data.sampling without the config."""
     from importlib import import_module
 
     if name in _MODULES:
@@ -68,8 +68,8 @@ def __getattr__(name: str) -> Any:
 
 
 def as_dataset(rows: list[dict[str, Any]]) -> Any:
-    """A `datasets.Dataset` of the rows (at least one), all with the columns of the first; what TRL's trainers take."""
-    import datasets  # half a second, and only TRL's stages need it
+    """Return a `datasets.Dataset` of the rows (at least one) for TRL's trainers, with the first row's columns."""
+    import datasets  # half a second; only SFT and reward need it
 
     datasets.disable_progress_bars()
     return datasets.Dataset.from_dict({name: [row[name] for row in rows] for name in rows[0]})

@@ -1,4 +1,4 @@
-"""Rows of a file to token rows: examples for SFT, pairs for the reward model, prompts for PPO and evaluation."""
+"""Read and tokenise data: examples for SFT, pairs for the reward model, prompts for PPO and evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,49 +9,47 @@ from typing import Any, Literal, TypeVar
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import other_formats, texts
-from rlhf_cli.data import tokens as cache
-from rlhf_cli.data.bad_row import BadRow
-from rlhf_cli.data.formats import DataFile, Form
-from rlhf_cli.data.readers import Place
+from rlhf_cli.data.formats import DatasetReader, Form
+from rlhf_cli.data.readers import BadRow, RowLocation
 from rlhf_cli.data.texts import Rows
-from rlhf_cli.data.tokens import Conversation, Encoded, encode_many
+from rlhf_cli.data.tokens import Conversation, Encoded, encode_cached, encode_many
 from rlhf_cli.errors import RLHFError
 
 SFT_FORMS = (("prompt", "completion"), ("messages",), ("text",))
 PAIR_FORMS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
-Asked = tuple[Place, str | Conversation | None, str | None]  # a row of what `encode_many` takes
+UnencodedRow = tuple[RowLocation, str | Conversation | None, str | None]  # location, prompt, response
 PROMPT_FORMS = (*PAIR_FORMS, ("prompt",), ("messages",))
 Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its tokens, the text or conversation as given, and where it stands."""
+    """Prompt: token ids, the original text or conversation, and its location."""
 
     ids: list[int]
     text: str | Conversation
-    place: Place
+    location: RowLocation
 
 
 def is_plain_text(source: DataSource | Path | str) -> bool:
-    """Whether the first row of SFT data is {text}, without a prompt. Raises RLHFError D01-D06, D12."""
-    return _first_row(DataFile(source, SFT_FORMS))[0] == ("text",)
+    """Return True if the first row of SFT data is {text}, without a prompt. Raises RLHFError D01-D06, D12."""
+    return _first_row(DatasetReader(source, SFT_FORMS))[0] == ("text",)
 
 
 def prompt_form(source: DataSource | Path | str) -> Literal["text", "conversation", "transcript"]:
-    """How the first row of any stage's data writes its prompt. Raises RLHFError D01-D06, D12."""
-    file = DataFile(source, (*SFT_FORMS, *PROMPT_FORMS))
-    form, row = _first_row(file)
-    if file.transcripts:
+    """Return the format of the prompt in the first row of any stage's data. Raises RLHFError D01-D06, D12."""
+    reader = DatasetReader(source, (*SFT_FORMS, *PROMPT_FORMS))
+    form, row = _first_row(reader)
+    if reader.transcripts:
         return "transcript"
     return "text" if isinstance(row[form[0]], str) else "conversation"
 
 
-def _first_row(file: DataFile) -> tuple[Form, dict[str, Any]]:
-    first = next(file.rows(), None)
+def _first_row(reader: DatasetReader) -> tuple[Form, dict[str, Any]]:
+    first = next(reader.rows(), None)
     if first is None:
-        file.finish(usable=0)
-    assert first, "`finish` raises"
+        reader.finish(usable=0)
+    assert first, "finish() must raise"
     return first[1:]
 
 
@@ -63,31 +61,31 @@ def sft_rows(
     on_long: str = "drop",
     sample: int | None = None,
 ) -> Rows[dict[str, list[int]]]:
-    """{input_ids, completion_mask} of each example; the mask is 1 on the tokens that the model has to write.
+    """Return {input_ids, completion_mask} of each example; the mask is 1 on the tokens to train on.
 
-    Takes {prompt, completion}, {text} (no prompt: all of it is completion) and {messages} (one example per assistant
-    turn). Without a tokenizer only the texts are checked; of more examples than `sample` only so many are tokenised.
+    Accepts {prompt, completion}, {text} (all of it is completion) and {messages} (one example per assistant turn).
+    Without a tokenizer only the texts are checked; at most `sample` examples are tokenised.
     Raises RLHFError D01-D10, D12, D14 with file and line.
     """
-    file = DataFile(source, SFT_FORMS)
-    found = _examples(file)
-    prompts = [example.prompt or example.response for example in found]
+    reader = DatasetReader(source, SFT_FORMS)
+    examples = _read_examples(reader)
+    prompts = [example.prompt or example.response for example in examples]
     if tokenizer is None:
-        return _finished(file, [{} for _ in found], prompts)
-    found, every = _sampled(file, found, sample)
-    if file.transcripts and not tokenizer.chat_template:
-        found = [example.as_text() for example in found]
-    encoded = _encode(file, tokenizer, [(example.place, example.prompt, example.response) for example in found])
+        return _finish_rows(reader, [{} for _ in examples], prompts)
+    examples, stride = _subsample(reader, examples, sample)
+    if reader.transcripts and not tokenizer.chat_template:
+        examples = [example.as_text() for example in examples]
+    encoded = _encode(reader, tokenizer, [(example.location, example.prompt, example.response) for example in examples])
     rows = []
-    for example, tokens in zip(found, encoded, strict=True):
+    for example, tokens in zip(examples, encoded, strict=True):
         if tokens is None:
             continue
         prompt, response = tokens
-        good = not example.prompt or _has_prompt(file, example.place, prompt)
-        good = good and _has_response(file, example.place, "completion", response)
-        if good and _fits(file, example.place, len(prompt) + len(response), max_length, on_long):
+        usable = not example.prompt or _has_prompt(reader, example.location, prompt)
+        usable = usable and _has_response(reader, example.location, "completion", response)
+        if usable and _fits(reader, example.location, len(prompt) + len(response), max_length, on_long):
             rows.append({"input_ids": prompt + response, "completion_mask": [0] * len(prompt) + [1] * len(response)})
-    return _finished(file, rows, prompts, every=every)
+    return _finish_rows(reader, rows, prompts, stride=stride)
 
 
 def preference_rows(
@@ -99,50 +97,50 @@ def preference_rows(
     on_identical: str = "error",
     sample: int | None = None,
 ) -> Rows[dict[str, Any]]:
-    """{prompt_ids, chosen_ids, rejected_ids[, margin]} of each pair; chosen_ids = prompt + response + stop token.
+    """Return {prompt_ids, chosen_ids, rejected_ids[, margin]} of each pair; chosen_ids is the prompt and the response.
 
-    Takes {prompt, chosen, rejected} and {chosen, rejected}, where the prompt is what the two begin with. Without a
-    tokenizer only the texts are checked; of more pairs than `sample` only so many are tokenised.
+    Accepts {prompt, chosen, rejected}, and {chosen, rejected} with the prompt as common prefix. Without a tokenizer
+    only the texts are checked; at most `sample` pairs are tokenised.
     Raises RLHFError D01-D10, D12, D14 with file and line.
     """
-    file = DataFile(source, PAIR_FORMS)
-    pairs = [pair for pair in read_pairs(file, on_identical) if _is_ours(file, pair.prompt)]
-    _warn_repeated(file, pairs)
+    reader = DatasetReader(source, PAIR_FORMS)
+    pairs = [pair for pair in read_pairs(reader, on_identical) if _in_split(reader, pair.prompt)]
+    _warn_repeated(reader, pairs)
     prompts = [pair.prompt for pair in pairs]
     if tokenizer is None:
-        return _finished(file, [{} for _ in pairs], prompts)
-    pairs, every = _sampled(file, pairs, sample)
-    if file.transcripts and not tokenizer.chat_template:
+        return _finish_rows(reader, [{} for _ in pairs], prompts)
+    pairs, stride = _subsample(reader, pairs, sample)
+    if reader.transcripts and not tokenizer.chat_template:
         pairs = [pair.as_text() for pair in pairs]
-    asked = ((pair.place, pair.prompt, pair.chosen) for pair in pairs)
-    others = ((pair.place, None, pair.rejected) for pair in pairs)
-    encoded = _encode(file, tokenizer, [*asked, *others])
+    chosen_rows = ((pair.location, pair.prompt, pair.chosen) for pair in pairs)
+    rejected_rows = ((pair.location, None, pair.rejected) for pair in pairs)
+    encoded = _encode(reader, tokenizer, [*chosen_rows, *rejected_rows])
     rows = []
-    for pair, first, second in zip(pairs, encoded[: len(pairs)], encoded[len(pairs) :], strict=True):
-        if first is None or second is None:
+    for pair, chosen_tokens, rejected_tokens in zip(pairs, encoded[: len(pairs)], encoded[len(pairs) :], strict=True):
+        if chosen_tokens is None or rejected_tokens is None:
             continue
-        (prompt, chosen), (_, rejected) = first, second
-        good = _has_prompt(file, pair.place, prompt) and _has_response(file, pair.place, "chosen", chosen)
-        good = good and _has_response(file, pair.place, "rejected", rejected)
-        if good and _fits(file, pair.place, len(prompt) + max(len(chosen), len(rejected)), max_length, on_long):
+        (prompt, chosen), (_, rejected) = chosen_tokens, rejected_tokens
+        usable = _has_prompt(reader, pair.location, prompt) and _has_response(reader, pair.location, "chosen", chosen)
+        usable = usable and _has_response(reader, pair.location, "rejected", rejected)
+        if usable and _fits(reader, pair.location, len(prompt) + max(len(chosen), len(rejected)), max_length, on_long):
             row = {"prompt_ids": prompt, "chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
             rows.append(row if pair.margin is None else {**row, "margin": pair.margin})
-    return _finished(file, rows, prompts, every=every)
+    return _finish_rows(reader, rows, prompts, stride=stride)
 
 
 def preference_pairs(source: DataSource | Path | str) -> tuple[list[texts.Pair], int, bool]:
-    """The usable pairs of a source, each once; how many rows it has; and whether they were transcripts.
+    """Return the distinct usable pairs of a source, the number of rows read, and True if they were transcripts.
 
-    All other rows are left out and counted in warnings. Raises RLHFError D01-D05, D12 and where nothing is left.
+    Other rows are dropped with warnings. Raises RLHFError D01-D05, D12.
     """
-    file = DataFile(source, PAIR_FORMS)
+    reader = DatasetReader(source, PAIR_FORMS)
     pairs: dict[str, texts.Pair] = {}
-    for pair in read_pairs(file, "drop"):
+    for pair in read_pairs(reader, "drop"):
         if pairs.setdefault(repr((pair.prompt, pair.chosen, pair.rejected)), pair) is not pair:
-            file.drop(pair.place, "D15", "duplicate of an earlier pair")
+            reader.drop(pair.location, "D15", "duplicate of an earlier pair")
     hints = {"D15": "each pair is counted once", "D07": "identical answers have no preference"}
-    file.finish(len(pairs), hints, "the other rows are used")
-    return list(pairs.values()), file.read, file.transcripts
+    reader.finish(len(pairs), hints, "the other rows are used")
+    return list(pairs.values()), reader.num_read, reader.transcripts
 
 
 def prompt_rows(
@@ -153,224 +151,235 @@ def prompt_rows(
     on_long: str = "drop",
     sample: int | None = None,
 ) -> Rows[Prompt]:
-    """The prompts of a file: {prompt}, {messages} (up to the last assistant turn), or the distinct prompts of pairs.
+    """Return the prompts of a file: {prompt}, {messages} up to the last assistant turn, or distinct prompts of pairs.
 
-    Without a tokenizer they have no tokens, only the texts are checked; of more than `sample` only so many are
-    tokenised. Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
+    Without a tokenizer only the texts are checked and prompts have no tokens; at most `sample` are tokenised.
+    Raises RLHFError D01-D06, D08, D10, D12, D14 with file and line.
     """
-    file = DataFile(source, PROMPT_FORMS)
-    found = _openings(file, [asked for asked in _distinct_prompts(file) if _is_ours(file, asked.text)])
-    texts_as_given = [asked.text for asked in found]
+    reader = DatasetReader(source, PROMPT_FORMS)
+    distinct = [prompt for prompt in _distinct_prompts(reader) if _in_split(reader, prompt.text)]
+    distinct = _cut_to_first_words(reader, distinct)
+    original_texts = [prompt.text for prompt in distinct]
     if tokenizer is None:
-        told = [Prompt([], asked.text, asked.place) for asked in found]
-        return _finished(file, told, texts_as_given, kept=sum(asked.rows for asked in found))
-    found, every = _sampled(file, found, sample)
-    if file.transcripts and not tokenizer.chat_template:
-        found = [replace(asked, text=other_formats.render(asked.text)) for asked in found]
-    encoded = _encode(file, tokenizer, [(asked.place, asked.text, None) for asked in found])
-    prompts, kept = [], 0
-    for asked, tokens in zip(found, encoded, strict=True):
+        untokenised = [Prompt([], prompt.text, prompt.location) for prompt in distinct]
+        return _finish_rows(reader, untokenised, original_texts, kept=sum(prompt.rows for prompt in distinct))
+    distinct, stride = _subsample(reader, distinct, sample)
+    if reader.transcripts and not tokenizer.chat_template:
+        distinct = [replace(prompt, text=other_formats.render_transcript(prompt.text)) for prompt in distinct]
+    encoded = _encode(reader, tokenizer, [(prompt.location, prompt.text, None) for prompt in distinct])
+    rows, kept = [], 0
+    for prompt, tokens in zip(distinct, encoded, strict=True):
         ids = tokens[0] if tokens else []
-        if not tokens or not _has_prompt(file, asked.place, ids):
+        if not tokens or not _has_prompt(reader, prompt.location, ids):
             continue
-        if _fits(file, asked.place, len(ids), max_length, on_long, asked.rows):
-            prompts.append(Prompt(ids, asked.text, asked.place))
-            kept += asked.rows
-    return _finished(file, prompts, texts_as_given, kept=kept, every=every)
+        if _fits(reader, prompt.location, len(ids), max_length, on_long, prompt.rows):
+            rows.append(Prompt(ids, prompt.text, prompt.location))
+            kept += prompt.rows
+    return _finish_rows(reader, rows, original_texts, kept=kept, stride=stride)
 
 
-def _examples(file: DataFile) -> list[texts.Example]:
-    """The examples of a file that fall into the part asked for; what is wrong with the other rows is noted in it."""
-    found: list[texts.Example] = []
-    for place, form, row in file.rows():
+def _read_examples(reader: DatasetReader) -> list[texts.Example]:
+    """Return the examples of the selected split; note problems with other rows in the reader."""
+    examples: list[texts.Example] = []
+    for location, form, row in reader.rows():
         try:
-            examples = texts.examples(place, form, row)
+            row_examples = texts.parse_examples(location, form, row)
         except BadRow as bad:
-            file.note(place, bad)
+            reader.note(location, bad)
             continue
-        found += [example for example in examples if _is_ours(file, example.prompt or example.response)]
-    return found
+        examples += [example for example in row_examples if _in_split(reader, example.prompt or example.response)]
+    return examples
 
 
-def read_pairs(file: DataFile, on_identical: str) -> list[texts.Pair]:
-    """The pairs of a file; what is wrong with the other rows is noted in it, or counted as left out."""
+def read_pairs(reader: DatasetReader, on_identical: str) -> list[texts.Pair]:
+    """Return the pairs of a source; note problems with other rows in the reader, or drop them."""
     pairs: list[texts.Pair] = []
-    for place, form, row in file.rows():
+    for location, form, row in reader.rows():
         try:
-            pair = texts.pair(place, form, row)
+            pair = texts.parse_pair(location, form, row)
             if pairs and (pair.margin is None) != (pairs[0].margin is None):
-                raise BadRow("D12", f'"margin" occurs only in some rows; compare {pairs[0].place.short}')
+                raise BadRow("D12", f'"margin" occurs only in some rows; compare {pairs[0].location.short}')
             pairs.append(pair)
         except BadRow as bad:
             if bad.code == "D07" and on_identical == "drop":
-                file.drop(place, "D07", texts.IDENTICAL)
+                reader.drop(location, "D07", texts.IDENTICAL)
             else:
-                file.note(place, bad)
+                reader.note(location, bad)
     return pairs
 
 
-def _warn_repeated(file: DataFile, pairs: list[texts.Pair]) -> None:
-    """D15: the same pair twice counts twice; a pair in both directions says nothing."""
-    seen: dict[bytes, Place] = {}
-    twice: list[tuple[Place, Place]] = []
-    turned: list[tuple[Place, Place]] = []
+def _warn_repeated(reader: DatasetReader, pairs: list[texts.Pair]) -> None:
+    """Warn (D15) about duplicate pairs and about pairs that also occur with swapped answers."""
+    seen: dict[bytes, RowLocation] = {}
+    duplicates: list[tuple[RowLocation, RowLocation]] = []
+    swapped: list[tuple[RowLocation, RowLocation]] = []
     for pair in pairs:
         key, mirrored = (
             blake2b(repr((pair.prompt, *answers)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
             for answers in ((pair.chosen, pair.rejected), (pair.rejected, pair.chosen))
         )
         if key in seen:
-            twice.append((seen[key], pair.place))
+            duplicates.append((seen[key], pair.location))
         elif mirrored in seen:
-            turned.append((seen[mirrored], pair.place))
-        seen.setdefault(key, pair.place)
-    for found, what in (
-        (twice, "occur twice in the file"),
-        (turned, "contradict another pair, with chosen and rejected swapped"),
+            swapped.append((seen[mirrored], pair.location))
+        seen.setdefault(key, pair.location)
+    for matches, description in (
+        (duplicates, "occur twice in the file"),
+        (swapped, "contradict another pair, with chosen and rejected swapped"),
     ):
-        if found:
-            one, other = found[0]
-            text = f"{len(found)} of {len(pairs)} pairs {what} (first: {one.short} and {other.short})"
-            terminal.warn("D15", text, where=file.source.shown())
+        if matches:
+            first, second = matches[0]
+            text = f"{len(matches)} of {len(pairs)} pairs {description} (first: {first.short} and {second.short})"
+            terminal.warn("D15", text, where=reader.source.shown())
 
 
 @dataclass
-class _Distinct:
-    """A prompt of a file: where it stands first, and how many rows have it."""
+class _DistinctPrompt:
+    """Prompt of a file, its first location and its number of rows."""
 
-    place: Place
+    location: RowLocation
     text: str | Conversation
     rows: int = 1
 
 
-def _distinct_prompts(file: DataFile) -> list[_Distinct]:
-    found: list[_Distinct] = []
-    seen: dict[str, _Distinct] = {}
-    for place, form, row in file.rows():
+def _distinct_prompts(reader: DatasetReader) -> list[_DistinctPrompt]:
+    """Return the prompts of a source; pairs with the same prompt give one."""
+    prompts: list[_DistinctPrompt] = []
+    seen: dict[str, _DistinctPrompt] = {}
+    for location, form, row in reader.rows():
         try:
-            prompt = texts.pair(place, form, row).prompt if "chosen" in form else texts.bare_prompt(form, row)
+            prompt = texts.parse_pair(location, form, row).prompt if "chosen" in form else texts.parse_prompt(form, row)
         except BadRow as bad:
             if bad.code == "D07":
-                file.drop(place, "D07", texts.IDENTICAL)
+                reader.drop(location, "D07", texts.IDENTICAL)
             else:
-                file.note(place, bad)
+                reader.note(location, bad)
             continue
         if "chosen" in form and (same := seen.get(repr(prompt))):
             same.rows += 1
             continue
-        found.append(_Distinct(place, prompt))
-        seen.setdefault(repr(prompt), found[-1])
-    return found
+        prompts.append(_DistinctPrompt(location, prompt))
+        seen.setdefault(repr(prompt), prompts[-1])
+    return prompts
 
 
-def _openings(file: DataFile, found: list[_Distinct]) -> list[_Distinct]:
-    """The prompts cut to their first words, where the source wants that."""
-    words = file.source.first_words
+def _cut_to_first_words(reader: DatasetReader, prompts: list[_DistinctPrompt]) -> list[_DistinctPrompt]:
+    """Cut the prompts to data.first_words, if it is set."""
+    words = reader.source.first_words
     if words is None:
-        return found
-    kept: list[_Distinct] = []
-    for asked in found:
+        return prompts
+    cut: list[_DistinctPrompt] = []
+    for prompt in prompts:
         try:
-            kept.append(replace(asked, text=texts.opening(asked.text, words)))
+            cut.append(replace(prompt, text=texts.first_words(prompt.text, words)))
         except BadRow as bad:
-            file.note(asked.place, bad, asked.rows)
-    return kept
+            reader.note(prompt.location, bad, prompt.rows)
+    return cut
 
 
-def _sampled(file: DataFile, found: list[Row], most: int | None) -> tuple[list[Row], int]:
-    """Every n-th of what was found, at most `most` of them, and n: so a sample of a sorted file is like the whole.
+def _subsample(reader: DatasetReader, rows: list[Row], max_rows: int | None) -> tuple[list[Row], int]:
+    """Return every stride-th row, at most `max_rows`, and the stride; so a sample of a sorted file is representative.
 
-    Of the rows that are left out already, one in n is counted from here on.
+    The counts of rows dropped so far are divided by the stride.
     """
-    every = max(1, -(-len(found) // most)) if most else 1
-    for lost in file.dropped.values():
-        lost.rows = -(-lost.rows // every)
-    return found[::every], every
+    stride = max(1, -(-len(rows) // max_rows)) if max_rows else 1
+    for dropped in reader.dropped.values():
+        dropped.rows = -(-dropped.rows // stride)
+    return rows[::stride], stride
 
 
-def _is_ours(file: DataFile, prompt: str | Conversation) -> bool:
-    """Whether a row falls into the part of the file that is asked for."""
-    share = file.source.share
+def _in_split(reader: DatasetReader, prompt: str | Conversation) -> bool:
+    """Return True if a prompt belongs to the selected part of the source."""
+    share = reader.source.share
     return share is None or share.contains(texts.split_key(prompt))
 
 
-def _encode(file: DataFile, tokenizer: Any, rows: list[Asked]) -> Sequence[Encoded | None]:
-    """Tokens of all rows at once; where the chat template refuses one, row by row to find which, and None for it."""
-    if file.problems:
-        file.finish(usable=0)
+def _encode(reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow]) -> Sequence[Encoded | None]:
+    """Encode all rows together; if that fails, encode row by row, with None for rows that the chat template rejects."""
+    if reader.problems:
+        reader.finish(usable=0)
     prompts, answers = [prompt for _, prompt, _ in rows], [text for _, _, text in rows]
     try:
-        encoded: Sequence[Encoded | None] = cache.encoded(
+        encoded: Sequence[Encoded | None] = encode_cached(
             tokenizer, prompts, answers, lambda: encode_many(tokenizer, prompts, answers)
         )
     except RLHFError:
-        encoded = _encode_one_by_one(file, tokenizer, rows)
-    _warn_two_starts(file, tokenizer, rows, encoded)
+        encoded = _encode_row_by_row(reader, tokenizer, rows)
+    _warn_double_bos(reader, tokenizer, rows, encoded)
     return encoded
 
 
-def _encode_one_by_one(file: DataFile, tokenizer: Any, rows: list[Asked]) -> list[Encoded | None]:
+def _encode_row_by_row(reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow]) -> list[Encoded | None]:
     encoded: list[Encoded | None] = []
-    for place, prompt, text in rows:
+    for location, prompt, text in rows:
         try:
             encoded += encode_many(tokenizer, [prompt], [text])
         except RLHFError as error:
             problem = error.problems[0]
-            if problem.code != "D06":  # the tokenizer's own fault, the same in every row
-                raise RLHFError(problem.code, problem.text, where=str(place), hint=problem.hint) from error
-            file.note(place, BadRow(problem.code, problem.text, problem.hint))
+            if problem.code != "D06":  # a fault of the tokenizer, the same in every row
+                raise RLHFError(problem.code, problem.text, where=str(location), hint=problem.hint) from error
+            reader.note(location, BadRow(problem.code, problem.text, problem.hint))
             encoded.append(None)
-    if file.problems:
-        file.finish(usable=0)
+    if reader.problems:
+        reader.finish(usable=0)
     return encoded
 
 
-def _warn_two_starts(file: DataFile, tokenizer: Any, rows: list[Asked], encoded: Sequence[Encoded | None]) -> None:
-    """T03: a text that begins with the start token where the tokenizer or the chat template writes one too."""
-    start = tokenizer.bos_token_id
-    doubled: list[Asked] = []
-    asked = 0
+def _warn_double_bos(
+    reader: DatasetReader, tokenizer: Any, rows: list[UnencodedRow], encoded: Sequence[Encoded | None]
+) -> None:
+    """Warn (T03) about texts that start with BOS if the tokenizer or the chat template adds another."""
+    bos = tokenizer.bos_token_id
+    doubled: list[UnencodedRow] = []
+    num_prompts = 0
     for row, tokens in zip(rows, encoded, strict=True):
         if tokens is None or row[1] is None:
             continue
-        asked += 1
-        if (tokens[0][:2] + tokens[1][:2])[:2] == [start, start]:
+        num_prompts += 1
+        if (tokens[0][:2] + tokens[1][:2])[:2] == [bos, bos]:
             doubled.append(row)
     if doubled:
         adds = "the tokenizer" if isinstance(doubled[0][1], str) else "the chat template"
-        what = f"{len(doubled)} of {asked} texts start with {tokenizer.bos_token!r} twice"
-        text = f"{what}: they contain one, and {adds} adds another"
-        terminal.warn("T03", text, where=file.source.shown(), hint=f"remove {tokenizer.bos_token} from the texts")
+        count = f"{len(doubled)} of {num_prompts} texts start with {tokenizer.bos_token!r} twice"
+        text = f"{count}: they contain one, and {adds} adds another"
+        terminal.warn("T03", text, where=reader.source.shown(), hint=f"remove {tokenizer.bos_token} from the texts")
 
 
-def _has_prompt(file: DataFile, place: Place, ids: list[int]) -> bool:
+def _has_prompt(reader: DatasetReader, location: RowLocation, ids: list[int]) -> bool:
     if not ids:
-        file.note(place, BadRow("D08", "the tokenizer returns no tokens for the prompt"))
+        reader.note(location, BadRow("D08", "the tokenizer returns no tokens for the prompt"))
     return bool(ids)
 
 
-def _has_response(file: DataFile, place: Place, column: str, ids: list[int]) -> bool:
+def _has_response(reader: DatasetReader, location: RowLocation, column: str, ids: list[int]) -> bool:
     if len(ids) <= 1:
-        file.note(place, BadRow("D09", f'"{column}" has no tokens besides the stop token'))
+        reader.note(location, BadRow("D09", f'"{column}" has no tokens besides the stop token'))
     return len(ids) > 1
 
 
-def _fits(file: DataFile, place: Place, length: int, max_length: int | None, on_long: str, rows: int = 1) -> bool:
-    file.longest = max(file.longest, length)
+def _fits(
+    reader: DatasetReader, location: RowLocation, length: int, max_length: int | None, on_long: str, rows: int = 1
+) -> bool:
+    reader.longest = max(reader.longest, length)
     if max_length is None or length <= max_length:
-        file.longest_usable = max(file.longest_usable, length)
+        reader.longest_usable = max(reader.longest_usable, length)
         return True
     if on_long == "drop":
-        file.drop(place, "D10", f"longer than {max_length} tokens", rows)
+        reader.drop(location, "D10", f"longer than {max_length} tokens", rows)
     else:
         hint = "set data.on_long: drop, or raise the token limit"
-        file.note(place, BadRow("D10", f"{length} tokens; the limit is {max_length}", hint))
+        reader.note(location, BadRow("D10", f"{length} tokens; the limit is {max_length}", hint))
     return False
 
 
-def _finished(
-    file: DataFile, rows: list[Row], prompts: Sequence[str | Conversation], *, kept: int | None = None, every: int = 1
+def _finish_rows(
+    reader: DatasetReader,
+    rows: list[Row],
+    prompts: Sequence[str | Conversation],
+    *,
+    kept: int | None = None,
+    stride: int = 1,
 ) -> Rows[Row]:
     kept = len(rows) if kept is None else kept
-    file.finish(kept)
-    return Rows(rows, file, prompts, kept=kept, every=every)
+    reader.finish(kept)
+    return Rows(rows, reader, prompts, kept=kept, stride=stride)

@@ -1,4 +1,4 @@
-"""The forms that rows of a data file may have, and what is wrong with those that have none."""
+"""Row formats: column names of a data source, its first row as the schema of the others, and problems with rows."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,17 +8,16 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import DataSource
 from rlhf_cli.data import other_formats
-from rlhf_cli.data.bad_row import BadRow, described
-from rlhf_cli.data.readers import Place, lacks_header, told
+from rlhf_cli.data.readers import BadRow, RowLocation, describe_value, format_columns, missing_header_hint
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import Problem, RLHFError, closest_match
 
-SHOWN_ROWS = 5
+MAX_SHOWN_PROBLEMS = 5
 Form = tuple[str, ...]
 TEXT, CONVERSATION = "text", "a conversation"
-ANSWERS = {"completion", "chosen"}  # one may well be read as the other
-OF_THE_FILE = ("D02", "D14")  # wrong in every row: leaving rows out would not help
-OF_OTHER_KEYS = ("D07", "D10")  # data.on_identical and data.on_long decide
+ANSWER_COLUMNS = {"completion", "chosen"}  # answers of one kind can serve as the other
+FILE_CODES = ("D02", "D14")  # faults of the whole file; dropping rows does not help
+SEPARATELY_CONFIGURED_CODES = ("D07", "D10")  # handled by data.on_identical and data.on_long
 HINTS = {
     "D07": "remove the rows from the file",
     "D10": "raise the token limit, or shorten the rows; data.on_long: error lists them",
@@ -27,232 +26,242 @@ DROP = "correct the row, or set data.on_bad: drop"
 
 
 @dataclass(frozen=True)
-class First:
-    """The first usable row: where it stands, and what all others have to be like."""
+class RowSchema:
+    """Location, columns and value types of the first row, which all other rows must match."""
 
-    place: Place
+    location: RowLocation
     form: Form
     kinds: dict[str, str]
 
 
 @dataclass
-class Lost:
-    """Rows left out for faults of one code, told by the first of them."""
+class DroppedRows:
+    """Number of rows dropped with one error code; message and location are those of the first."""
 
-    first: Place
+    first: RowLocation
     text: str
     rows: int = 0
-    alike: bool = True
+    same_text: bool = True
 
     def __str__(self) -> str:
-        return f"{self.text}{'' if self.alike else '; the others are similar'}"
+        return f"{self.text}{'' if self.same_text else '; the others are similar'}"
 
 
-class DataFile:
-    """The rows of a source under our column names, and the book of what is wrong with them and what was left out."""
+class DatasetReader:
+    """Reader of a source's rows under rlhf's column names; it collects problems and counts dropped rows."""
 
     def __init__(self, source: DataSource | Path | str, forms: tuple[Form, ...]):
         self.source, self.forms = DataSource.of(source), forms
         self.columns, self.where = self.source.columns, self.source.where
-        self.read = 0
-        self.longest = self.longest_usable = 0  # tokens, with and without the rows that were left out for it
-        self.transcripts = False  # whether the texts are dialogues, which the rows then hold as conversations
+        self.num_read = 0
+        self.longest = self.longest_usable = 0  # tokens, with and without rows dropped as too long
+        self.transcripts = False  # if True, texts are dialogues and are converted to conversations
         self.problems: list[Problem] = []
-        self.dropped: dict[str, Lost] = {}  # by code
-        self._reading = False  # whether rows are still read, and none has been split from the others
+        self.dropped: dict[str, DroppedRows] = {}  # by code
+        self._reading = False  # rows are being read and have not been assigned to a split yet
         known = sorted({name for form in forms for name in form} | {"margin"})
         for name in self.columns:
             if name not in known:
-                text = f'{self._key} names "{name}"; known columns: {", ".join(known)}'
-                raise RLHFError("D02", text, where=self.where, hint=self._meant(name, known))
+                text = f'{self._columns_option} names "{name}"; known columns: {", ".join(known)}'
+                raise RLHFError("D02", text, where=self.where, hint=self._suggest_column(name, known))
 
-    def rows(self) -> Iterator[tuple[Place, Form, dict[str, Any]]]:
-        """(place, form, row) of each row that is like the first one; the others are noted as problems."""
-        first: First | None = None
+    def rows(self) -> Iterator[tuple[RowLocation, Form, dict[str, Any]]]:
+        """Yield (location, form, row) of each row that matches the first one; note the others as problems."""
+        schema: RowSchema | None = None
         self._reading = True
-        for place, raw in read_rows(self.source):
-            self.read += 1
+        for location, raw in read_rows(self.source):
+            self.num_read += 1
             row = raw
             if self.columns:
                 row = {name: value for name, value in raw.items() if name not in self.columns}
-                row |= {ours: raw[theirs] for ours, theirs in self.columns.items() if theirs in raw}
+                row |= {name: raw[file_column] for name, file_column in self.columns.items() if file_column in raw}
             try:
-                if first is None:
-                    first = self._first(place, raw, row)
-                self._check_like(first, row)
-                form = first.form
+                if schema is None:
+                    schema = self._infer_schema(location, raw, row)
+                self._check_row(schema, row)
+                form = schema.form
                 if self.transcripts:
-                    form, row = self._turns(form, row)
+                    form, row = self._parse_transcripts(form, row)
             except BadRow as bad:
-                self.note(place, bad)
-                if first is None and self.problems:
-                    break  # without a form nothing can be said of the rows that follow
+                self.note(location, bad)
+                if schema is None and self.problems:
+                    break  # without a form the following rows cannot be checked
                 continue
-            yield place, form, row
+            yield location, form, row
         self._reading = False
 
-    def note(self, place: Place, bad: BadRow, rows: int = 1) -> None:
-        """A row that cannot be used: an error in the end, or one to leave out. Its first fault counts."""
-        if self.source.on_bad == "drop" and bad.code not in OF_THE_FILE + OF_OTHER_KEYS:
-            self.drop(place, bad.code, bad.text, rows)
-        elif not self.problems or self.problems[-1].where != str(place):
-            hint = bad.hint or (DROP if bad.code not in OF_THE_FILE + OF_OTHER_KEYS else None)
-            self.problems.append(Problem(bad.code, bad.text, str(place), hint))
+    def note(self, location: RowLocation, bad: BadRow, rows: int = 1) -> None:
+        """Record the first fault of a row as a problem, or drop the row if data.on_bad says so."""
+        if self.source.on_bad == "drop" and bad.code not in FILE_CODES + SEPARATELY_CONFIGURED_CODES:
+            self.drop(location, bad.code, bad.text, rows)
+        elif not self.problems or self.problems[-1].where != str(location):
+            hint = bad.hint or (DROP if bad.code not in FILE_CODES + SEPARATELY_CONFIGURED_CODES else None)
+            self.problems.append(Problem(bad.code, bad.text, str(location), hint))
 
-    def drop(self, place: Place, code: str, text: str, rows: int = 1) -> None:
-        """A row that is left out, and counted; a prompt stands for all `rows` that have it.
+    def drop(self, location: RowLocation, code: str, text: str, rows: int = 1) -> None:
+        """Count `rows` dropped rows: those of a prompt, or a single one.
 
-        A row that could not be read has no prompt by which a split takes it: its place decides which part counts it.
+        Unreadable rows have no prompt to split by; their location decides which part of a split counts them.
         """
         share = self.source.share
-        if self._reading and share is not None and not share.contains(place.short):
+        if self._reading and share is not None and not share.contains(location.short):
             return
-        lost = self.dropped.setdefault(code, Lost(place, text))
-        lost.rows, lost.alike = lost.rows + rows, lost.alike and text == lost.text
+        dropped = self.dropped.setdefault(code, DroppedRows(location, text))
+        dropped.rows += rows
+        dropped.same_text = dropped.same_text and text == dropped.text
 
     @property
-    def left_out(self) -> int:
-        return sum(lost.rows for lost in self.dropped.values())
+    def num_dropped(self) -> int:
+        """Return the number of dropped rows."""
+        return sum(dropped.rows for dropped in self.dropped.values())
 
     def finish(
         self,
         usable: int,
         hints: Mapping[str, str] = HINTS,
-        otherwise: str = "set data.on_bad: error to list them",
+        default_hint: str = "set data.on_bad: error to list them",
     ) -> None:
-        """Raises what is wrong with the rows, the first five in full; D05 where none of them is usable.
+        """Raise RLHFError with the first five problems, or D05 if no row is usable; warn about dropped rows.
 
-        Warns of the rows that were left out: how many of the usable rows and them, for which fault, where the first one
-        stands, and a hint by code.
+        A warning has the number of dropped rows, the fault, the location of the first, and a hint by code.
         """
         if self.problems:
-            raise RLHFError.from_problems(self._told())
+            raise RLHFError.of(self._shown_problems())
         if usable == 0:
-            told = "; ".join(f"{lost.rows} {lost}" for lost in self.dropped.values())
-            text = f"no usable row: {self.read} read" + (f", dropped {told}" if told else "")
+            reasons = "; ".join(f"{dropped.rows} {dropped}" for dropped in self.dropped.values())
+            text = f"no usable row: {self.num_read} read" + (f", dropped {reasons}" if reasons else "")
             share = self.source.share
-            if share and self.read and not told:
+            if share and self.num_read and not reasons:
                 text += f", none of them in the part selected by data.eval_fraction {share.fraction:g}"
             raise RLHFError("D05", text, where=self.source.shown(), hint=self.where and f"see {self.where}")
-        for code, lost in self.dropped.items():
-            text = f"{lost.rows} of {usable + self.left_out} rows dropped: {lost} (first: {lost.first.short})"
+        for code, dropped in self.dropped.items():
+            rows = f"{dropped.rows} of {usable + self.num_dropped} rows"
+            text = f"{rows} dropped: {dropped} (first: {dropped.first.short})"
             text += f"; the longest has {self.longest}" if code == "D10" else ""
-            terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, otherwise))
+            terminal.warn(code, text, where=self.source.shown(), hint=hints.get(code, default_hint))
 
-    def _told(self) -> list[Problem]:
-        told, hints = [], set()
-        for problem in self.problems[:SHOWN_ROWS]:
+    def _shown_problems(self) -> list[Problem]:
+        shown, hints = [], set()
+        for problem in self.problems[:MAX_SHOWN_PROBLEMS]:
             hint = None if problem.hint in hints else problem.hint
             hints.add(problem.hint)
-            told.append(Problem(problem.code, problem.text, problem.where, hint))
-        if len(self.problems) > SHOWN_ROWS:
+            shown.append(Problem(problem.code, problem.text, problem.where, hint))
+        if len(self.problems) > MAX_SHOWN_PROBLEMS:
             last = self.problems[-1]
-            text = f"{len(self.problems)} of {self.read} rows are bad; the first {SHOWN_ROWS} are shown"
+            text = f"{len(self.problems)} of {self.num_read} rows are bad; the first {MAX_SHOWN_PROBLEMS} are shown"
             text += f"; the longest has {self.longest} tokens" if last.code == "D10" else ""
-            can_go = any(problem.code not in OF_THE_FILE + OF_OTHER_KEYS for problem in self.problems)
-            hint = "set data.on_bad: drop" if can_go else None
-            told.append(Problem(last.code, text, self.source.shown(), hint))
-        return told
+            can_drop = any(problem.code not in FILE_CODES + SEPARATELY_CONFIGURED_CODES for problem in self.problems)
+            hint = "set data.on_bad: drop" if can_drop else None
+            shown.append(Problem(last.code, text, self.source.shown(), hint))
+        return shown
 
-    def _form(self, place: Place, raw: dict[str, Any], row: dict[str, Any]) -> Form:
-        # Pairs whose prompt stands in columns of another system's names are no pairs without a prompt.
-        theirs = other_formats.form(row) if "prompt" not in row else None
+    def _form(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> Form:
+        """Return the form of the first row. Raises BadRow D02."""
+        # Pairs with their prompt in another system's columns are not pairs without a prompt.
+        converted_form = other_formats.target_form(row) if "prompt" not in row else None
         for form in self.forms:
-            if all(name in row for name in form) and not (theirs == other_formats.PAIR and "prompt" not in form):
+            lacks_prompt = converted_form == other_formats.PAIR_FORM and "prompt" not in form
+            if all(name in row for name in form) and not lacks_prompt:
                 return form
         wanted = " or ".join("{" + ", ".join(form) + "}" for form in self.forms)
-        absent = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
-        # Never one that stands for another of our columns: answers would be learnt from prompts.
-        ours = {name for form in self.forms for name in form} - ANSWERS | set(self.forms[0])
-        free = [name for name in raw if name not in ours]
-        near = closest_match(absent, free) or next((name for name in free if name in ANSWERS), next(iter(free), "NAME"))
-        text = f"the row needs {wanted}; columns found: {told(raw) or 'none'}"
-        if hint := self._converting(raw) or self._header_hint(place, raw):
+        missing = next((name for name in self.forms[0] if name not in row), self.forms[0][0])
+        # Never suggest a column that another column of rlhf uses: prompts could be trained on as answers.
+        used = {name for form in self.forms for name in form} - ANSWER_COLUMNS | set(self.forms[0])
+        free = [name for name in raw if name not in used]
+        answer = next((name for name in free if name in ANSWER_COLUMNS), next(iter(free), "NAME"))
+        near = nearest(missing, free) or answer
+        text = f"the row needs {wanted}; columns found: {format_columns(raw) or 'none'}"
+        if hint := self._conversion_hint(raw) or self._header_hint(location, raw):
             raise BadRow("D02", text, hint)
-        raise BadRow("D02", text, f"map the columns, e.g. {self._naming(absent, near)}")
+        raise BadRow("D02", text, f"map the columns, e.g. {self._column_mapping(missing, near)}")
 
-    def _converting(self, raw: dict[str, Any]) -> str | None:
-        """What to do with rows of another system's form."""
-        made = other_formats.form(raw)
-        if made is None:
+    def _conversion_hint(self, raw: dict[str, Any]) -> str | None:
+        """Return a hint how to convert rows in another system's format, or None."""
+        form = other_formats.target_form(raw)
+        if form is None:
             return None
         wanted = {name for form in self.forms for name in form}
-        command = other_formats.command(self.source)
-        if made in self.forms or (made == ("messages",) and "messages" in wanted):
-            return f"run `{command}` to convert them to {{{', '.join(made)}}}, and set that file"
-        if "chosen" in made and "completion" in wanted:
-            columns = self._naming("completion", "chosen")
+        command = other_formats.convert_command(self.source)
+        if form in self.forms or (form == ("messages",) and "messages" in wanted):
+            return f"run `{command}` to convert them to {{{', '.join(form)}}}, and set that file"
+        if "chosen" in form and "completion" in wanted:
+            columns = self._column_mapping("completion", "chosen")
             return f"run `{command}` to convert them to pairs, and set that file with {columns}"
         return "each row has one answer, but a pair needs two; use these rows for sft"
 
     @property
-    def _key(self) -> str:
-        """What names columns: the key of a config, or the option of `rlhf init`."""
+    def _columns_option(self) -> str:
+        """Return the config key, or the option of `rlhf init`, that maps columns."""
         return "--column" if self.where == "--data" else "data.columns"
 
-    def _naming(self, ours: str, theirs: str) -> str:
-        """A column of ours by its name in the file, as it is written."""
-        return f"--column {ours}={theirs}" if self.where == "--data" else f"data.columns: {{{ours}: {theirs}}}"
+    def _column_mapping(self, name: str, file_column: str) -> str:
+        """Return a column mapping as the user writes it."""
+        return (
+            f"--column {name}={file_column}" if self.where == "--data" else f"data.columns: {{{name}: {file_column}}}"
+        )
 
-    def _meant(self, name: str, known: Collection[str]) -> str | None:
-        """What was meant by a column that is none of ours."""
-        theirs = self.columns[name]
-        if theirs in known and not closest_match(name, known, cutoff=0.8):  # no slip of the pen
-            return f"swap the two: {self._naming(theirs, name)}?"
-        near = closest_match(name, known)
+    def _suggest_column(self, name: str, known: Collection[str]) -> str | None:
+        """Return a hint for a mapped column that rlhf does not know."""
+        file_column = self.columns[name]
+        if file_column in known and not nearest(name, known, cutoff=0.8):  # not a typo
+            return f"swap the two: {self._column_mapping(file_column, name)}?"
+        near = nearest(name, known)
         return f"did you mean {near}?" if near else None
 
-    def _header_hint(self, place: Place, raw: dict[str, Any]) -> str | None:
-        """A hint where a table's first row was taken for the names of its columns."""
+    def _header_hint(self, location: RowLocation, raw: dict[str, Any]) -> str | None:
+        """Return a hint if a table seems to lack its header line."""
         known = {name for form in self.forms for name in form}
         if known & raw.keys():
             return None
         wanted = next((form for form in self.forms if len(form) == len(raw)), self.forms[0])
-        return lacks_header(place.path, raw, [self._theirs(name) for name in wanted])
+        return missing_header_hint(location.path, raw, [self._file_column(name) for name in wanted])
 
-    def _first(self, place: Place, raw: dict[str, Any], row: dict[str, Any]) -> First:
-        """What the first row says of all of them; switches the reading of transcripts on."""
-        for ours, theirs in self.columns.items():
-            if theirs not in raw:
-                near = closest_match(theirs, raw)
-                text = f'no column "{theirs}" (mapped to {ours}); columns found: {told(raw) or "none"}'
-                hint = self._header_hint(place, raw) or (f"did you mean {near}?" if near else None)
+    def _infer_schema(self, location: RowLocation, raw: dict[str, Any], row: dict[str, Any]) -> RowSchema:
+        """Return the schema of the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
+        for name, file_column in self.columns.items():
+            if file_column not in raw:
+                near = nearest(file_column, raw)
+                text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
+                hint = self._header_hint(location, raw) or (f"did you mean {near}?" if near else None)
                 raise BadRow("D02", text, hint)
-        form = self._form(place, raw, row)
-        kinds = {name: _kind(row[name], self._theirs(name)) for name in form}
-        dialogues = ("prompt",) if "prompt" in form else form  # the columns that would hold one
+        form = self._form(location, raw, row)
+        kinds = {name: _kind(row[name], self._file_column(name)) for name in form}
+        dialogues = ("prompt",) if "prompt" in form else form  # columns that may contain them
         if self.source.format != "plain" and set(kinds.values()) == {TEXT}:
-            self.transcripts = all(other_formats.looks_like_one(row[name]) for name in dialogues)
+            self.transcripts = all(other_formats.is_transcript(row[name]) for name in dialogues)
         if self.source.format == "transcripts" and not self.transcripts:
             text = f"{' and '.join(dialogues)} must be dialogues with alternating Human: and Assistant: turns"
             raise BadRow("D12", text, "remove data.format")
-        return First(place, form, kinds)
+        return RowSchema(location, form, kinds)
 
-    def _turns(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
-        """Form and row with each dialogue as a conversation."""
+    def _parse_transcripts(self, form: Form, row: dict[str, Any]) -> tuple[Form, dict[str, Any]]:
+        """Return form and row with each transcript parsed to a conversation."""
         if form == ("text",):
-            return ("messages",), {"messages": other_formats.parse(row["text"], self._theirs("text"))}
+            return ("messages",), {"messages": other_formats.parse_transcript(row["text"], self._file_column("text"))}
         if "prompt" not in form:
-            return form, {**row, **{name: other_formats.parse(row[name], self._theirs(name)) for name in form}}
+            turns = {name: other_formats.parse_transcript(row[name], self._file_column(name)) for name in form}
+            return form, {**row, **turns}
         answers = {name: [{"role": "assistant", "content": row[name].strip()}] for name in form if name != "prompt"}
-        return form, {**row, **answers, "prompt": other_formats.parse_prompt(row["prompt"], self._theirs("prompt"))}
+        prompt = other_formats.parse_transcript_prompt(row["prompt"], self._file_column("prompt"))
+        return form, {**row, **answers, "prompt": prompt}
 
-    def _check_like(self, first: First, row: dict[str, Any]) -> None:
-        for name in first.form:
+    def _check_row(self, schema: RowSchema, row: dict[str, Any]) -> None:
+        """Raise BadRow D06 or D12 if a row differs from the first one."""
+        for name in schema.form:
             if name not in row:
-                raise BadRow("D12", f'no column "{self._theirs(name)}"; {first.place.short} has one')
-            kind = _kind(row[name], self._theirs(name))
-            if kind != first.kinds[name]:
-                text = f'"{self._theirs(name)}" is {kind} here, {first.kinds[name]} in {first.place.short}'
+                raise BadRow("D12", f'no column "{self._file_column(name)}"; {schema.location.short} has one')
+            kind = _kind(row[name], self._file_column(name))
+            if kind != schema.kinds[name]:
+                text = f'"{self._file_column(name)}" is {kind} here, {schema.kinds[name]} in {schema.location.short}'
                 raise BadRow("D12", text)
             if kind == CONVERSATION:
                 try:
-                    _check_conversation(row[name], self._theirs(name))
+                    _check_conversation(row[name], self._file_column(name))
                 except BadRow as bad:
-                    bad.hint = self._converting({"messages": row[name]}) if name == "messages" else None
+                    bad.hint = self._conversion_hint({"messages": row[name]}) if name == "messages" else None
                     raise
 
-    def _theirs(self, name: str) -> str:
+    def _file_column(self, name: str) -> str:
         return self.columns.get(name, name)
 
 
@@ -261,14 +270,14 @@ def _kind(value: Any, column: str) -> str:
         return TEXT
     if isinstance(value, list):
         return CONVERSATION
-    raise BadRow("D06", f'"{column}" is {described(value)}; expected text or a list of messages')
+    raise BadRow("D06", f'"{column}" is {describe_value(value)}; expected text or a list of messages')
 
 
 def _check_conversation(messages: list[Any], column: str) -> None:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
-            raise BadRow("D06", f'message {number} of "{column}" is {described(message)}, not {{role, content}}')
+            raise BadRow("D06", f'message {number} of "{column}" is {describe_value(message)}, not {{role, content}}')
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                value = described(message.get(key)) if key in message else "missing"
+                value = describe_value(message.get(key)) if key in message else "missing"
                 raise BadRow("D06", f'{key} of message {number} of "{column}" is {value}; expected text')

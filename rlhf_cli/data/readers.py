@@ -1,4 +1,4 @@
-"""One reader for each kind of data file. A row is a dict of plain Python values; nothing is guessed or converted."""
+"""Readers of data files by suffix, and errors in single rows. Rows are dicts of plain Python values, not converted."""
 
 import csv
 import io
@@ -13,35 +13,52 @@ from rlhf_cli.config.sources import suffix
 from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.jsonl import BOM, decode, numbered_lines, numbered_rows, open_data, parse_json
 
-AT_ONCE = 1024  # rows of a Parquet file
-NAME_WORDS, NAME_CHARACTERS = 3, 40  # that the name of a column may have before it seems to be a text
+PARQUET_BATCH_ROWS = 1024
+MAX_NAME_WORDS, MAX_NAME_CHARACTERS = 3, 40  # a longer column name looks like data
 
-csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a long text is no error
+csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # long texts are allowed
 
 
-class Place(NamedTuple):
-    """Where a row stands."""
+class RowLocation(NamedTuple):
+    """File and number of a row."""
 
     path: Path
     number: int  # from 1
-    unit: str = "line"  # or row, where a file has no lines to count
+    unit: str = "line"  # "row" for files without lines
 
     def __str__(self) -> str:
         return f"{shown(self.path)}:{self.number}" if self.unit == "line" else f"{shown(self.path)}: row {self.number}"
 
     @property
     def short(self) -> str:
-        """Without the file."""
+        """Return the location without the file."""
         return f"{self.unit} {self.number}"
 
 
-Rows = Iterator[tuple[Place, dict[str, Any]]]
+class BadRow(Exception):
+    """A row that cannot be used: error code, message without the location, and an optional hint."""
+
+    def __init__(self, code: str, text: str, hint: str | None = None) -> None:
+        super().__init__(text)
+        self.code, self.text, self.hint = code, text, hint
 
 
-def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -> Rows:
-    """The rows of a file by its ending; `opened` is the file where it is not on this disk.
+def describe_value(value: Any) -> str:
+    """Describe a JSON value for a message."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return f"the number {value}"
+    return "text" if isinstance(value, str) else "a list" if isinstance(value, list) else "an object"
 
-    Raises RLHFError D01 (missing, unreadable, unknown ending), D03, D04, D12.
+
+RowIterator = Iterator[tuple[RowLocation, dict[str, Any]]]
+
+
+def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -> RowIterator:
+    """Yield the rows of a file with the reader for its suffix; `opened` is the stream of a remote file.
+
+    Raises RLHFError D01 (missing, unreadable, unknown suffix), D03, D04, D12.
     """
     reader = READERS.get(suffix(path))
     if reader is None:
@@ -55,127 +72,127 @@ def read(path: Path, where: str | None = None, opened: BinaryIO | None = None) -
         raise RLHFError("D01", f"cannot read {shown(path)}: {error}", where=where) from error
 
 
-def _json_lines(file: BinaryIO, path: Path) -> Rows:
+def _json_lines(file: BinaryIO, path: Path) -> RowIterator:
     for number, row in numbered_rows(file, path):
-        yield Place(path, number), row
+        yield RowLocation(path, number), row
 
 
-def _json(file: BinaryIO, path: Path) -> Rows:
-    """A list of objects; what does not begin like a list is read as JSON lines."""
+def _json(file: BinaryIO, path: Path) -> RowIterator:
+    """Read a list of objects, or JSON lines if the file does not start with a list."""
     raw = file.read().removeprefix(BOM)
     if not raw.lstrip().startswith(b"["):
         yield from _json_lines(io.BytesIO(raw), path)
         return
-    for number, row in enumerate(parse_json(raw, path), start=1):
-        place = Place(path, number, "row")
+    for number, row in enumerate(parse(raw, path), start=1):
+        location = RowLocation(path, number, "row")
         if not isinstance(row, dict):
-            raise RLHFError("D12", f"the list contains `{row!r:.40}`, not an object {{...}}", where=str(place))
-        yield place, row
+            raise RLHFError("D12", f"the list contains `{row!r:.40}`, not an object {{...}}", where=str(location))
+        yield location, row
 
 
-def _table(file: BinaryIO, path: Path) -> Rows:
-    """CSV or TSV with a header. Every cell is a text as it stands there: "NA" and "1e5" stay what they are."""
-    texts = (decode(raw, path, number) for number, raw in numbered_lines(file, path))
+def _table(file: BinaryIO, path: Path) -> RowIterator:
+    """Read CSV or TSV with a header. Every cell stays text, also "NA" and "1e5"."""
+    texts = (decoded(raw, path, number) for number, raw in lines(file, path))
     reader = csv.reader(texts, delimiter=TABLES[suffix(path)], strict=True)
     start = 1
     header: list[str] = []
     try:
         for cells in reader:
-            place, start = Place(path, start), reader.line_num + 1
+            location, start = RowLocation(path, start), reader.line_num + 1
             if not cells:
                 continue
             if not header:
-                header = _header(cells, place)
+                header = _header(cells, location)
             elif len(cells) != len(header):
-                odd = f"{len(cells)} cells, but the header names {len(header)} columns"
-                raise RLHFError("D12", odd, where=str(place), hint="quote text that contains the delimiter")
+                text = f"{len(cells)} cells, but the header names {len(header)} columns"
+                raise RLHFError("D12", text, where=str(location), hint="quote text that contains the delimiter")
             else:
-                yield place, dict(zip(header, cells, strict=True))
+                yield location, dict(zip(header, cells, strict=True))
     except csv.Error as error:
-        alone = "new-line character" in str(error)
-        hint = "convert its line ends: tr '\\r' '\\n'" if alone else 'inside quotes, write a quote twice: ""'
-        text = f"not valid CSV: {'a line break outside quotes' if alone else error}"
-        raise RLHFError("D03", text, where=str(Place(path, start)), hint=hint) from error
+        bare_newline = "new-line character" in str(error)
+        hint = "convert its line ends: tr '\\r' '\\n'" if bare_newline else 'inside quotes, write a quote twice: ""'
+        text = f"not valid CSV: {'a line break outside quotes' if bare_newline else error}"
+        raise RLHFError("D03", text, where=str(RowLocation(path, start)), hint=hint) from error
 
 
-def _header(cells: list[str], place: Place) -> list[str]:
-    _unlike(cells, str(place), "the header names", lacks_header(place.path, cells))
+def _header(cells: list[str], location: RowLocation) -> list[str]:
+    _check_unique_names(cells, str(location), "the header names", missing_header_hint(location.path, cells))
     return cells
 
 
-def _unlike(names: list[str], where: str, who: str, hint: str | None = None) -> None:
-    """Raises D03 where two columns have one name: of the two a row would keep the last."""
-    twice = next((name for name in names if name and names.count(name) > 1), None)
-    if twice is not None:
-        text = f'{who} the column "{told([twice])}" twice'
+def _check_unique_names(names: list[str], where: str, subject: str, hint: str | None = None) -> None:
+    """Raise D03 if two columns have the same name; a row would keep only the last."""
+    duplicate = next((name for name in names if name and names.count(name) > 1), None)
+    if duplicate is not None:
+        text = f'{subject} the column "{format_columns([duplicate])}" twice'
         raise RLHFError("D03", text, where=where, hint=hint or "give each column a different name")
 
 
-def lacks_header(path: Path, names: Collection[str], wanted: Collection[str] = ()) -> str | None:
-    """A hint where the names of a table's columns seem to be its first row; `wanted` are those it needs."""
-    texts = [len(name.split()) > NAME_WORDS or len(name) > NAME_CHARACTERS for name in names]
-    if suffix(path) not in TABLES or 2 * sum(texts) < len(texts):
+def missing_header_hint(path: Path, names: Collection[str], wanted: Collection[str] = ()) -> str | None:
+    """Return a hint if the column names of a table look like data; `wanted` are the required names."""
+    looks_like_data = [len(name.split()) > MAX_NAME_WORDS or len(name) > MAX_NAME_CHARACTERS for name in names]
+    if suffix(path) not in TABLES or 2 * sum(looks_like_data) < len(looks_like_data):
         return None
-    between = "," if suffix(path) == ".csv" else "\\t"
-    header = f" '{between.join(wanted)}'" if wanted else ""
+    delimiter = "," if suffix(path) == ".csv" else "\\t"
+    header = f" '{delimiter.join(wanted)}'" if wanted else ""
     return f"the first line of {path.name} looks like data; add a header line{header}"
 
 
-def told(names: Iterable[str]) -> str:
-    """Names of columns as messages have them."""
-    return ", ".join(textwrap.shorten(name, NAME_CHARACTERS, placeholder="...") for name in names)
+def format_columns(names: Iterable[str]) -> str:
+    """Join column names for a message, with long names shortened."""
+    return ", ".join(textwrap.shorten(name, MAX_NAME_CHARACTERS, placeholder="...") for name in names)
 
 
-def _parquet(file: BinaryIO, path: Path) -> Rows:
-    import pyarrow as arrow  # comes with datasets; too slow to import for those who need none
+def _parquet(file: BinaryIO, path: Path) -> RowIterator:
+    import pyarrow as arrow  # a dependency of datasets; slow to import
     import pyarrow.parquet as parquet
 
     number = 0
     try:
         with parquet.ParquetFile(file) as table:
-            _unlike(table.schema_arrow.names, shown(path), "the file has")
-            for batch in table.iter_batches(batch_size=AT_ONCE):
-                for row in _plain(batch, path, number):
+            _check_unique_names(table.schema_arrow.names, shown(path), "the file has")
+            for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                for row in _batch_to_rows(batch, path, number):
                     number += 1
-                    yield Place(path, number, "row"), row
+                    yield RowLocation(path, number, "row"), row
     except arrow.ArrowException as error:
         reason = " ".join(str(error).split())
         raise RLHFError("D03", f"not a valid Parquet file: {reason}", where=shown(path)) from error
 
 
-def _plain(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
-    """The rows of a record batch, which `before` others precede.
+def _batch_to_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
+    """Return the rows of a record batch that follows `before` rows.
 
-    Raises D04 with the row that is not UTF-8, D03 with the row and column of what Python cannot hold: a time beyond its
-    years, an unknown time zone, an object with a key twice.
+    Raises D04 with the row that is not UTF-8, and D03 with row and column of a value that Python cannot represent: a
+    time out of range, an unknown time zone, an object with a duplicate key.
     """
     try:
         return batch.to_pylist()
-    except Exception as error:  # pyarrow's and datetime's are of many kinds
+    except Exception as error:  # pyarrow and datetime raise many types
         for number in range(batch.num_rows):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 try:
                     column[number].as_py()
-                except Exception as fault:
-                    place = str(Place(path, before + number + 1, "row"))
-                    if isinstance(fault, UnicodeDecodeError):
-                        raise RLHFError("D04", "a text is not UTF-8", where=place) from fault
-                    text = f'the value of the column "{told([name])}" cannot be read: {fault}'
+                except Exception as value_error:
+                    location = str(RowLocation(path, before + number + 1, "row"))
+                    if isinstance(value_error, UnicodeDecodeError):
+                        raise RLHFError("D04", "a text is not UTF-8", where=location) from value_error
+                    text = f'the value of the column "{format_columns([name])}" cannot be read: {value_error}'
                     hint = "remove that column, or store it as text"
-                    raise RLHFError("D03", text, where=place, hint=hint) from fault
+                    raise RLHFError("D03", text, where=location, hint=hint) from value_error
         raise error
 
 
-def _text(file: BinaryIO, path: Path) -> Rows:
-    """One text a line, without the line's end."""
-    for number, raw in numbered_lines(file, path):
-        text = decode(raw, path, number).rstrip("\r\n")
+def _text(file: BinaryIO, path: Path) -> RowIterator:
+    """Read one text per line, without line ends."""
+    for number, raw in lines(file, path):
+        text = decoded(raw, path, number).rstrip("\r\n")
         if text.strip():
-            yield Place(path, number), {"text": text}
+            yield RowLocation(path, number), {"text": text}
 
 
-TABLES = {".csv": ",", ".tsv": "\t"}  # ending -> what stands between two cells
-READERS: dict[str, Callable[[BinaryIO, Path], Rows]] = {
+TABLES = {".csv": ",", ".tsv": "\t"}  # suffix -> delimiter
+READERS: dict[str, Callable[[BinaryIO, Path], RowIterator]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".json": _json,

@@ -18,10 +18,10 @@ def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
 
 
 def prompt_batch(count: int, step: int, size: int, seed: int) -> list[int]:
-    """Indices, `size` of range(count), of update `step` (from 1); an epoch's order is keyed by (seed, epoch) alone."""
+    """Return `size` indices of range(count) for update `step` (from 1); each epoch is ordered by (seed, epoch) only."""
     assert count > 0 and step > 0 and size > 0
-    places = range((step - 1) * size, step * size)
-    return [_permutation(count, seed, place // count)[place % count] for place in places]
+    positions = range((step - 1) * size, step * size)
+    return [_permutation(count, seed, position // count)[position % count] for position in positions]
 
 
 @lru_cache(maxsize=2)
@@ -32,14 +32,14 @@ def _permutation(count: int, seed: int, epoch: int) -> tuple[int, ...]:
 
 
 class LengthGroupedSampler:
-    """A sampler for DataLoaders that cut it into batches: each batch holds rows of like length, in random order.
+    """Sampler that groups rows of similar length into batches, in random order.
 
-    transformers' own sampler gives the long batches of 50 first and the short ones last, over and over, and draws from
-    the global generator, so that a resumed epoch is another one. Here an epoch is a function of (seed, epoch).
-    `batch_size` counts the rows that all processes read at the same time: their batches are its neighbouring parts.
+    The sampler of transformers orders each pool of 50 batches by length and draws from the global generator, so that a
+    resumed epoch differs. Here an epoch is a function of (seed, epoch). `batch_size` is the number of rows that all
+    processes read per step; the batches of the processes are adjacent slices of them.
     """
 
-    POOL = 50  # batches whose rows are sorted together: enough to leave little padding, few enough to keep them mixed
+    POOL = 50  # batches whose rows are sorted together: a compromise between little padding and random order
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int) -> None:
         self.lengths, self.batch_size, self.seed, self.epoch = lengths, batch_size, seed, 0
@@ -48,19 +48,19 @@ class LengthGroupedSampler:
         return len(self.lengths)
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next pass is; accelerate's dataloaders call this."""
+        """Set the epoch of the next pass; accelerate's dataloaders call this."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        draw = random.Random(derive_seed(self.seed, "lengths", self.epoch))
+        generator = random.Random(derive_seed(self.seed, "lengths", self.epoch))
         order = list(range(len(self)))
-        draw.shuffle(order)
+        generator.shuffle(order)
         batches = []
         for start in range(0, len(order), self.POOL * self.batch_size):
             pool = sorted(order[start : start + self.POOL * self.batch_size], key=self.lengths.__getitem__)
             batches += [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]
         short = [batch for batch in batches if len(batch) < self.batch_size]
         full = [batch for batch in batches if len(batch) == self.batch_size]
-        draw.shuffle(full)
-        # The one short batch comes last: the DataLoader cuts by count.
+        generator.shuffle(full)
+        # The short batch must be last, because the DataLoader splits by count.
         return chain.from_iterable(full + short)

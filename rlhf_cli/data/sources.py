@@ -8,13 +8,11 @@ from typing import Any
 
 from rlhf_cli.config.sources import DataSource, is_hub_id, split_hub_id, split_name
 from rlhf_cli.data import folders, hub
-from rlhf_cli.data.readers import Place, lacks_header, read, told
-from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
+from rlhf_cli.data.readers import RowLocation, read
+from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
 from rlhf_cli.jsonl import open_data
 
-__all__ = ["Place", "is_local", "lacks_header", "locate", "locate_files", "read_rows", "told"]
-
-Row = tuple[Place, dict[str, Any]]
+Row = tuple[RowLocation, dict[str, Any]]
 
 
 def locate_files(source: DataSource) -> list[Path]:
@@ -31,7 +29,7 @@ def locate_files(source: DataSource) -> list[Path]:
         raise RLHFError("D01", f"no such file {shown(path)}", where=source.where, hint=hint)
     if split:
         raise RLHFError("D01", f"{shown(path)} is a single file without a split [{split}]", where=source.where)
-    open_data(path, source.where).close()  # not found unreadable after minutes, nor a pipe that never ends
+    open_data(path, source.where).close()  # fail now if the file is unreadable or a pipe
     return [path]
 
 
@@ -47,8 +45,8 @@ def is_local(source: DataSource) -> bool:
         return True
     dataset, part = split_hub_id(name)
     first = _first_rows(source, dataset, split) if source.max_rows is not None and not part else None
-    kept = hub.kept(dataset, source.revision, part) if hub.is_offline() else None
-    return bool(kept or hub.cached(dataset, source.revision, part) or (first and first.path.is_file()))
+    snapshot = hub.local_snapshot(dataset, source.revision, part) if hub.is_offline() else None
+    return bool(snapshot or hub.complete_snapshot(dataset, source.revision, part) or (first and first.path.is_file()))
 
 
 def _hub_files(source: DataSource, name: str, split: str | None) -> list[Path]:
@@ -56,10 +54,10 @@ def _hub_files(source: DataSource, name: str, split: str | None) -> list[Path]:
     dataset, part = split_hub_id(name)
     if source.max_rows is not None and not part:
         first = _first_rows(source, dataset, split)
-        if first.path.is_file() or not (hub.is_offline() or hub.cached(dataset, source.revision)):
-            return [first.fetch(source.where)]
-    cached = hub.cached(dataset, source.revision, part)
-    folder = cached or hub.fetch(dataset, source.revision, part, source.where)
+        if first.path.is_file() or not (hub.is_offline() or hub.complete_snapshot(dataset, source.revision)):
+            return [first.download(source.where)]
+    snapshot = hub.complete_snapshot(dataset, source.revision, part)
+    folder = snapshot or hub.download(dataset, source.revision, part, source.where)
     return _folder_files(source, folder / part, split)
 
 
@@ -70,8 +68,8 @@ def _first_rows(source: DataSource, dataset: str, split: str | None) -> hub.Firs
 
 def _folder_files(source: DataSource, folder: Path, split: str | None) -> list[Path]:
     name = source.shown().removesuffix(f"[{split}]")
-    files = folders.splits(folder, name, source.subset, source.where)
-    return folders.pick(files, split, source.splits, name, source.where)
+    files = folders.find_splits(folder, name, source.subset, source.where)
+    return folders.select_split(files, split, source.splits, name, source.where)
 
 
 def locate(sources: Mapping[str, DataSource]) -> dict[str, list[Path]]:

@@ -1,4 +1,4 @@
-"""Text to tokens, for all stages: prompt + response + stop token, and nothing after it. Nobody else tokenises."""
+"""Tokenisation for all stages: prompt + response + stop token, nothing after it, with an on-disk cache."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,18 +20,18 @@ from rlhf_cli.system import CPUTimeExceeded, cpu_time_limit
 
 Conversation = list[dict[str, Any]]
 Encoded = tuple[list[int], list[int]]  # ids of a prompt and of a response
-AT_ONCE = 4096  # rows
-RENDERING = 10.0  # seconds; a template takes milliseconds
-_ONE_OF_EACH: dict[int, int] = {}
-_MARK = "assistant-text-ends-here"
+BATCH_ROWS = 4096  # rows
+RENDER_TIMEOUT = 10.0  # seconds; a template takes milliseconds
+_INTERNED_IDS: dict[int, int] = {}
+_END_MARK = "assistant-text-ends-here"
 
 
 def encode(tokenizer: Any, prompt: str | Conversation, response: str | None) -> Encoded:
-    """Token ids (prompt, response) of one row; the response ends in the stop token, once, and is [] for None.
+    """Return the token ids (prompt, response) of one row; the response ends in one stop token, and is [] for None.
 
-    A string keeps the special tokens that the tokenizer begins a text with (BOS), never those that it ends one with.
-    A conversation is rendered by the chat template up to where the assistant's text begins.
-    Raises RLHFError D14 where that template is missing.
+    A string prompt keeps the special tokens that the tokenizer prepends (BOS), not those that it appends.
+    A conversation is rendered by the chat template up to the start of the assistant's text.
+    Raises RLHFError D14 without a template.
     """
     return encode_many(tokenizer, [prompt], [response])[0]
 
@@ -39,14 +39,14 @@ def encode(tokenizer: Any, prompt: str | Conversation, response: str | None) -> 
 def encode_many(
     tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]
 ) -> list[Encoded]:
-    """`encode` of many rows: the same ids, several times faster; a fast tokenizer works on all cores at once.
+    """Encode many rows as `encode` does, but several times faster; fast tokenizers use all cores.
 
-    A prompt that is None has no ids: a response's do not depend on it. Shows progress where that takes a while.
+    A None prompt gets no ids; the ids of a response do not depend on its prompt. Shows progress if it takes long.
     """
     encoded: list[Encoded] = []
     with Progress("data", len(prompts), "row", brief=True) as bar:
-        for first in range(0, len(prompts), AT_ONCE):
-            rows = slice(first, first + AT_ONCE)
+        for first in range(0, len(prompts), BATCH_ROWS):
+            rows = slice(first, first + BATCH_ROWS)
             encoded += _encode_batch(tokenizer, prompts[rows], responses[rows])
             bar.advance(len(encoded) - first, note="tokenised")
     return encoded
@@ -68,35 +68,34 @@ def _encode_batch(
 
 
 def stop_token_id(tokenizer: Any) -> int:
-    """The token that ends a response: what the chat template writes after an assistant's text, else the EOS.
+    """Return the token that the chat template writes after an assistant's text, or else the EOS token.
 
-    Warns (T06) of a template that writes none: a model trained on its rendering alone would never learn to stop.
+    Warns (T06) if the template writes none: a model trained on its output only would never learn to stop.
     """
     return _stop_token_id(tokenizer, tokenizer.chat_template, tokenizer.eos_token_id)
 
 
-def pieces(tokenizer: Any, ids: Iterable[int], *, special: bool = False) -> Iterator[str]:
-    """A response's text while its tokens come: a piece for each token, and at the end what was held back.
+def decode_stream(tokenizer: Any, ids: Iterable[int], *, special: bool = False) -> Iterator[str]:
+    """Yield the new text after each token, and finally any remaining text.
 
-    A character of several tokens comes whole, with the last of them. All pieces together are the decoded text, with or
-    without its `special` tokens.
+    A character of several tokens is yielded with the last of them. The pieces join to the decoded text, with or without
+    its `special` tokens.
     """
-    seen: list[int] = []
-    text, done = "", 0
+    decoded_ids: list[int] = []
+    text, start = "", 0
     for token in ids:
-        seen.append(token)
-        text = tokenizer.decode(seen, skip_special_tokens=not special)
-        end = done if text.endswith("\N{REPLACEMENT CHARACTER}") else len(text)
-        yield text[done:end]
-        done = end
-    yield text[done:]
+        decoded_ids.append(token)
+        text = tokenizer.decode(decoded_ids, skip_special_tokens=not special)
+        end = start if text.endswith("\N{REPLACEMENT CHARACTER}") else len(text)
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: bool) -> str:
-    """The chat template's text.
+    """Render a conversation with the chat template.
 
-    Raises RLHFError D14 without a template, D06 where the template refuses the conversation, M01 for one that does not
-    end: a template is a program of others.
+    Raises RLHFError D14 without a template, D06 if the template rejects the conversation, and M01 on a timeout.
     """
     if not tokenizer.chat_template:
         raise RLHFError(
@@ -105,20 +104,20 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
             hint="set model.chat_template to a Jinja file, or to chatml",
         )
     try:
-        with cpu_time_limit(RENDERING):
+        with at_most(RENDER_TIMEOUT):
             return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt)
-    except CPUTimeExceeded as error:
-        text = f"the chat template takes more than {RENDERING:g} s for one conversation"
+    except TooLong as error:
+        text = f"the chat template takes more than {RENDER_TIMEOUT:g} s for one conversation"
         raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
-    except (TemplateError, OverflowError) as error:  # the sandbox bounds `range`
+    except (TemplateError, OverflowError) as error:  # the template sandbox limits `range`
         raise RLHFError("D06", f"the chat template rejects the conversation: {error}") from error
 
 
 @lru_cache(maxsize=8)
 def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int:
     if template:
-        turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": _MARK}]
-        tail = render(tokenizer, turns, generation_prompt=False).rpartition(_MARK)[2]
+        turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": _END_MARK}]
+        tail = render(tokenizer, turns, generation_prompt=False).rpartition(_END_MARK)[2]
         special = set(tokenizer.all_special_ids) | {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         for token in _tokenize(tokenizer, [tail])[0]:
             if token in special:
@@ -134,106 +133,108 @@ def _stop_token_id(tokenizer: Any, template: str | None, eos: int | None) -> int
 def _encode_prompts(tokenizer: Any, prompts: Sequence[str | Conversation | None]) -> list[list[int]]:
     plain = [prompt for prompt in prompts if isinstance(prompt, str)]
     chats = [render(tokenizer, prompt, generation_prompt=True) for prompt in prompts if isinstance(prompt, list)]
-    suffix = len(_suffix(tokenizer)) if plain else 0
+    suffix = len(_trailing_special_ids(tokenizer)) if plain else 0
     strings = iter(ids[: len(ids) - suffix] for ids in _tokenize(tokenizer, plain, special=True))
-    rendered = iter(_tokenize(tokenizer, chats))  # the template has written its own special tokens
+    rendered = iter(_tokenize(tokenizer, chats))  # the template adds its own special tokens
     return [[] if p is None else next(strings) if isinstance(p, str) else next(rendered) for p in prompts]
 
 
-def _suffix(tokenizer: Any) -> list[int]:
-    """The special tokens that the tokenizer puts after a text."""
-    bare = _tokenize(tokenizer, ["a"])[0]
-    full = _tokenize(tokenizer, ["a"], special=True)[0]
-    start = next(i for i in range(len(full) - len(bare), -1, -1) if full[i : i + len(bare)] == bare)
-    return full[start + len(bare) :]
+def _trailing_special_ids(tokenizer: Any) -> list[int]:
+    """Return the special tokens that the tokenizer appends to a text."""
+    plain = _tokenize(tokenizer, ["a"])[0]
+    with_special = _tokenize(tokenizer, ["a"], special=True)[0]
+    starts = range(len(with_special) - len(plain), -1, -1)
+    start = next(i for i in starts if with_special[i : i + len(plain)] == plain)
+    return with_special[start + len(plain) :]
 
 
 def _tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[list[int]]:
     if not texts:
         return []
-    # verbose: no "longer than the maximum sequence length" from the library, max_length is checked here.
-    with translate_rust_panics("M01", "the tokenizer fails on a text"):
+    # verbose=False: no warning of the library about long sequences; rlhf checks max_length itself.
+    with panics_as("M01", "the tokenizer fails on a text"):
         batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
-    return [shared(ids) for ids in batch["input_ids"]]
+    return [intern_ids(ids) for ids in batch["input_ids"]]
 
 
-def shared(ids: list[int]) -> list[int]:
-    """The ids, equal ones as one object: 8 bytes a token then, where the tokenizer's own take 40."""
-    return [_ONE_OF_EACH.setdefault(token, token) for token in ids]
+def intern_ids(ids: list[int]) -> list[int]:
+    """Return the ids with equal ids as one object: 8 bytes per token instead of 40."""
+    return [_INTERNED_IDS.setdefault(token, token) for token in ids]
 
 
-LEAST = 10_000  # rows; fewer are tokenised as fast as they are looked up
-MOST = 5e9  # bytes kept; beyond, what was used longest ago goes
-VERSION = 1  # of what `encode_many` makes; a change of the tokens it makes needs another
+MIN_CACHED_ROWS = 10_000  # fewer rows are tokenised as fast as they are looked up
+MAX_CACHE_BYTES = 5e9  # above it, the least recently used files are deleted
+CACHE_VERSION = 1  # increase it if `encode_many` returns different tokens
 
 
-def encoded(
+def encode_cached(
     tokenizer: Any,
     prompts: Sequence[str | Conversation | None],
     responses: Sequence[str | None],
-    make: Callable[[], list[Encoded]],
+    encode_rows: Callable[[], list[Encoded]],
 ) -> list[Encoded]:
-    """What `make` returns, (prompt ids, response ids) of each row, from the cache where it is there."""
-    if len(prompts) < LEAST or not tokenizer.is_fast:
-        return make()
-    path = cache_folder() / "tokens" / f"{_key(tokenizer, prompts, responses)}.npz"
-    found = _read(path, len(prompts))
-    if found is not None:
-        terminal.say(f"data     {len(found)} tokenised rows read from the cache {path.parent}")
-        return found
-    made = make()
+    """Return the result of `encode_rows`, (prompt ids, response ids) per row, from the cache if it is there."""
+    if len(prompts) < MIN_CACHED_ROWS or not tokenizer.is_fast:
+        return encode_rows()
+    path = cache_folder() / "tokens" / f"{_cache_key(tokenizer, prompts, responses)}.npz"
+    cached_rows = _read_cache(path, len(prompts))
+    if cached_rows is not None:
+        terminal.say(f"data     {len(cached_rows)} tokenised rows read from the cache {path.parent}")
+        return cached_rows
+    rows = encode_rows()
     try:
-        _write(path, made)
-        _prune(path.parent)
+        _write_cache(path, rows)
+        _prune_cache(path.parent)
     except OSError as error:
-        terminal.log_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
-    return made
+        terminal.say_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
+    return rows
 
 
-def _key(tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]) -> str:
-    told = (VERSION, tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.split_special_tokens, _today(tokenizer))
-    total = sha256(repr(told).encode())
-    total.update(tokenizer.backend_tokenizer.to_str().encode())
+def _cache_key(tokenizer: Any, prompts: Sequence[str | Conversation | None], responses: Sequence[str | None]) -> str:
+    special = (tokenizer.chat_template, tokenizer.eos_token_id, tokenizer.split_special_tokens)
+    digest = sha256(repr((CACHE_VERSION, *special, _render_probe(tokenizer))).encode())
+    digest.update(tokenizer.backend_tokenizer.to_str().encode())
     for prompt, response in zip(prompts, responses, strict=True):
-        total.update(f"{prompt!r}\0{response!r}\n".encode("utf-8", "surrogatepass"))
-    return total.hexdigest()
+        digest.update(f"{prompt!r}\0{response!r}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
-def _today(tokenizer: Any) -> str:
-    """What the chat template makes of a short question: some templates write the day's date."""
+def _render_probe(tokenizer: Any) -> str:
+    """Return a short question rendered by the chat template; some templates include today's date."""
     try:
         return render(tokenizer, [{"role": "user", "content": "?"}], generation_prompt=True)
-    except RLHFError:  # no template, or one that wants more
+    except RLHFError:  # no template, or one that rejects this conversation
         return ""
 
 
-def _write(path: Path, rows: list[Encoded]) -> None:
+def _write_cache(path: Path, rows: list[Encoded]) -> None:
     lengths = np.array([[len(prompt), len(response)] for prompt, response in rows], dtype=np.int64)
     tokens = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.int32, int(lengths.sum()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}-{os.getpid()}")
-    with scratch.open("wb") as file:
+    partial = path.with_name(f"{path.name}-{os.getpid()}")
+    with partial.open("wb") as file:
         np.savez(file, lengths=lengths, tokens=tokens)
-    scratch.replace(path)
+    partial.replace(path)
 
 
-def _read(path: Path, rows: int) -> list[Encoded] | None:
+def _read_cache(path: Path, rows: int) -> list[Encoded] | None:
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             lengths, tokens = file["lengths"], file["tokens"]
         path.touch()
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # not there, or damaged
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # missing or damaged
         return None
     if lengths.shape != (rows, 2) or lengths.sum() != len(tokens):
         return None
     parts = iter(np.split(tokens, lengths.reshape(-1).cumsum()[:-1]))
-    return [(shared(prompt.tolist()), shared(response.tolist())) for prompt, response in zip(parts, parts, strict=True)]
+    ids = (intern_ids(part.tolist()) for part in parts)
+    return list(zip(ids, ids, strict=True))
 
 
-def _prune(folder: Path) -> None:
+def _prune_cache(folder: Path) -> None:
     files = sorted(folder.glob("*.npz*"), key=lambda path: path.stat().st_mtime, reverse=True)
     total = 0
     for path in files:
         total += path.stat().st_size
-        if total > MOST:
+        if total > MAX_CACHE_BYTES:
             path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_cli.config.ppo_algorithm import SAYS, SIGNALS, Action, Signal, WatchdogSettings
+from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES, SIGNALS, Action, Signal, WatchdogSettings
 from rlhf_cli.config.ppo_batches import LengthRange
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.errors import Problem, RLHFError
@@ -182,7 +182,7 @@ class Alert:
     @property
     def text(self) -> str:
         """Warning text."""
-        return f"step {self.step}: {SAYS[self.signal].format(**asdict(self))}"
+        return f"step {self.step}: {SIGNAL_MESSAGES[self.signal].format(**asdict(self))}"
 
 
 @dataclass

@@ -118,7 +118,7 @@ def token_columns(tokenizer: Any, experience: Experience, row: int) -> dict[str,
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     """Return the text of each token, special tokens included; a character of several tokens goes to the last one."""
-    *texts, rest = data.pieces(tokenizer, ids, special=True)
+    *texts, rest = data.decode_stream(tokenizer, ids, special=True)
     return [*texts[:-1], texts[-1] + rest]
 
 

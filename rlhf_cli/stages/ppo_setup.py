@@ -351,7 +351,7 @@ def check_prompt_counts(config: PPOConfig, prompts: data.Rows[Any], eval_prompts
 
 
 def _check_value_only_updates(config: PPOConfig, num_updates: int) -> None:
-    if problem := config.ppo.no_turn(num_updates):
+    if problem := config.ppo.value_only_problem(num_updates):
         text, hint = problem
         raise RLHFError("C17", text, where=config.where("ppo.value_only_updates"), hint=hint)
 

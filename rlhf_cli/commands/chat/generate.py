@@ -105,7 +105,7 @@ class Form:
         messages = [*self.conversation(system, turns, name), {"role": "user", "content": said}]
         if self.kind == "template":
             return messages
-        return other_formats.render([{**each, "content": each["content"].strip()} for each in messages])
+        return other_formats.render_transcript([{**each, "content": each["content"].strip()} for each in messages])
 
     def encode(self, prompt: str | Conversation) -> list[int]:
         """The ids that every stage makes of a prompt. Raises RLHFError D06, D08."""
@@ -154,7 +154,7 @@ class Speech:
         self._stream = engine.stream(asked)
 
     def __iter__(self) -> Iterator[str]:
-        return data.pieces(self.tokenizer, self._tokens())
+        return data.decode_stream(self.tokenizer, self._tokens())
 
     def _tokens(self) -> Iterator[int]:
         while True:

@@ -71,7 +71,7 @@ def place(read: Read, version: str) -> Placing:
 def _lead_from(folder: Path, placing: Placing) -> None:
     """Make paths, which the file has from where TRL was started, lead from `folder`."""
     tree, here = tree_of(placing), os.getcwd()
-    fill_and_resolve(config.PPOConfig, tree, lambda key: here)
+    resolve_paths(config.PPOConfig, tree, lambda key: here)
     for container, name, key, mark in path_entries(config.PPOConfig, tree):
         if key in placing.placed and placing.placed[key].given:
             value = relative(container[name], mark, Path(os.path.abspath(folder)))

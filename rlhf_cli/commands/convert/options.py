@@ -8,15 +8,15 @@ from typing import Any, Literal, get_args, get_origin
 
 from rlhf_cli.commands.convert.versions import OPTIONS, Read, Setting
 from rlhf_cli.config import loading, trl_fields
-from rlhf_cli.config.aliases import FOREIGN
-from rlhf_cli.config.paths import field_at, field_shape, keys_of, parts_of
+from rlhf_cli.config.aliases import ALIASES
+from rlhf_cli.config.paths import field_at, field_kind, flatten_annotation, keys_of
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.yaml_io import parse_value, written
 from rlhf_cli.errors import RLHFError, closest_match, redact
 
 # Our keys that an option may mean; those of the first section that has one.
 SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
-KEYS = {key for key, known in keys_of(PPOConfig).items() if field_shape(known).model is not known.annotation}
+KEYS = {key for key, known in keys_of(PPOConfig).items() if field_kind(known).model is not known.annotation}
 KEYS -= {"stage", "run", "rewards"}
 # Values at which an option asks for what is always so here.
 OFF: dict[str, tuple[Any, ...]] = {
@@ -156,20 +156,20 @@ class Placing:
 
 def home(name: str) -> str | None:
     """Our key for an option of theirs that means the same, as a path from the top of the file."""
-    last = FOREIGN[name].key if name in FOREIGN else name
+    last = ALIASES[name].key if name in ALIASES else name
     return next((section + last for section in SECTIONS if section + last in KEYS), None) if last else None
 
 
 def in_our_words(name: str, value: Any) -> Any:
     """The value of an option, where it is a word that has another name here."""
-    words = FOREIGN[name].words if name in FOREIGN else {}
+    words = ALIASES[name].values if name in ALIASES else {}
     return parse_value(words[value]) if isinstance(value, str) and value in words else value
 
 
 def why_not(name: str) -> str:
     """Why an option has no key here."""
-    if name in FOREIGN and FOREIGN[name].key is None:
-        return FOREIGN[name].why
+    if name in ALIASES and ALIASES[name].key is None:
+        return ALIASES[name].note
     if name in trl_fields.OWNED or name.startswith(trl_fields.OWNED_FAMILIES):
         return "the pipeline sets it"
     if name in trl_fields.fields_of("sft"):
@@ -183,7 +183,7 @@ def why_not(name: str) -> str:
 def known() -> set[str]:
     """Every name that an option may have."""
     theirs = {name for options in OPTIONS.values() for name in options}
-    return theirs | set(FOREIGN) | {key.rpartition(".")[2] for key in KEYS}
+    return theirs | set(ALIASES) | {key.rpartition(".")[2] for key in KEYS}
 
 
 def takes_none(key: str) -> bool:
@@ -207,7 +207,7 @@ def fitting(key: str, value: Any) -> Any:
 
 def _types(key: str) -> set[Any]:
     ours = field_at(PPOConfig, tuple(key.split(".")))
-    return set(filter(_is_type, parts_of(ours.annotation))) if ours else set()
+    return set(filter(_is_type, flatten_annotation(ours.annotation))) if ours else set()
 
 
 def _is_type(part: Any) -> bool:
@@ -216,7 +216,7 @@ def _is_type(part: Any) -> bool:
 
 def _can_be_written(value: Any) -> bool:
     try:
-        back = parse_value(written(value))
+        back = parse_value(to_yaml(value))
         return bool(back == value) and type(back) is type(value)
     except RLHFError:
         return False

@@ -41,7 +41,7 @@ def yaml_page(placing: Placing, name: str) -> str:
             lines += ["", *told, *_keys(own, [section])]
     ends = {
         "to say": [f"{key}: {what}" for key, what in placing.to_say.items()],
-        "unplaced": [f"{each.name}: {written(each.value)} ({each.why})" for each in placing.unplaced],
+        "unplaced": [f"{each.name}: {to_yaml(each.value)} ({each.why})" for each in placing.unplaced],
         "unread": [f"{each.what} ({each.where}): {each.why}" for each in placing.read.unread],
     }
     for kind, rows in ends.items():
@@ -57,7 +57,7 @@ def _keys(placed: dict[str, Placed], above: Sequence[str]) -> Iterator[str]:
     for name in dict.fromkeys(key.removeprefix(start).partition(".")[0] for key in placed):
         key = start + name
         if key in placed:
-            yield from _line(placed[key], f"{indent}{name}: {written(placed[key].value)}", indent)
+            yield from _line(placed[key], f"{indent}{name}: {to_yaml(placed[key].value)}", indent)
         else:
             yield f"{indent}{name}:"
             below = {inner: each for inner, each in placed.items() if inner.startswith(f"{key}.")}
@@ -69,11 +69,11 @@ def _line(placed: Placed, line: str, indent: str) -> Iterator[str]:
     name = placed.key.rpartition(".")[2]
     same = placed.value == placed.was and isinstance(placed.value, bool) == isinstance(placed.was, bool)
     was = "" if not placed.name or (same and placed.name == name) else placed.name
-    was += "" if not was or same else f": {written(placed.was)}"
-    whole = commented(line, "; ".join(filter(None, (was, placed.note))))
+    was += "" if not was or same else f": {to_yaml(placed.was)}"
+    whole = with_comment(line, "; ".join(filter(None, (was, placed.note))))
     if len(whole) > WIDTH and placed.note:
         yield from _comment(placed.note, indent)
-        whole = commented(line, was)
+        whole = with_comment(line, was)
     yield " ".join(whole.splitlines())
 
 
@@ -122,5 +122,5 @@ def _row(placed: Placed) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = written(value)
+    text = to_yaml(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

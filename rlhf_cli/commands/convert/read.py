@@ -313,7 +313,7 @@ def read(path: Path) -> Read:
         if source.problems:
             raise RLHFError.from_problems(source.problems)
         return _tree(source.tree, lambda key: f"{name}:{source.lines[key]}")
-    text = yaml_io.text_of(path)
+    text = yaml_io.read_text(path)
     if suffix == ".json":
         return _json(text, name)
     return read_script(text, name) if suffix == ".py" else read_command_line(text, name)

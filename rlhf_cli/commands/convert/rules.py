@@ -10,13 +10,13 @@ from pydantic import ValidationError
 from rlhf_cli.commands.convert import options
 from rlhf_cli.commands.convert.options import Placed, Placing, Unplaced, fitting, home, in_our_words, is_off, takes_none
 from rlhf_cli.commands.convert.versions import HABITS, NEW, OLD, OPTIONS, UNCLIPPED
-from rlhf_cli.config.aliases import FOREIGN
-from rlhf_cli.config.messages import translate
+from rlhf_cli.config.aliases import ALIASES
+from rlhf_cli.config.messages import translate_validation_error
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import BELONGS_TO
 from rlhf_cli.errors import Problem, RLHFError
 
-OF_ADAPTERS = {name for name in FOREIGN if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
+OF_ADAPTERS = {name for name in ALIASES if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
 OF_PEFT = {"lora_r": ("models.adapters.r", 8), "lora_alpha": ("models.adapters.lora_alpha", 8)}
 ROWS, PARTS, MINIBATCHES = "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"
 # Options by the key that each comes to: rows of a pass, passes of an update, steps of an epoch; rows once more.
@@ -252,7 +252,7 @@ def _accepted(placing: Placing, own: dict[str, Placed]) -> PPOConfig:
         try:
             return PPOConfig.model_validate(tree)
         except ValidationError as error:
-            _blame(placing, own, translate(error, tree, PPOConfig, lambda key: key)[0])
+            _blame(placing, own, translate_validation_error(error, tree, PPOConfig, lambda key: key)[0])
 
 
 def _fill(placing: Placing, own: dict[str, Placed]) -> None:

@@ -58,9 +58,9 @@ def of(about: Subject) -> Prompt:
     if about.prompts == "template":
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return [{key: visible(turn[key]) for key in ("role", "content")} for turn in turns]
-    if about.prompts == "transcript" and isinstance(prompt, str) and not other_formats.looks_like_one(prompt):
+    if about.prompts == "transcript" and isinstance(prompt, str) and not other_formats.is_transcript(prompt):
         prompt = [{"role": "user", "content": prompt}]
-    return visible(other_formats.render(prompt))
+    return visible(other_formats.render_transcript(prompt))
 
 
 TASKS = {"ppo": "text-generation", "sft": "text-generation", "reward": "text-classification"}

@@ -10,7 +10,7 @@ from rlhf_cli.commands.report import run_tables, summary, tables
 from rlhf_cli.commands.report.health import readings
 from rlhf_cli.commands.report.runs import Stage, flat, from_defaults, is_number, said
 from rlhf_cli.commands.report.tables import bounds, percent
-from rlhf_cli.config.paths import FUNCTION, field_at, field_shape
+from rlhf_cli.config.paths import FUNCTION, field_at, field_kind
 from rlhf_cli.config.rewards import KINDS
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.evaluation import render, reward_model_table
@@ -142,7 +142,7 @@ def _settings(about: Subject, stage: Stage) -> Iterator[list[str]]:
 
 def _is_place(stage: str, key: str) -> bool:
     field = field_at(CONFIGS[stage], tuple(key.split(".")))
-    return field is not None and field_shape(field).path is not None
+    return field is not None and field_kind(field).path is not None
 
 
 def _course(stage: Stage) -> Iterator[str]:

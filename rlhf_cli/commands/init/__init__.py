@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhf_cli import runs, system, terminal
 from rlhf_cli.config import json_schema
-from rlhf_cli.config.paths import resolved_data
+from rlhf_cli.config.paths import resolve_data
 from rlhf_cli.demo import world
 from rlhf_cli.distributed import RLHF_COMMAND
 from rlhf_cli.errors import RLHFError, closest_match, shell_path, shell_word, shown
@@ -193,9 +193,9 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
             text = (source / path).read_text(encoding="utf-8")
             text = re.sub(r"^seed: 0\b", f"seed: {seed}", text, flags=re.MULTILINE)
             if path.suffix == ".yaml":
-                text = json_schema.pointed(text, path, Path(json_schema.FOLDER, f"{path.stem}.json"))
+                text = json_schema.with_modeline(text, path, Path(json_schema.FOLDER, f"{path.stem}.json"))
             (scratch / path).write_text(text, encoding="utf-8")
-        json_schema.write_beside(scratch, sorted({path.stem for path in files if path.suffix == ".yaml"}))
+        json_schema.write_schemas(scratch, sorted({path.stem for path in files if path.suffix == ".yaml"}))
         if preset.sizes:
             world.write(scratch, seed, preset.sizes)
     if preset.sizes and preset.sizes.texts:
@@ -236,7 +236,7 @@ def init_preferences(
     here = os.getcwd()
     model = os.path.abspath(os.path.expanduser(base))
     wish = preferences.Wish(
-        data=resolved_data(data, here),
+        data=resolve_data(data, here),
         base=model if os.path.exists(model) else base,
         columns=named,
         plain=plain,

@@ -96,7 +96,7 @@ def write_configs(
     """The YAMLs, out of the templates of configs/preferences; each must load."""
     pages = Environment(loader=FileSystemLoader(templates), undefined=StrictUndefined, trim_blocks=True)
     values: dict[str, Any] = {
-        "base": written(base.hub or str(base.path.resolve())),
+        "base": to_yaml(base.hub or str(base.path.resolve())),
         "data": DataSource.of(wish.data).shown(),
         "seed": wish.seed,
         "style": style,
@@ -105,12 +105,12 @@ def write_configs(
         "s": sizes,
     }
     for stage in STAGES:
-        file, text = folder / f"{stage}.yaml", aligned(pages.get_template(f"{stage}.yaml.jinja").render(values))
+        file, text = folder / f"{stage}.yaml", align_comments(pages.get_template(f"{stage}.yaml.jinja").render(values))
         file.write_text(
-            json_schema.pointed(text, file, folder / json_schema.FOLDER / f"{stage}.json"), encoding="utf-8"
+            json_schema.with_modeline(text, file, folder / json_schema.FOLDER / f"{stage}.json"), encoding="utf-8"
         )
         config.load(stage, file)
-    json_schema.write_beside(folder, STAGES)
+    json_schema.write_schemas(folder, STAGES)
 
 
 def report(folder: Path, style: split.Style, parts: split.Parts, known: facts.Facts, sizes: Sizes) -> None:

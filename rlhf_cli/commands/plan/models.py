@@ -98,8 +98,8 @@ def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> Remaining:
 
 
 def _counted(rows: data.Rows[Any], lengths: Lengths, unit: str) -> Remaining:
-    count, left_out, asked = (number * rows.every for number in (len(rows), rows.left_out, rows.asked))
-    return Remaining(lengths, unit, count, left_out, asked, "exact" if rows.every == 1 else "about")
+    count, left_out, asked = (number * rows.stride for number in (len(rows), rows.num_dropped, rows.num_expected))
+    return Remaining(lengths, unit, count, left_out, asked, "exact" if rows.stride == 1 else "about")
 
 
 def _mean(rows: Iterable[list[int]]) -> float:

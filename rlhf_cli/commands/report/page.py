@@ -13,7 +13,7 @@ from rlhf_cli import __version__
 from rlhf_cli.commands.report import charts, run_tables, summary, tables
 from rlhf_cli.commands.report.runs import Run, Stage, at, from_defaults, is_number
 from rlhf_cli.commands.report.tables import GENERATOR, bounds, count, finalize, last_heat_map, number, percent
-from rlhf_cli.config.ppo_algorithm import SAYS
+from rlhf_cli.config.ppo_algorithm import SIGNAL_MESSAGES
 from rlhf_cli.evaluation.render import deciding_judge_of, response_pairs, selection_lines
 from rlhf_cli.evaluation.reward_model_table import card_rows
 
@@ -159,7 +159,7 @@ def _fired(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _firing(row: Mapping[str, Any]) -> str:
     try:
-        told = SAYS[row["signal"]].format(**row)
+        told = SIGNAL_MESSAGES[row["signal"]].format(**row)
     except (KeyError, ValueError, TypeError):  # a line that somebody wrote by hand
         told = str(row.get("signal"))
     return f"Update {row['step']}: {told} ({row.get('action')})."

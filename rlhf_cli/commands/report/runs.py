@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import yaml
 
-from rlhf_cli.config.paths import default_of, field_at, field_shape
+from rlhf_cli.config.paths import default_of, field_at, field_kind
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.errors import RLHFError, shown, translate_read_errors
 from rlhf_cli.evaluation import render
@@ -347,4 +347,4 @@ def _default(stage: str, key: str) -> Any:
 
 def _is_own_folder(stage: str, key: str, value: Any) -> bool:
     field = field_at(CONFIGS[stage], tuple(key.split(".")))
-    return field is not None and field_shape(field).path is not None and value in OF_THE_CHAIN
+    return field is not None and field_kind(field).path is not None and value in OF_THE_CHAIN
