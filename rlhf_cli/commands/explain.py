@@ -362,7 +362,7 @@ def _show_field(name: str) -> None:
         return
     if all(refused.values()):
         raise RLHFError.from_problems(refused["sft"])
-    version = trl_fields.made_from()["trl"].rpartition(".")[0]
+    version = trl_fields.source_versions()["trl"].rpartition(".")[0]
     stages = [stage for stage in fields if not refused[stage]]
     groups = [stages] if len({str(fields[stage]) for stage in stages}) == 1 else [[stage] for stage in stages]
     for number, alike in enumerate(groups):

@@ -20,7 +20,7 @@ from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.training import CONFIGS, RewardConfig, SFTConfig
 from rlhf_cli.config.value_errors import format_value
 from rlhf_cli.config.yaml_io import YamlFile, parse_value
-from rlhf_cli.errors import TOKEN, Problem, RLHFError, quoted, redacted
+from rlhf_cli.errors import TOKEN, Problem, RLHFError, redact, shell_path
 
 OVERRIDE_EXAMPLE = "e.g. --set ppo.kl_coef=0.1"
 
@@ -115,7 +115,7 @@ def require_stage(stage: str, tree: dict[str, Any], origin: Origin) -> None:
     if isinstance(file_stage, str) and file_stage in CONFIGS:
         text = f"this config is for {file_stage}, not for {stage}"
         raise RLHFError(
-            "C07", text, where=location, hint=f"run it with: rlhf {file_stage} --config {quoted(origin.file)}"
+            "C07", text, where=location, hint=f"run it with: rlhf {file_stage} --config {shell_path(origin.file)}"
         )
     raise RLHFError("C07", f"stage: {format_value(file_stage)} is not one of {', '.join(CONFIGS)}", where=location)
 
@@ -143,7 +143,7 @@ def remove_secrets(tree: dict[str, Any], where: Callable[[str], str]) -> list[Pr
     for container, name, _ in reversed(secrets):  # from the end, so that list indices stay valid
         container.pop(name)
     hint = "remove it, and set it in the environment, e.g. HF_TOKEN"
-    return [Problem("C16", f"{redacted(key)} contains a secret", where(key), hint) for _, _, key in secrets]
+    return [Problem("C16", f"{redact(key)} contains a secret", where(key), hint) for _, _, key in secrets]
 
 
 def _find_secrets(node: Any, path: str) -> Iterator[tuple[Any, Any, str]]:

@@ -30,7 +30,7 @@ def unknown_key(path: tuple[str, ...], value: Any, model: type[Config], location
         return Problem("C01", f"unknown key {key}", location, f"{alias.note}; remove the line")
     if correct := _correct_section(name, path, model):
         return Problem("C02", f"{key} belongs {correct[0]}", location, correct[1])
-    near = nearest(name, siblings)
+    near = closest_match(name, siblings)
     if near:
         hint = f"did you mean {near}?"
     elif len(siblings) <= 8:

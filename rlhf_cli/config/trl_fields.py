@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.paths import field_kind
 from rlhf_cli.config.value_errors import not_a_choice, wrong_type
-from rlhf_cli.errors import Problem, nearest
+from rlhf_cli.errors import Problem, closest_match
 
 TRAINERS = {"sft": "SFTConfig", "reward": "RewardConfig"}
 FIELDS_FILE = Path(__file__).with_name("trl_fields.json")
@@ -117,7 +117,7 @@ def _suggest(name: str, stage: str, settings_keys: list[str]) -> str | None:
     configs = [config for trainer_stage, config in TRAINERS.items() if name in fields_of(trainer_stage)]
     if configs:
         return f"only {configs[0]} has this field"
-    near = nearest(name, [*fields_of(stage), *settings_keys])
+    near = closest_match(name, [*fields_of(stage), *settings_keys])
     if near is None:
         return None
     return f"did you mean {stage}.{near}?" if near in settings_keys else f"did you mean {near}?"

@@ -45,6 +45,6 @@ def wrong_type(key: str, expected: Iterable[str], value: Any, bounds: str = "") 
 
 def not_a_choice(key: str, choices: list[str], value: Any) -> Problem:
     """Return C07 with all choices and the nearest one."""
-    near = nearest(value, choices) if isinstance(value, str) else None
+    near = closest_match(value, choices) if isinstance(value, str) else None
     text = f"{key}: {format_value(value)} is not one of {', '.join(choices)}"
     return Problem("C07", text, None, f"did you mean {near}?" if near else None)

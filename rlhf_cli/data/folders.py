@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.config.sources import suffix
 from rlhf_cli.data.readers import READERS, format_columns, missing_header_hint, read
-from rlhf_cli.errors import RLHFError, nearest, reading, shown
+from rlhf_cli.errors import RLHFError, closest_match, shown, translate_read_errors
 
 README = "README.md"
 DATA_SUFFIXES = READERS.keys() - {
@@ -59,12 +59,12 @@ def _with_unnamed(folder: Path, name: str, files: Files, data: Sequence[Path], w
     if (folder / README).exists():  # a hub dataset: other suffixes are copies in other formats
         rest = [path for path in rest if suffix(path) in set(map(suffix, chosen))]
     elif rest and "train" in by_name:
-        terminal.say_once(f"data     {name}: {_list_files(rest)} ignored: train is {_list_files(by_name['train'])}")
+        terminal.log_once(f"data     {name}: {_list_files(rest)} ignored: train is {_list_files(by_name['train'])}")
     if not rest or "train" in by_name:
         return by_name
     _require_same_columns(folder, name, rest, where)
     others = "".join(f"; {split} is {_list_files(paths)}" for split, paths in by_name.items())
-    terminal.say_once(f"data     {name}: train is {_list_files(rest)}{', the rest' if others else ''}{others}")
+    terminal.log_once(f"data     {name}: train is {_list_files(rest)}{', the rest' if others else ''}{others}")
     return {"train": rest, **by_name}
 
 
@@ -123,7 +123,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     def raise_error(error: OSError) -> None:
         raise error
 
-    with reading(folder):
+    with translate_read_errors(folder):
         for parent, subfolders, files in os.walk(folder, onerror=raise_error):
             yield from (Path(parent, name) for name in [*subfolders, *files])
 
@@ -171,7 +171,7 @@ def load_error(name: str, shown_name: str, subset: str | None, where: str | None
     names = _subsets(name) if isinstance(error, ValueError) else []  # raised for subsets
     reason = " ".join(str(error).replace(name, shown_name).split())
     if subset is not None and names and subset not in names:
-        near = nearest(subset, names) or names[0]
+        near = closest_match(subset, names) or names[0]
         text = f'{shown_name} has no subset "{subset}"; it has {", ".join(names)}'
         return RLHFError("D01", text, where=where, hint=f"set data.subset: {near}")
     if subset is None and len(names) > 1:
@@ -193,9 +193,9 @@ def select_split(
             return files_by_split[candidate]
     if not split and len(files_by_split) == 1:
         ((only, files),) = files_by_split.items()
-        terminal.say_once(f"data     {name}: no split {' or '.join(defaults)}; {only} is used")
+        terminal.log_once(f"data     {name}: no split {' or '.join(defaults)}; {only} is used")
         return files
-    near = nearest(candidates[0], files_by_split) or next(iter(files_by_split))
+    near = closest_match(candidates[0], files_by_split) or next(iter(files_by_split))
     text = f"{name} has no split {' or '.join(candidates)}; it has {', '.join(map(str, files_by_split))}"
     raise RLHFError("D01", text, where=where, hint=f"append the split to the name: [{near}]")
 

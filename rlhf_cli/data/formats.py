@@ -126,7 +126,7 @@ class DatasetReader:
         A warning has the number of dropped rows, the fault, the location of the first, and a hint by code.
         """
         if self.problems:
-            raise RLHFError.of(self._shown_problems())
+            raise RLHFError.from_problems(self._shown_problems())
         if usable == 0:
             reasons = "; ".join(f"{dropped.rows} {dropped}" for dropped in self.dropped.values())
             text = f"no usable row: {self.num_read} read" + (f", dropped {reasons}" if reasons else "")
@@ -169,7 +169,7 @@ class DatasetReader:
         used = {name for form in self.forms for name in form} - ANSWER_COLUMNS | set(self.forms[0])
         free = [name for name in raw if name not in used]
         answer = next((name for name in free if name in ANSWER_COLUMNS), next(iter(free), "NAME"))
-        near = nearest(missing, free) or answer
+        near = closest_match(missing, free) or answer
         text = f"the row needs {wanted}; columns found: {format_columns(raw) or 'none'}"
         if hint := self._conversion_hint(raw) or self._header_hint(location, raw):
             raise BadRow("D02", text, hint)
@@ -203,9 +203,9 @@ class DatasetReader:
     def _suggest_column(self, name: str, known: Collection[str]) -> str | None:
         """Return a hint for a mapped column that rlhf does not know."""
         file_column = self.columns[name]
-        if file_column in known and not nearest(name, known, cutoff=0.8):  # not a typo
+        if file_column in known and not closest_match(name, known, cutoff=0.8):  # not a typo
             return f"swap the two: {self._column_mapping(file_column, name)}?"
-        near = nearest(name, known)
+        near = closest_match(name, known)
         return f"did you mean {near}?" if near else None
 
     def _header_hint(self, location: RowLocation, raw: dict[str, Any]) -> str | None:
@@ -220,7 +220,7 @@ class DatasetReader:
         """Return the schema of the first row, and detect transcripts. Raises BadRow D02, D06, D12."""
         for name, file_column in self.columns.items():
             if file_column not in raw:
-                near = nearest(file_column, raw)
+                near = closest_match(file_column, raw)
                 text = f'no column "{file_column}" (mapped to {name}); columns found: {format_columns(raw) or "none"}'
                 hint = self._header_hint(location, raw) or (f"did you mean {near}?" if near else None)
                 raise BadRow("D02", text, hint)

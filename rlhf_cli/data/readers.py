@@ -83,7 +83,7 @@ def _json(file: BinaryIO, path: Path) -> RowIterator:
     if not raw.lstrip().startswith(b"["):
         yield from _json_lines(io.BytesIO(raw), path)
         return
-    for number, row in enumerate(parse(raw, path), start=1):
+    for number, row in enumerate(parse_json(raw, path), start=1):
         location = RowLocation(path, number, "row")
         if not isinstance(row, dict):
             raise RLHFError("D12", f"the list contains `{row!r:.40}`, not an object {{...}}", where=str(location))
@@ -92,7 +92,7 @@ def _json(file: BinaryIO, path: Path) -> RowIterator:
 
 def _table(file: BinaryIO, path: Path) -> RowIterator:
     """Read CSV or TSV with a header. Every cell stays text, also "NA" and "1e5"."""
-    texts = (decoded(raw, path, number) for number, raw in lines(file, path))
+    texts = (decode(raw, path, number) for number, raw in numbered_lines(file, path))
     reader = csv.reader(texts, delimiter=TABLES[suffix(path)], strict=True)
     start = 1
     header: list[str] = []
@@ -185,8 +185,8 @@ def _batch_to_rows(batch: Any, path: Path, before: int) -> list[dict[str, Any]]:
 
 def _text(file: BinaryIO, path: Path) -> RowIterator:
     """Read one text per line, without line ends."""
-    for number, raw in lines(file, path):
-        text = decoded(raw, path, number).rstrip("\r\n")
+    for number, raw in numbered_lines(file, path):
+        text = decode(raw, path, number).rstrip("\r\n")
         if text.strip():
             yield RowLocation(path, number), {"text": text}
 

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_cli.config.sources import DataSource, is_hub_id, split_hub_id, split_name
 from rlhf_cli.data import folders, hub
 from rlhf_cli.data.readers import RowLocation, read
-from rlhf_cli.errors import Problem, RLHFError, nearest_file, shown
+from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
 from rlhf_cli.jsonl import open_data
 
 Row = tuple[RowLocation, dict[str, Any]]

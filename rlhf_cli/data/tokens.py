@@ -104,9 +104,9 @@ def render(tokenizer: Any, conversation: Conversation, *, generation_prompt: boo
             hint="set model.chat_template to a Jinja file, or to chatml",
         )
     try:
-        with at_most(RENDER_TIMEOUT):
+        with cpu_time_limit(RENDER_TIMEOUT):
             return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generation_prompt)
-    except TooLong as error:
+    except CPUTimeExceeded as error:
         text = f"the chat template takes more than {RENDER_TIMEOUT:g} s for one conversation"
         raise RLHFError("M01", text, hint="set model.chat_template to another template, or to chatml") from error
     except (TemplateError, OverflowError) as error:  # the template sandbox limits `range`
@@ -152,7 +152,7 @@ def _tokenize(tokenizer: Any, texts: list[str], special: bool = False) -> list[l
     if not texts:
         return []
     # verbose=False: no warning of the library about long sequences; rlhf checks max_length itself.
-    with panics_as("M01", "the tokenizer fails on a text"):
+    with translate_rust_panics("M01", "the tokenizer fails on a text"):
         batch = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
     return [intern_ids(ids) for ids in batch["input_ids"]]
 
@@ -186,7 +186,7 @@ def encode_cached(
         _write_cache(path, rows)
         _prune_cache(path.parent)
     except OSError as error:
-        terminal.say_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
+        terminal.log_once(f"data     tokens are not cached: {error.strerror or error} ({path.parent})")
     return rows
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.config.ppo import VALUE_WORDS
+from rlhf_cli.config.ppo import VALUE_KEYWORDS
 from rlhf_cli.errors import Problem, RLHFError, closest_match, shell_path, shown, translate_read_errors
 from rlhf_cli.files import find_damage, read_json_object, select_files
 from rlhf_cli.runs.checkpoints import state_at, state_steps
@@ -53,7 +53,7 @@ def references(config: Any) -> list[Reference]:
     result = [Reference("models.sft", config.models.sft, ("sft",), config.models.revision)]
     if _needs_reward(config):
         result.append(Reference("models.reward", config.models.reward, ("reward",)))
-    if config.models.value not in VALUE_WORDS:
+    if config.models.value not in VALUE_KEYWORDS:
         result.append(Reference("models.value", config.models.value, ("reward",)))
     models: dict[str, str] = {}
     for name, source in config.rewards.items():

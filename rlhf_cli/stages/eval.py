@@ -72,7 +72,7 @@ def _evaluate(
     model_config = load.read_config(sft.model, options.trust_remote_code)
     with process_group.main_process_first():
         usable = eval_setup.read_prompts(config, tokenizer, model_config, sampling.response_length)
-    if usable.left_out or len(usable) < config.eval.n:
+    if usable.num_dropped or len(usable) < config.eval.n:
         available = setup.describe_rows(usable, "held-out prompts")
         terminal.say(f"eval     {available}; eval.n asks for {config.eval.n}")
     prompts = usable[: config.eval.n]

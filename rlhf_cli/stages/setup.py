@@ -220,16 +220,18 @@ def read_rows(
 def _check_dropped(
     config: SFTConfig | RewardConfig | PPOConfig | EvalConfig, key: str, longer_hint: str, rows: Rows[Any]
 ) -> None:
-    limit, fraction = config.data.max_dropped, rows.share_left_out
-    if key == f"data.{config.data.HELD_OUT}" and config.sources()[key].share:
-        fraction = wilson(rows.left_out, rows.asked)[0]  # a small part of a file has more or fewer of them by chance
+    limit, fraction = config.data.max_dropped, rows.dropped_share
+    if key == f"data.{config.data.EVAL_KEY}" and config.sources()[key].share:
+        fraction = wilson(rows.num_dropped, rows.num_expected)[
+            0
+        ]  # a small part of a file has more or fewer of them by chance
     if fraction <= min(WARN_DROPPED_FRACTION, limit):
         return
-    causes = ", ".join(f"{dropped.rows} by {code} ({dropped})" for code, dropped in rows.lost.items())
-    sampled = "sampled " if rows.every > 1 else ""
-    text = f"{rows.left_out} of {rows.asked} {sampled}rows are left out: {causes}"
+    causes = ", ".join(f"{dropped.rows} by {code} ({dropped})" for code, dropped in rows.dropped.items())
+    sampled = "sampled " if rows.stride > 1 else ""
+    text = f"{rows.num_dropped} of {rows.num_expected} {sampled}rows are left out: {causes}"
     hints = {"D10": f"{longer_hint}; the longest row has {rows.longest_read} tokens", "D07": IDENTICAL_HINT}
-    hint = hints.get(next(iter(rows.lost)), "data.on_bad: error shows each of them")
+    hint = hints.get(next(iter(rows.dropped)), "data.on_bad: error shows each of them")
     if fraction > limit:
         text, hint = f"{text}; data.max_dropped allows {limit:.0%}", f"{hint}; or raise data.max_dropped"
         raise RLHFError("D16", text, where=config.where(key), hint=hint)
@@ -360,5 +362,5 @@ def count_tokens(rows: Iterable[Mapping[str, Sequence[int]]]) -> int:
 
 def describe_rows(rows: Sequence[Any], unit: str) -> str:
     """Return the number of rows, and of dropped rows if there are any, as text."""
-    left_out = rows.told_left_out() if isinstance(rows, Rows) else ""
+    left_out = rows.dropped_text() if isinstance(rows, Rows) else ""
     return f"{len(rows)} {unit}" + (f", {left_out}" if left_out else "")

@@ -111,7 +111,7 @@ def num_sequences(config: SFTConfig, rows: data.Rows[Any]) -> int:
 def add_labels(config: SFTConfig, rows: data.Rows[Any]) -> data.Rows[dict[str, list[int]]]:
     """Return {input_ids, labels} per row; completion_only_loss ignores the prompt tokens."""
     completion_only = config.sft.completion_only_loss
-    return rows.holding(
+    return rows.with_rows(
         {
             "input_ids": row["input_ids"],
             "labels": [

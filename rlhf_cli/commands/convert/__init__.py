@@ -10,7 +10,7 @@ from rlhf_cli.commands.convert import read as files
 from rlhf_cli.commands.convert.options import Placing
 from rlhf_cli.commands.convert.rules import TOPICS, complete, tree_of
 from rlhf_cli.commands.convert.versions import OPTIONS, Read, version_of
-from rlhf_cli.config.paths import fill_and_resolve, path_entries, relative
+from rlhf_cli.config.paths import path_entries, relative, resolve_paths
 from rlhf_cli.errors import RLHFError, closest_match, shown
 
 FILE = "ppo.yaml"

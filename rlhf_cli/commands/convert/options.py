@@ -11,7 +11,7 @@ from rlhf_cli.config import loading, trl_fields
 from rlhf_cli.config.aliases import ALIASES
 from rlhf_cli.config.paths import field_at, field_kind, flatten_annotation, keys_of
 from rlhf_cli.config.ppo import PPOConfig
-from rlhf_cli.config.yaml_io import parse_value, written
+from rlhf_cli.config.yaml_io import parse_value, to_yaml
 from rlhf_cli.errors import RLHFError, closest_match, redact
 
 # Our keys that an option may mean; those of the first section that has one.
@@ -86,7 +86,7 @@ class Placing:
             if setting.value == "":
                 setting = replace(setting, value=None)
             shown = written(setting.value)
-            if loading.take_out({setting.name: setting.value}, str) or redact(shown) != shown:
+            if loading.remove_secrets({setting.name: setting.value}, str) or redact(shown) != shown:
                 why = "a secret has no place in a file; the environment has, such as HF_TOKEN"
                 self.unplaced.append(Unplaced(setting.name, "[secret]", setting.where, why))
             else:
@@ -174,8 +174,8 @@ def why_not(name: str) -> str:
         return "the pipeline sets it"
     if name in trl_fields.fields_of("sft"):
         return "PPO does not use transformers' Trainer, whose setting it is"
-    if name in FOREIGN:
-        return f"ppo.yaml has no {FOREIGN[name].key}"
+    if name in ALIASES:
+        return f"ppo.yaml has no {ALIASES[name].key}"
     near = closest_match(name, known(), cutoff=0.8)
     return "unknown, here and in TRL" + (f"; did you mean {near}?" if near else "")
 

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_cli import terminal
 from rlhf_cli.commands.convert.options import Placed, Placing
 from rlhf_cli.commands.convert.versions import SOURCES
-from rlhf_cli.config.yaml_io import commented, written
+from rlhf_cli.config.yaml_io import to_yaml, with_comment
 from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.terminal import clean
 

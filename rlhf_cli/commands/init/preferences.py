@@ -13,7 +13,7 @@ from rlhf_cli.commands.init import sizes as facts
 from rlhf_cli.commands.init.sizes import Sizes, choose
 from rlhf_cli.config import json_schema
 from rlhf_cli.config.sources import DataSource
-from rlhf_cli.config.yaml_io import aligned, written
+from rlhf_cli.config.yaml_io import align_comments, to_yaml
 from rlhf_cli.errors import RLHFError, shell_path, shown
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import devices, load, tokenizers

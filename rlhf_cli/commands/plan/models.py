@@ -89,7 +89,7 @@ def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> Remaining:
     rows = sft_setup.read_data(config, "train", tokenizer, strategy, body, sample=WHOLE)
     if strategy:
         lengths = Lengths(1, config.sft.max_length - 1)
-        sequences = sft_setup.num_sequences(config, rows) * rows.every
+        sequences = sft_setup.num_sequences(config, rows) * rows.stride
         return replace(_counted(rows, lengths, "sequences"), rows=sequences, how="about")
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
