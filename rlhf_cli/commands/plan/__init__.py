@@ -131,7 +131,7 @@ def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[s
         stage = stage_of(path)
         return [load(stage, path, overrides)], {stage: list(overrides)}
     files = pipeline.find_configs(path)
-    routed = pipeline.route(overrides, list(files))
+    routed = pipeline.route_overrides(overrides, list(files))
     return list(pipeline.load_all(files, routed).values()), routed
 
 
