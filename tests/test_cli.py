@@ -358,7 +358,7 @@ def test_a_config_without_its_option_is_understood(folder: Path, word: str) -> N
 def test_a_signal_ends_a_command_in_good_order(folder: Path, number: int, code: int) -> None:
     script = """
 import signal, time; from rlhf_cli import cli
-from rlhf_cli.cli import app, training
+from rlhf_cli.cli import app, train
 from rlhf_cli.cli.errors import ELSEWHERE
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 def stage(*_):
@@ -367,7 +367,7 @@ def stage(*_):
         time.sleep(60)
     finally:
         print("closed", flush=True)
-training._runner = lambda name: stage
+train._runner = lambda name: stage
 cli.app(["sft", "-c", "sft.yaml"])
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -168,7 +168,7 @@ def test_what_is_written_for_real_dialogues_is_so(tmp_path: Path, hh: Any) -> No
     run = tmp_path / "run"
     result = init(run, HH, STORIES)
     assert result.exit_code == 0 and "598 pairs (34 %) left out" in result.stderr
-    told = int(re.findall(r"response_length: 176 +# tokens, at most; (\d+) of 100", (run / "ppo.yaml").read_text())[0])
+    told = int(re.findall(r"response_length: 176 +# maximum tokens; (\d+) of 100", (run / "ppo.yaml").read_text())[0])
     prompts = {row["prompt"] for part in ("sft", "pairs", "prompts", "heldout") for row in read(run, part)}
     used = [length for pair, length in zip(*hh, strict=True) if pair.prompt in prompts]
     assert len(used) == 396 and abs(told - 100 * sum(length.chosen <= 176 for length in used) / len(used)) <= 0.5
