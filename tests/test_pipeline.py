@@ -429,7 +429,7 @@ def test_an_evaluation_that_does_not_meet_its_requirements_ends_with_the_page(
 def start_and_wait(folder: Path) -> subprocess.Popen[str]:
     """`rlhf run .` in a process of its own, with a stage that waits for a signal."""
     script = f"""
-import sys; from pathlib import Path; from rlhf_cli import pipeline, cli
+import sys; from rlhf_cli import cli; from rlhf_cli.commands import run as pipeline
 real = pipeline.child_command
 pipeline.child_command = lambda *a, **k: [sys.executable, {str(FAKE)!r}, *real(*a, **k)[4:]]
 pipeline.check_command = lambda *a: [sys.executable, "-c", ""]
