@@ -126,7 +126,7 @@ def test_a_stage_with_wrong_values_has_its_files_looked_at(run_folder: Path, mon
     told = [line for line in result.stderr.splitlines() if line.startswith("error[")]
     assert [line[6:9] for line in told] == ["C06", "C01", "C01", "D01"], result.stderr
     assert "reward.yaml:1: data.train: no such file pears.jsonl" in told[3]
-    assert "not checked: reward: its rows and models, before what is wrong in reward.yaml is mended" in result.stdout
+    assert "not checked: reward: rows and models, until the errors in reward.yaml are fixed" in result.stdout
     alone = check("reward.yaml").stderr
     assert {line[6:9] for line in alone.splitlines() if line.startswith("error[")} == {"C06", "C01", "D01", "M01"}
     children: list[list[str]] = []

@@ -253,7 +253,7 @@ def test_run_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pipeline, "run", lambda *arguments: given.append(arguments) or 5)
     selected = ["--only", "ppo", "--force", "ppo", "--from", "sft"]
     assert rlhf("run", "x", "-s", "*.seed=3", "ppo.kl_coef=1", *selected, "--dry-run").exit_code == 5
-    selection = pipeline.Selection(("ppo",), "sft", ("ppo",))
+    selection = pipeline.StageFilter(("ppo",), "sft", ("ppo",))
     assert given == [(Path("x"), ["*.seed=3", "ppo.kl_coef=1"], selection, Options(dry_run=True))]
 
 

@@ -218,7 +218,7 @@ def test_plan_says_about_where_it_read_a_sample(fitting: Path, monkeypatch: pyte
     write("pairs", 60, 60, KEYS["reward"][2])
     exact = counted("plan", "reward.yaml", "--flops", "1e12")["stages"][0]
     assert (exact["rows"], exact["rows_are"], exact["steps_are"]) == (60, "exact", "exact")
-    monkeypatch.setattr(models, "WHOLE", 30)
+    monkeypatch.setattr(models, "MAX_TOKENIZED_ROWS", 30)
     (about,) = counted("plan", "reward.yaml", "--flops", "1e12")["stages"]
     assert (about["rows"], about["left_out"], about["asked"]) == (60, 60, 120)
     assert (about["rows_are"], about["steps_are"], about["steps"]) == ("about", "about", exact["steps"])

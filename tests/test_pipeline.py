@@ -15,7 +15,7 @@ import pytest
 from rlhf_cli import config
 from rlhf_cli.commands import run as pipeline
 from rlhf_cli.commands import run_summary
-from rlhf_cli.commands.run import Selection
+from rlhf_cli.commands.run import StageFilter
 from rlhf_cli.config.base import Options
 from rlhf_cli.errors import RLHFError
 
@@ -61,7 +61,7 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., dict[s
     def call(*overrides: str, code: int = 0, dry_run: bool = False, **selection: object) -> dict[str, str]:
         capfd.readouterr()
         options = Options(dry_run=dry_run)
-        assert pipeline.run(Path("."), overrides, Selection(**selection), options) == code  # type: ignore[arg-type]
+        assert pipeline.run(Path("."), overrides, StageFilter(**selection), options) == code  # type: ignore[arg-type]
         lines = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines() if line.strip()]
         # The fakes say "sft new" too; a pipeline's own line has the stage's name in a column of 8.
         return {line[0]: line[1] for line in reversed(lines) if line[0] in CONFIGS}
@@ -195,7 +195,7 @@ def test_what_was_not_run_is_told_where_there_is_any(
     run: Callable, stage: str, rest: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", stage)
-    assert pipeline.run(Path("."), (), Selection(), Options()) == 7
+    assert pipeline.run(Path("."), (), StageFilter(), Options()) == 7
     assert f"{stage:<8} ended with exit code 7{rest}\n" in capfd.readouterr().err
 
 
@@ -294,7 +294,7 @@ def test_folders_that_hold_no_run(tmp_path: Path, run: Callable) -> None:
     (tmp_path / "empty").mkdir()
     for name, text in (("empty", "holds none of"), ("emptx", "did you mean empty?"), ("sft.yaml", "rlhf sft --config")):
         with pytest.raises(RLHFError) as caught:
-            pipeline.run(Path(name), (), Selection(), Options())
+            pipeline.run(Path(name), (), StageFilter(), Options())
         assert caught.value.problems[0].code == "C09"
         assert text in str(caught.value)
 
@@ -311,14 +311,14 @@ def test_a_key_goes_to_the_stage_that_has_its_section(run: Callable) -> None:
 
 def test_a_star_goes_to_every_stage_that_has_the_section() -> None:
     stages = list(CONFIGS)
-    assert pipeline.route(["*.seed=3"], stages) == {stage: ["*.seed=3"] for stage in CONFIGS}
-    assert pipeline.route(["model.new.hidden_size=8", "data.on_identical=drop"], stages) == {
+    assert pipeline.route_overrides(["*.seed=3"], stages) == {stage: ["*.seed=3"] for stage in CONFIGS}
+    assert pipeline.route_overrides(["model.new.hidden_size=8", "data.on_identical=drop"], stages) == {
         "sft": ["model.new.hidden_size=8"],
         "reward": ["data.on_identical=drop"],
         "ppo": [],
         "eval": [],
     }
-    assert pipeline.route(["*.models.dtype=float32"], stages) == {
+    assert pipeline.route_overrides(["*.models.dtype=float32"], stages) == {
         "sft": [], "reward": [], "ppo": ["*.models.dtype=float32"], "eval": ["*.models.dtype=float32"],
     }  # fmt: skip
 
@@ -334,7 +334,7 @@ def test_a_setting_that_no_file_has_is_told_where_the_next_run_would_undo_it(
 ) -> None:
     def told(*overrides: str) -> list[str]:
         capfd.readouterr()
-        assert pipeline.run(Path("."), overrides, Selection(), Options()) == 0
+        assert pipeline.run(Path("."), overrides, StageFilter(), Options()) == 0
         return [line for line in capfd.readouterr().out.splitlines() if line.startswith("made with")]
 
     run()
@@ -429,7 +429,7 @@ def test_an_evaluation_that_does_not_meet_its_requirements_ends_with_the_page(
 def start_and_wait(folder: Path) -> subprocess.Popen[str]:
     """`rlhf run .` in a process of its own, with a stage that waits for a signal."""
     script = f"""
-import sys; from pathlib import Path; from rlhf_cli import cli; from rlhf_cli.commands import run as pipeline
+import sys; from rlhf_cli import cli; from rlhf_cli.commands import run as pipeline
 real = pipeline.child_command
 pipeline.child_command = lambda *a, **k: [sys.executable, {str(FAKE)!r}, *real(*a, **k)[4:]]
 pipeline.check_command = lambda *a: [sys.executable, "-c", ""]

@@ -20,10 +20,10 @@ from rlhf_cli import progress, system, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.commands import plan as advice
 from rlhf_cli.commands.plan import _show, duration, meta
-from rlhf_cli.commands.plan.measure import Tally
+from rlhf_cli.commands.plan.measure import MemoryCounter
 from rlhf_cli.commands.plan.memory import Target
 from rlhf_cli.commands.plan.meta import Lengths
-from rlhf_cli.commands.plan.models import Chain
+from rlhf_cli.commands.plan.models import ModelResolver
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.loading import load
 from rlhf_cli.jsonl import append_jsonl, read_jsonl
@@ -165,7 +165,7 @@ def kept(model: Any, device: Any, rows: int, length: int) -> tuple[Tensor, Tenso
 def counted(family: str, rows: int, length: int, **sizes: Any) -> int:
     model = build.causal_lm_from_config(tiny.config(family, **sizes))
     forward.disable_dropout(model)
-    with Tally([model], 0) as tally:
+    with MemoryCounter([model], 0) as tally:
         _held = kept(model, META, rows, length)
         return tally.live["activations"]
 
@@ -428,7 +428,7 @@ def test_operations_are_six_for_each_weight_and_token(three: Path) -> None:
 
 
 def test_the_rate_of_this_machine_is_measured() -> None:
-    assert 1e8 < duration.rate(1024, 256) < 1e16
+    assert 1e8 < duration.measure_rate(1024, 256) < 1e16
 
 
 @on_a_cpu
@@ -480,10 +480,10 @@ def test_of_large_models_and_other_machines_the_time_is_a_floor(three: Path, mon
 
 
 def test_rows_are_as_long_as_on_average_where_they_are_run(three: Path) -> None:
-    assert Lengths(20, 80, mean=50).usual == Lengths(10, 40) and Lengths(20, 80).usual == Lengths(20, 80)
+    assert Lengths(20, 80, mean=50).average == Lengths(10, 40) and Lengths(20, 80).average == Lengths(20, 80)
     (_, row), *_ = read_jsonl(Path("rows.jsonl"))
     append_jsonl(Path("rows.jsonl"), {**row, "completion": 3 * row["completion"]})
-    chain, config = Chain([], Options(), None), load("sft", Path("sft.yaml"))
+    chain, config = ModelResolver([], Options(), None), load("sft", Path("sft.yaml"))
     start = chain.start(config, "model.path")
     lengths = chain.remaining(config, start).lengths
     encoded = [

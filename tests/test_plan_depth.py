@@ -42,7 +42,7 @@ def deep(three: Path, monkeypatch: pytest.MonkeyPatch) -> set[int]:  # noqa: F81
         return plain(kind, body, *rest)
 
     monkeypatch.setattr(build, "_from_config", made)
-    monkeypatch.setattr(estimate, "DEEP", LAYERS)
+    monkeypatch.setattr(estimate, "MIN_EXTRAPOLATED_UNITS", LAYERS)
     return seen
 
 
@@ -57,7 +57,7 @@ def test_a_deep_model_is_counted_on_shallow_ones(case: str, deep: set[int], monk
     drawn_on = counted_anew(*CASES[case], "--prompt-length", "9")
     assert deep == {2, 3, 4}
     deep.clear()
-    monkeypatch.setattr(estimate, "DEEP", 1000)
+    monkeypatch.setattr(estimate, "MIN_EXTRAPOLATED_UNITS", 1000)
     whole = counted_anew(*CASES[case], "--prompt-length", "9")
     assert deep == {LAYERS}
     for stage, told in whole.items():
@@ -69,13 +69,13 @@ def test_a_deep_model_is_counted_on_shallow_ones(case: str, deep: set[int], monk
 
 def test_what_an_operation_makes_is_remembered_by_its_shapes(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     remembered = {stage: told["phases"] for stage, told in found(".").items()}
-    monkeypatch.setattr(measure, "again", lambda call, args, kwargs, given: call(*args, **kwargs))
+    monkeypatch.setattr(measure, "cached_op", lambda call, args, kwargs, given: call(*args, **kwargs))
     assert {stage: told["phases"] for stage, told in counted_anew(".").items()} == remembered
 
 
 def test_only_what_is_new_and_of_the_same_shapes_is_remembered() -> None:
     """Bytes that are another tensor's stay so, and 1 is not 1.0."""
-    with measure.Tally([], 0) as seen:
+    with measure.MemoryCounter([], 0) as seen:
         x = torch.zeros(4, 6, device="meta")
         for _ in range(2):
             before = seen.live.total()
@@ -150,9 +150,9 @@ def test_a_model_whose_layers_are_not_found_is_counted_whole(three: Path, monkey
     def odd(model: Any) -> Any:
         raise ValueError("no list of 40 layers in an Odd")
 
-    estimate._are_alike.cache_clear()
+    estimate._layers_identical.cache_clear()
     monkeypatch.setattr(estimate.sharding, "decoder_layers", odd)
     counted = Counted(lambda layers: layers)
     count(counted)
-    estimate._are_alike.cache_clear()
+    estimate._layers_identical.cache_clear()
     assert counted.seen == [(40, 40, None)]

@@ -15,9 +15,15 @@ from rlhf_cli import config, jsonl
 from rlhf_cli.cli import app
 from rlhf_cli.commands.init import lengths, split
 from rlhf_cli.commands.init.lengths import Lengths, Speed
-from rlhf_cli.commands.init.sizes import EPISODES, Facts, choose, count_parameters, rate
-from rlhf_cli.config.yaml_io import align_comments
-from rlhf_cli.data.readers import RowLocation
+from rlhf_cli.commands.init.sizes import (
+    EPISODES_PER_UPDATE,
+    SizingInputs,
+    choose_sizes,
+    count_parameters,
+    learning_rate,
+)
+from rlhf_cli.config.yaml_io import aligned
+from rlhf_cli.data.readers import Place
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers
@@ -40,7 +46,7 @@ def pair(prompt: Any, number: int = 1) -> Pair:
 
 def test_no_prompt_is_in_two_parts_and_no_pair_is_lost() -> None:
     pairs = [pair(prompt, number) for number, prompt in enumerate(ASKED * 3)]
-    parts = split.cut(pairs, seed=0)
+    parts = split.split_pairs(pairs, seed=0)
     prompts = [{one.prompt for one in part} for part in parts.values()]
     assert sum(map(len, prompts)) == len(set().union(*prompts)) == len(ASKED)
     assert sorted(one.chosen for part in parts.values() for one in part) == sorted(one.chosen for one in pairs)
@@ -49,7 +55,7 @@ def test_no_prompt_is_in_two_parts_and_no_pair_is_lost() -> None:
 
 def test_conversations_that_open_alike_stay_together() -> None:
     longer = [[*chat(text), {"role": "assistant", "content": "Yes?"}, *chat("More.")] for text in ASKED]
-    parts = split.cut(
+    parts = split.split_pairs(
         [pair(prompt) for text, two in zip(ASKED, longer, strict=True) for prompt in (chat(text), two)], 0
     )
     openings = [{split_key(one.prompt) for one in part} for part in parts.values()]
@@ -59,30 +65,30 @@ def test_conversations_that_open_alike_stay_together() -> None:
 
 def test_the_seed_decides_the_parts() -> None:
     pairs = [pair(prompt) for prompt in ASKED]
-    assert split.cut(pairs, 1) == split.cut(pairs, 1) != split.cut(pairs, 2)
+    assert split.split_pairs(pairs, 1) == split.split_pairs(pairs, 1) != split.split_pairs(pairs, 2)
 
 
 def test_of_many_prompts_no_more_than_needed_are_held_out() -> None:
-    parts = split.cut([pair(f"prompt {number}") for number in range(20_000)], 0)
+    parts = split.split_pairs([pair(f"prompt {number}") for number in range(20_000)], 0)
     assert len(parts["held-out"]) == 1000 and len(parts["pairs"]) == 10_000
 
 
 def test_a_part_is_not_in_the_order_of_the_file() -> None:
-    for part in split.cut([pair(prompt, number) for number, prompt in enumerate(ASKED)], 0).values():
-        numbers = [one.location.number for one in part]
+    for part in split.split_pairs([pair(prompt, number) for number, prompt in enumerate(ASKED)], 0).values():
+        numbers = [one.place.number for one in part]
         assert numbers != sorted(numbers)
 
 
 def test_too_few_prompts_are_refused() -> None:
     with pytest.raises(RLHFError) as caught:
-        split.cut([pair(prompt) for prompt in ASKED[:19] * 9], 0)
+        split.split_pairs([pair(prompt) for prompt in ASKED[:19] * 9], 0)
     assert caught.value.problems[0].code == "D11" and "19 different prompts" in str(caught.value)
 
 
 # --- the sizes
 
 COUNTS = {"sft": 300, "pairs": 450, "prompts": 150, "held-out": 100}
-KNOWN = Facts(
+KNOWN = SizingInputs(
     prompts=COUNTS,
     pairs=COUNTS,
     rows={"sft": 300, "sft_eval": 100, "pairs": 450, "pairs_eval": 100, "prompts": 150, "heldout": 100},
@@ -93,30 +99,30 @@ KNOWN = Facts(
     vocabulary=768,
     device="CPU, 2 cores",
     memory=16 * 10**9,
-    speed=Speed(trained=20_000.0, written=4_000.0),
+    speed=Speed(training=20_000.0, generation=4_000.0),
 )
 
 
-def with_rows(**counts: int) -> Facts:
+def with_rows(**counts: int) -> SizingInputs:
     return replace(KNOWN, rows={**KNOWN.rows, **counts})
 
 
 def test_learning_rates_meet_their_anchors() -> None:
-    assert [rate(stage, 10**9) for stage in ("sft", "reward", "ppo")] == ["2e-5", "1e-5", "3e-6"]
-    assert [rate(stage, 600_000) for stage in ("sft", "reward", "ppo")] == ["1e-3", "9e-4", "2e-4"]
-    assert rate("ppo", 124_000_000) == "1e-5"  # gpt2 in TRL's sentiment example: 1.41e-5
+    assert [learning_rate(stage, 10**9) for stage in ("sft", "reward", "ppo")] == ["2e-5", "1e-5", "3e-6"]
+    assert [learning_rate(stage, 600_000) for stage in ("sft", "reward", "ppo")] == ["1e-3", "9e-4", "2e-4"]
+    assert learning_rate("ppo", 124_000_000) == "1e-5"  # gpt2 in TRL's sentiment example: 1.41e-5
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 9, 31, 64, 5000])
 def test_an_update_never_asks_for_more_prompts_than_there_are(prompts: int) -> None:
-    sizes = choose(replace(KNOWN, prompts={**KNOWN.prompts, "prompts": prompts}), None)
-    assert sizes.ppo_rows * sizes.ppo_parts == EPISODES and sizes.total_episodes % EPISODES == 0
-    assert EPISODES // sizes.samples <= prompts
+    sizes = choose_sizes(replace(KNOWN, prompts={**KNOWN.prompts, "prompts": prompts}), None)
+    assert sizes.ppo_rows * sizes.ppo_parts == EPISODES_PER_UPDATE and sizes.total_episodes % EPISODES_PER_UPDATE == 0
+    assert EPISODES_PER_UPDATE // sizes.samples <= prompts
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(1, 1), (6, 2), (9, 4), (299, 8), (300, 16), (5000, 32)])
 def test_a_batch_is_never_larger_than_half_the_rows(rows: int, batch: int) -> None:
-    sft = choose(with_rows(sft=rows), None).sft
+    sft = choose_sizes(with_rows(sft=rows), None).sft
     assert sft.rows * sft.parts == batch
 
 
@@ -124,32 +130,32 @@ def test_a_batch_is_never_larger_than_half_the_rows(rows: int, batch: int) -> No
     ("rows", "epochs", "steps"), [(32, 8, 32), (96, 8, 96), (300, 6, 114), (600, 3, 114), (20_000, 1, 625)]
 )
 def test_few_rows_are_passed_over_more_often_but_not_for_ever(rows: int, epochs: int, steps: int) -> None:
-    sizes = choose(with_rows(sft=rows, pairs=rows), 10_000)
+    sizes = choose_sizes(with_rows(sft=rows, pairs=rows), 10_000)
     assert (sizes.sft.epochs, sizes.sft.steps, sizes.sft.max_steps) == (epochs, steps, None)
     assert sizes.reward.epochs <= 2
 
 
 def test_a_short_time_means_fewer_steps_and_says_so() -> None:
-    free, short = choose(KNOWN, 600), choose(KNOWN, 2)
+    free, short = choose_sizes(KNOWN, 600), choose_sizes(KNOWN, 2)
     assert free.sft.max_steps is None and free.minutes and free.minutes < 30
     assert short.minutes and short.minutes <= 3 and short.total_episodes < free.total_episodes
-    slow = choose(replace(KNOWN, speed=Speed(20.0, 4.0)), 10)
+    slow = choose_sizes(replace(KNOWN, speed=Speed(20.0, 4.0)), 10)
     assert slow.sft.max_steps == slow.sft.steps == 10 and slow.updates == 10
     assert slow.minutes and slow.minutes > 15 and "takes longer than 10 minutes" in slow.notes[-1]
 
 
 def test_without_a_measurement_the_data_alone_decides() -> None:
-    sizes = choose(replace(KNOWN, speed=None), 1)
+    sizes = choose_sizes(replace(KNOWN, speed=None), 1)
     assert sizes.minutes is None and sizes.sft.max_steps is None and sizes.updates == 50
 
 
 def test_short_memory_means_fewer_rows_at_once_and_the_same_batches() -> None:
     large = replace(KNOWN, parameters=500_000_000, hidden=1024, layers=24, vocabulary=150_000, memory=24 * 10**9)
-    wide, narrow = choose(replace(large, memory=80 * 10**9), None), choose(large, None)
-    assert narrow.ppo_rows < wide.ppo_rows and narrow.ppo_rows * narrow.ppo_parts == EPISODES
+    wide, narrow = choose_sizes(replace(large, memory=80 * 10**9), None), choose_sizes(large, None)
+    assert narrow.ppo_rows < wide.ppo_rows and narrow.ppo_rows * narrow.ppo_parts == EPISODES_PER_UPDATE
     assert narrow.sft.rows * narrow.sft.parts == wide.sft.rows * wide.sft.parts
-    assert narrow.checkpointing and not choose(KNOWN, None).checkpointing
-    none = choose(replace(large, parameters=7 * 10**9), None)
+    assert narrow.checkpointing and not choose_sizes(KNOWN, None).checkpointing
+    none = choose_sizes(replace(large, parameters=7 * 10**9), None)
     assert "needs about 280 GB" in none.notes[0]
 
 
@@ -157,7 +163,7 @@ def test_evaluations_take_a_part_of_the_time_and_no_more() -> None:
     """A slow model makes few steps, and is not evaluated on all rows for longer than they take."""
     many = with_rows(sft=3000, pairs=3000, sft_eval=4000, pairs_eval=1306)
     for trained, fewest in ((5.0, True), (600.0, False)):
-        slow = choose(replace(many, speed=Speed(trained, written=200.0)), 30)
+        slow = choose_sizes(replace(many, speed=Speed(trained, generation=200.0)), 30)
         for training, texts in ((slow.sft, 1), (slow.reward, 2)):
             a_row = texts * 70 / trained / 3
             assert training.max_steps and (training.held_out == 64) == fewest
@@ -165,25 +171,25 @@ def test_evaluations_take_a_part_of_the_time_and_no_more() -> None:
             assert fewest or training.held_out * a_row <= 0.25 * 0.2 * 30 * 60 < training.of_held_out * a_row
             told = f"{training.held_out} of {training.of_held_out} rows, as the time allows"
             assert training.evaluated("rows") == told
-    quick = choose(replace(many, speed=Speed(trained=60_000.0, written=20_000.0)), 30)
+    quick = choose_sizes(replace(many, speed=Speed(training=60_000.0, generation=20_000.0)), 30)
     assert quick.sft.held_out == 4000 and quick.sft.evaluated("rows") == "all 4000 rows"
 
 
 def test_how_many_prompts_are_judged_and_why() -> None:
     def judged(prompts: int, speed: Speed) -> str:
-        sizes = choose(replace(KNOWN, prompts={**COUNTS, "held-out": prompts}, speed=speed), 30)
+        sizes = choose_sizes(replace(KNOWN, prompts={**COUNTS, "held-out": prompts}, speed=speed), 30)
         return f"{sizes.eval_n}: {sizes.judged}"
 
-    quick, slow = Speed(trained=10**6, written=10**6), Speed(trained=100.0, written=10.0)
+    quick, slow = Speed(training=10**6, generation=10**6), Speed(training=100.0, generation=10.0)
     assert judged(100, quick) == "100: all 100 held-out prompts"
-    assert judged(1000, quick) == "512: of 1000 held-out prompts: these tell a win rate to 0.04"
+    assert judged(1000, quick) == "512: of 1000 held-out prompts: these measure a win rate to 0.04"
     assert judged(1000, slow) == "64: 64 of 1000 held-out prompts, as the time allows"
 
 
 def test_each_pass_is_evaluated() -> None:
     """Eight passes over few rows are evaluated eight times, so on fewer rows each time."""
     few, many = (with_rows(sft=sft, pairs=sft, sft_eval=4000) for sft in (96, 6000))
-    often, once = (choose(replace(known, speed=Speed(2000.0, 200.0)), 30).sft for known in (few, many))
+    often, once = (choose_sizes(replace(known, speed=Speed(2000.0, 200.0)), 30).sft for known in (few, many))
     assert often.epochs == 8 and often.max_steps is None and once.max_steps and once.max_steps * 32 < 2 * 6000
     assert often.held_out < once.held_out
 
@@ -263,7 +269,7 @@ def test_every_form_becomes_parts_that_share_no_prompt(
         "sft": 30, "pairs": 45, "prompts": 15, "held-out": 10
     }  # fmt: skip
     assert set().union(*prompts.values()) == set(ASKED)
-    assert "a win rate of 0.50 on 10 held-out prompts will be told as 0.50 +-0.26 (95 %)" in result.output
+    assert "a win rate of 0.50 on 10 held-out prompts is measured to +-0.26 (95 %)" in result.output
     for name in ("sft_eval", "pairs_eval"):
         found = {opening(row["prompt"]) for row in contents(tmp_path / f"run/data/{name}.jsonl")}
         assert found == prompts["held-out"]
@@ -329,9 +335,11 @@ def test_other_column_names(world: World, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "error[D02]: " in result.stderr and "question, better, worse" in result.stderr
     assert "e.g. --column prompt=question" in result.stderr
     result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "prompt")
-    assert result.exit_code == 2 and "error[C11]: --column prompt: expected OURS=THEIRS" in result.stderr
+    assert result.exit_code == 2 and "error[C11]: --column prompt: expected NAME=COLUMN" in result.stderr
     result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "prompt=question,chosen=better")
-    assert result.exit_code == 2 and "give it again: --column prompt=question --column chosen=better" in result.stderr
+    assert (
+        result.exit_code == 2 and "repeat the option: --column prompt=question --column chosen=better" in result.stderr
+    )
     result = init(tmp_path / "again", tmp_path / "pairs.jsonl", world.base, "--column", "question=prompt")
     assert result.exit_code == 2 and '--column names "question"' in result.stderr
     assert "hint: swap the two: --column prompt=question?" in result.stderr
@@ -375,7 +383,7 @@ def test_a_file_of_pairs_leads_to_a_finished_run(
     assert init(run, data["transcripts"], world.base).exit_code == 0
     written = {stage: (run / f"{stage}.yaml").read_text() for stage in ("sft", "reward", "ppo", "eval")}
     for stage in written:  # here, where all is imported; `rlhf run` has its own tests
-        sets = [f"ppo.total_episodes={2 * EPISODES}"] if stage == "ppo" else []
+        sets = [f"ppo.total_episodes={2 * EPISODES_PER_UPDATE}"] if stage == "ppo" else []
         result = CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *sets])
         assert result.exit_code == 0, result.output
     found = json.loads((run / "eval/report.json").read_text())

@@ -31,8 +31,8 @@ shared = pytest.mark.skipif(not STORIES.exists(), reason="../shared, the develop
 
 def fitted(found: list[tuple[int, int, int]], context: int | None) -> tuple[list[Pair], lengths.Lengths]:
     """Pairs of these tokens of prompt, chosen and rejected answer, each of a prompt of its own, at that context."""
-    pairs = [Pair(RowLocation(Path("x"), i), f"prompt {i}", "yes", "no", None) for i in range(len(found))]
-    return lengths.fit(pairs, [Length(*each) for each in found], context)
+    pairs = [Pair(Place(Path("x"), i), f"prompt {i}", "yes", "no", None) for i in range(len(found))]
+    return lengths.fit_lengths(pairs, [Length(*each) for each in found], context)
 
 
 def warned(capsys: pytest.CaptureFixture[str]) -> str:
@@ -133,8 +133,8 @@ def test_quantiles() -> None:
 
 def measured(source: Path, model: Path, limit: int = 10**9) -> tuple[list[Pair], list[Length]]:
     tokenizer = tokenizers.load_tokenizer(model)
-    pairs = split.read(DataSource(str(source), "--data", on_bad="drop"), tokenizer, plain=False).pairs[:limit]
-    return pairs, lengths.measure(tokenizer, pairs)
+    pairs = split.read_pairs(DataSource(str(source), "--data", on_bad="drop"), tokenizer, plain=False).pairs[:limit]
+    return pairs, lengths.measure_lengths(tokenizer, pairs)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_real_dialogues(
     hh: tuple[list[Pair], list[Length]], context: int, response: int, used: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Counted by hand, one pair at a time."""
-    kept, limits = lengths.fit(*hh, context)
+    kept, limits = lengths.fit_lengths(*hh, context)
     of = dict(zip(map(id, hh[0]), hh[1], strict=True))
     taken = [of[id(pair)] for pair in kept]
     assert limits.response_length == response and used < len(kept) / len(hh[0]) < used + 0.05
@@ -188,7 +188,7 @@ def test_reviews(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         if len(better) > 4 and len(worse) > 4 and better[4:] != worse[4:]
     ]
     jsonl.write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    kept, limits = lengths.fit(*measured(tmp_path / "pairs.jsonl", REVIEWS), 256)
+    kept, limits = lengths.fit_lengths(*measured(tmp_path / "pairs.jsonl", REVIEWS), 256)
     assert len(kept) > 0.98 * len(pairs) and limits.response_length == 40 and limits.max_length == 80
     assert 0.9 <= limits.ended < 0.95
 
@@ -214,7 +214,7 @@ def chat_model(tmp_path: Path) -> Path:
 @shared
 def test_many_pairs_of_a_prompt(chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SFT learns four answers to a prompt at most, those chosen most often; evaluations are cut to the time."""
-    monkeypatch.setattr(lengths, "measure_speed", lambda folder: Speed(trained=60.0, written=20.0))
+    monkeypatch.setattr(lengths, "measure_speed", lambda folder: Speed(training=60.0, generation=20.0))
     found = [json.loads(line) for line in gzip.decompress(ALPACA.read_bytes()).decode().splitlines()]
     asked = list(dict.fromkeys(row["prompt"] for row in found))[:100]
     found = [row for row in found if row["prompt"] in asked]
@@ -228,7 +228,7 @@ def test_many_pairs_of_a_prompt(chat_model: Path, tmp_path: Path, monkeypatch: p
     assert len(set(learned)) == len(learned)
     counts = Counter(prompt for prompt, _ in learned)
     assert len(counts) == 30 and Counter(counts.values()).most_common(1)[0][0] == 4
-    used, _ = lengths.fit(*measured(tmp_path / "pairs.jsonl", chat_model), 2048)
+    used, _ = lengths.fit_lengths(*measured(tmp_path / "pairs.jsonl", chat_model), 2048)
     for prompt, count in counts.items():
         chosen = Counter(pair.chosen for pair in used if pair.prompt[0]["content"] == prompt)
         assert count == min(4, len(chosen))
@@ -244,9 +244,9 @@ def test_many_pairs_of_a_prompt(chat_model: Path, tmp_path: Path, monkeypatch: p
 
 def test_an_answer_that_is_chosen_often_is_preferred() -> None:
     said = ["a", "b", "c", "d", "e", "e", "d"]
-    pairs = [Pair(RowLocation(Path("x"), i), "one", answer, f"no {i}", None) for i, answer in enumerate(said)]
-    pairs += [Pair(RowLocation(Path("x"), 9), "another", "z", "no", None)]
-    assert [(pair.prompt, pair.chosen) for pair in split.chosen_most(pairs)] == [
+    pairs = [Pair(Place(Path("x"), i), "one", answer, f"no {i}", None) for i, answer in enumerate(said)]
+    pairs += [Pair(Place(Path("x"), 9), "another", "z", "no", None)]
+    assert [(pair.prompt, pair.chosen) for pair in split.most_chosen(pairs)] == [
         ("one", "a"), ("one", "b"), ("one", "d"), ("one", "e"), ("another", "z"),
     ]  # fmt: skip
 
@@ -284,8 +284,8 @@ def test_the_share_left_out_is_said_before_anything_is_written(
     capsys.readouterr()
     monkeypatch.setattr(preferences, "write_data", lambda *_: said.append(capsys.readouterr().err))
     monkeypatch.setattr(preferences, "write_configs", lambda *_: None)
-    wish = preferences.Wish(str(pairs), str(world.base), {}, plain=False, minutes=1, seed=0)
-    preferences.write(tmp_path / "run", Path("templates"), wish)
+    wish = preferences.InitRequest(str(pairs), str(world.base), {}, plain=False, minutes=1, seed=0)
+    preferences.write_folder(tmp_path / "run", Path("templates"), wish)
     assert "20 of 60 pairs (33 %) left out: 20 longer than 128 positions" in said[0]
     assert "40 pairs used" in capsys.readouterr().out
 
@@ -308,7 +308,7 @@ def test_one_bad_second_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(0.3, 2.0, 0.1)  # the first one warms up
     monkeypatch.setattr(lengths.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(devices, "measure_cpu_share", lambda measure: (measure(), 1.0))
-    taken, share = lengths.best(clock.call)
+    taken, share = lengths.fastest(clock.call)
     assert (taken, share) == (pytest.approx(0.1), 1.0)
 
 
@@ -317,15 +317,15 @@ def test_a_large_model_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
     clock = Clock(30.0, 20.0, 0.1)
     monkeypatch.setattr(lengths.time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(devices, "measure_cpu_share", lambda measure: (measure(), 0.5))
-    assert lengths.best(clock.call) == (pytest.approx(20.0), 0.5) and clock.now == 50.0
+    assert lengths.fastest(clock.call) == (pytest.approx(20.0), 0.5) and clock.now == 50.0
 
 
 def test_beside_other_work_it_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for shares, taken, rounds in (([0.5, 0.95], 0.1, 2), ([0.5, 0.6, 0.4, 0.5, 0.3, 0.9], 0.1, 5)):
-        clock, left = Clock(0.3, *[0.9] * lengths.CALLS, 0.1), list(shares)
+        clock, left = Clock(0.3, *[0.9] * lengths.MAX_CALLS, 0.1), list(shares)
         monkeypatch.setattr(lengths.time, "perf_counter", lambda clock=clock: clock.now)
         monkeypatch.setattr(devices, "measure_cpu_share", lambda measure, left=left: (measure(), left.pop(0)))
-        assert lengths.best(clock.call) == (pytest.approx(taken), max(shares[:rounds]))
+        assert lengths.fastest(clock.call) == (pytest.approx(taken), max(shares[:rounds]))
         assert len(left) == len(shares) - rounds
 
 
@@ -337,4 +337,4 @@ def test_a_speed_beside_other_work_is_told_as_such(
         monkeypatch.setattr(lengths, "measure_speed", lambda folder, share=share: Speed(9000.0, 900.0, share))
         result = init(tmp_path / f"run {share}", pairs, world.base)
         assert result.exit_code == 0
-        assert ("other work left 55% of the processor to that measurement" in result.stdout) == told
+        assert ("other processes left 55% of the processor to that measurement" in result.stdout) == told

@@ -13,7 +13,7 @@ import pytest
 
 from rlhf_cli import config, jsonl, runs
 from rlhf_cli.commands import init
-from rlhf_cli.commands.init import all_or_nothing, take_back
+from rlhf_cli.commands.init import all_or_nothing, remove_leftovers
 from rlhf_cli.data.sources import read_rows
 from rlhf_cli.demo import world
 from rlhf_cli.demo.world import Sizes
@@ -195,5 +195,5 @@ def test_what_a_killed_init_placed_is_taken_back_and_what_it_found_there_stays(
         for name in ("data/new", "found", "later"):
             (scratch / name).write_text("same")
     assert placed == [tmp_path / "data/new"] and placed[0].read_text() == "same"
-    take_back(tmp_path)
+    remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == ["found"]

@@ -114,7 +114,7 @@ def test_the_judge_learns_from_its_own_part(run: Path) -> None:
 
 @pytest.mark.training
 def test_the_chain_runs_in_small_and_its_frontier_is_drawn(run: Path) -> None:
-    for stage, sets in pipeline.route(SMALL, STAGES).items():  # here, where all is imported
+    for stage, sets in pipeline.route_overrides(SMALL, STAGES).items():  # here, where all is imported
         result = CliRunner().invoke(app, [stage, "--config", str(run / f"{stage}.yaml"), *sets])
         assert result.exit_code == 0, result.output
     report = json.loads((run / "eval/report.json").read_text())

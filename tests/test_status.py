@@ -228,7 +228,7 @@ def test_a_stage_that_was_stopped_under_other_settings_goes_on_by_its_own(run: P
     nothing_saved(run)
     (run / "reward/config.yaml").touch()
     (line,) = [line for line in rlhf("status", run).splitlines() if line.startswith("reward   reward.learning_rate")]
-    assert line.endswith("; as it was begun it goes on: rlhf reward --config run/reward/config.yaml")
+    assert line.endswith("; to resume it with its old config: rlhf reward --config run/reward/config.yaml")
 
 
 def test_requirements_that_do_not_hold_are_told_as_rlhf_run_tells_them(run: Path) -> None:

@@ -191,5 +191,5 @@ def test_a_result_that_is_lost_is_an_error_where_nothing_else_was_done(tmp_path:
 
     assert ended("init", "hh", "run")[0] == 0 and (tmp_path / "run/ppo.yaml").is_file()
     code, said = ended("ls")
-    assert code == 1 and said.startswith("error[E03]: could not write to stdout: No space left")
+    assert code == 1 and said.startswith("error[E03]: stdout cannot be written: No space left")
     assert len(said.splitlines()) == 2

@@ -64,7 +64,7 @@ def test_e08_what_cannot_be_read_is_not_trained_again(stage: str, name: str, run
         assert one_error(rlhf("run", run), "E08")
         assert "damaged" not in (told := rlhf("status", run)).stdout and told.exit_code == 0
     assert contents(run) == before and not (run / ".old").exists()
-    assert pipeline.look(_config(run, stage)).state == "finished"
+    assert pipeline.stage_status(_config(run, stage)).state == "finished"
 
 
 def _config(run: Path, stage: str) -> Any:

@@ -10,12 +10,12 @@ import typer
 
 from rlhf_cli import __version__, terminal
 from rlhf_cli.cli import inspect, prepare, train
-from rlhf_cli.cli.errors import Commands
+from rlhf_cli.cli.errors import CommandGroup
 from rlhf_cli.cli.options import STAGES
 
 app = typer.Typer(
     name="rlhf",
-    cls=Commands,
+    cls=CommandGroup,
     help="RLHF from the command line: SFT, reward model, PPO and evaluation, one YAML file each.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -68,9 +68,9 @@ def report(
     """
     from rlhf_cli.commands import report
 
-    named = folders or [only_run()]
-    with system.translate_resource_errors(out or named[0]):
-        report.run(named, out, step)
+    run_folders = folders or [only_run()]
+    with system.explained(out or run_folders[0]):
+        report.run(run_folders, out, step)
 
 
 def export(
@@ -127,9 +127,9 @@ def export(
         from rlhf_cli.commands import export
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
-    to = export.Repository(push, public) if push is not None else None
-    with system.translate_resource_errors(out or folder):
-        export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=to, show_prompt=show_prompt)
+    repository = export.Repository(push, public) if push is not None else None
+    with system.explained(out or folder):
+        export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=repository, show_prompt=show_prompt)
 
 
 def chat(
@@ -145,7 +145,7 @@ def chat(
             "--stage",
             metavar="STAGE",
             help="ppo or sft. Default: the PPO policy, or SFT if there is none.",
-            autocompletion=completion.talking,
+            autocompletion=completion.chat_stages,
         ),
     ] = None,
     step: Step = "last",
@@ -155,7 +155,7 @@ def chat(
             "--compare",
             metavar="sft,ppo",
             help="Let both models answer each prompt, with the same random numbers.",
-            autocompletion=completion.compared,
+            autocompletion=completion.chat_pairs,
         ),
     ] = None,
     temperature: Annotated[
@@ -218,8 +218,8 @@ def verify(
     from rlhf_cli.config.base import Options
 
     with heavy_imports():
-        from rlhf_cli.commands import verify as replay
+        from rlhf_cli.commands import verify as verify_command
 
-    with system.translate_resource_errors(folder):
-        code = replay.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
+    with system.explained(folder):
+        code = verify_command.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
     raise typer.Exit(code)

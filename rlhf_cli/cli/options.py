@@ -19,9 +19,9 @@ STAGES = {
 }
 
 
-def config_of(stage: str, place: Path) -> Path | None:
+def config_of(stage: str, path: Path) -> Path | None:
     """Return the YAML file of a stage: the path itself, or STAGE.yaml in that folder."""
-    return next((file for file in (place, place / f"{stage}.yaml") if file.is_file()), None)
+    return next((file for file in (path, path / f"{stage}.yaml") if file.is_file()), None)
 
 
 ConfigFile = Annotated[
@@ -71,16 +71,16 @@ Step = Annotated[
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Garbage is not looked for among what is imported in here: not on the way, and not in any later collection.
+    """Disable garbage collection during imports and exclude the imported objects from later collections.
 
-    None of those million objects is ever garbage. Walking over them took a sixth of the CPU time of a tiny chain.
+    These million objects are never garbage. Traversing them took a sixth of the CPU time of a tiny chain.
     """
-    known, collecting = len(sys.modules), gc.isenabled()
+    num_modules, was_enabled = len(sys.modules), gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if len(sys.modules) > known:  # else what lives now is somebody's who calls more than one command
+        if len(sys.modules) > num_modules:  # otherwise live objects belong to a caller of several commands
             gc.freeze()
-        if collecting:
+        if was_enabled:
             gc.enable()

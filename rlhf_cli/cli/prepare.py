@@ -53,13 +53,13 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Create a run folder from a preset, or from your preference pairs."""
-    wishes = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
+    preference_options = {"data": data, "base": base, "column": column, "plain": plain, "minutes": minutes}
     if from_trl is not None or trl is not None:
-        others = [name for name, value in {**wishes, "seed": seed}.items() if value]
-        if from_trl is None or preset is None or folder is not None or others:
+        conflicts = [name for name, value in {**preference_options, "seed": seed}.items() if value]
+        if from_trl is None or preset is None or folder is not None or conflicts:
             text = (
-                f"--from-trl does not go with --{others[0]}"
-                if others
+                f"--from-trl does not go with --{conflicts[0]}"
+                if conflicts
                 else "--from-trl takes a file, and a folder alone"
             )
             raise RLHFError("C11", text, hint="rlhf convert train.py runs/mine")
@@ -73,16 +73,16 @@ def init(
     if preset is None or (folder is None and preset not in presets.PRESETS):
         raise RLHFError("C11", "a preset and a folder are needed", hint="rlhf init demo runs/demo; rlhf init --list")
     if folder is None:
-        words = " --data pairs.jsonl --base MODEL" if preset == "preferences" else ""
-        name = "mine" if words else preset
-        raise RLHFError("C11", "DIR is missing: the folder to create", hint=f"rlhf init {preset}{words} runs/{name}")
+        required = " --data pairs.jsonl --base MODEL" if preset == "preferences" else ""
+        name = "mine" if required else preset
+        raise RLHFError("C11", "DIR is missing: the folder to create", hint=f"rlhf init {preset}{required} runs/{name}")
     if preset == "preferences":
         presets.init_preferences(
             folder, data=data, base=base, columns=column or [], plain=plain, minutes=minutes, seed=seed
         )
         return
-    if preset in presets.PRESETS and (given := [name for name, value in wishes.items() if value]):
-        raise RLHFError("C11", f"--{given[0]} belongs to `rlhf init preferences`", hint="leave it out")
+    if preset in presets.PRESETS and (unused := [name for name, value in preference_options.items() if value]):
+        raise RLHFError("C11", f"--{unused[0]} belongs to `rlhf init preferences`", hint="leave it out")
     presets.init(preset, folder, seed=seed)
 
 
@@ -98,9 +98,9 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Convert TRL PPO settings to a ppo.yaml; the script is not run."""
-    from rlhf_cli.commands import convert as commands_convert
+    from rlhf_cli.commands import convert as convert_command
 
-    commands_convert.init(file, folder, trl)
+    convert_command.init(file, folder, trl)
 
 
 def check(

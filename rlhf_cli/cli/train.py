@@ -38,7 +38,7 @@ def stage_command(stage: str) -> Callable[..., None]:
         from rlhf_cli.config.loading import load
 
         if os.path.isdir(config):
-            raise _folder_for_a_file(stage, config)
+            raise _folder_given_error(stage, config)
         overrides = [*(set_ or []), *(assignments or [])]
         loaded = load(stage, config, overrides)
         options = Options(dry_run=dry_run, fresh=fresh, trust_remote_code=trust_remote_code, debug=debug)
@@ -76,11 +76,11 @@ def _runner(stage: str) -> Callable[[Any, Any], None]:
         return importlib.import_module(f"rlhf_cli.stages.{stage}").run
 
 
-def _folder_for_a_file(stage: str, folder: Path) -> RLHFError:
-    inside = config_of(stage, folder)
-    hint = f"--config {shell_path(inside)}" if inside else "give the stage's YAML file"
-    more = f"; for all stages: rlhf run {shell_path(folder)}" if inside else ""
-    return RLHFError("C09", f"{shown(folder)} is a folder, --config takes a file", hint=hint + more)
+def _folder_given_error(stage: str, folder: Path) -> RLHFError:
+    hint = "give the stage's YAML file"
+    if config_file := config_of(stage, folder):
+        hint = f"--config {quoted(config_file)}; for all stages: rlhf run {quoted(folder)}"
+    return RLHFError("C09", f"{shown(folder)} is a folder, --config takes a file", hint=hint)
 
 
 def run(
@@ -129,8 +129,8 @@ def run(
     from rlhf_cli.config.base import Options
 
     distributed.require_single_process("run")
-    selection = pipeline.Selection(tuple(only or ()), start, tuple(force or ()))
+    stage_filter = pipeline.StageFilter(tuple(only or ()), start, tuple(force or ()))
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
-    with terminal.share_seen_messages():
-        code = pipeline.run(folder, [*(set_ or []), *(assignments or [])], selection, options)
+    with terminal.together():
+        code = pipeline.run(folder, [*(set_ or []), *(assignments or [])], stage_filter, options)
     raise typer.Exit(code)

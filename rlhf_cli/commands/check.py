@@ -1,6 +1,7 @@
-"""`rlhf check FILE|DIR`: everything that can be known before a training, found at once, in the stages' own words.
+"""`rlhf check FILE|DIR`: find all errors that can be known before training, with the stages' own checks.
 
-First what needs no torch (configs, files, parents); then tokenizers and every row of data; with `deep` models too.
+This module checks what needs no torch: configs, files, parents. Then check_models checks tokenizers and every row of
+data, and with `deep` loads the models.
 """
 
 import json
@@ -26,58 +27,57 @@ from rlhf_cli.runs.stage_folder import StageStatus
 
 @dataclass
 class Report:
-    """Filled while the check goes on, shown at its end. Warnings are the terminal's: it shows them as they come."""
+    """Results of a check, printed at its end. Warnings are printed by the terminal as they occur."""
 
-    checked: list[dict[str, Any]] = field(default_factory=list)  # stage, what, found, and maybe numbers
+    checked: list[dict[str, Any]] = field(default_factory=list)  # keys stage, what, found; some have numbers
     errors: dict[Problem, None] = field(default_factory=dict)  # an ordered set
     not_checked: dict[str, None] = field(default_factory=dict)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Within, an error ends the block and goes into the report."""
+        """Add an RLHFError raised in the block to the report, and leave the block."""
         try:
             yield
         except RLHFError as error:
             self.errors |= dict.fromkeys(error.problems)
 
-    def add(self, stage: str, what: str, found: str, **numbers: float) -> None:
-        """A line of what was looked at."""
-        self.checked.append({"stage": stage, "what": what, "found": found, **numbers})
+    def add(self, stage: str, label: str, result: str, **numbers: float) -> None:
+        """Add a row to the table of checked items."""
+        self.checked.append({"stage": stage, "what": label, "found": result, **numbers})
 
-    def skip(self, what: str) -> None:
-        """A thing that could not be looked at, and why."""
-        self.not_checked[what] = None
+    def skip(self, text: str) -> None:
+        """Add an item that could not be checked, with the reason."""
+        self.not_checked[text] = None
 
     def show(self, *, as_json: bool) -> int:
-        """Print it; returns the exit code."""
+        """Print the report; return the exit code."""
         order = list(CONFIGS)
-        self.checked.sort(key=lambda one: order.index(one["stage"]))
+        self.checked.sort(key=lambda item: order.index(item["stage"]))
         if as_json:
             terminal.out(json.dumps(self._as_json(), indent=2))
             return 2 if self.errors else 0
         if self.checked:
             columns = ["stage", "what", "found"]
-            terminal.table(columns, [[one[name] for name in columns] for one in self.checked])
-        for what in self.not_checked:
-            terminal.out(f"not checked: {what}")
+            terminal.table(columns, [[item[name] for name in columns] for item in self.checked])
+        for text in self.not_checked:
+            terminal.out(f"not checked: {text}")
         if not self.errors:
             count = len(self.not_checked)
-            verdict = f"ok, but for {count} that could not be checked" if count else "ok"
-            terminal.out("; ".join([verdict, *self._left_out()]))
+            summary = f"ok, but for {count} that could not be checked" if count else "ok"
+            terminal.out("; ".join([summary, *self._dropped_rows()]))
         return self.show_errors()
 
-    def _left_out(self) -> Iterator[str]:
-        """The rows that stages would leave out, if any: how many of how many, and their share."""
-        told = [
-            f"{one['stage']} {one['what']} {one['left_out']} of {one['asked']} ({one['left_out'] / one['asked']:.1%})"
-            for one in self.checked
-            if one.get("left_out")
+    def _dropped_rows(self) -> list[str]:
+        """Return a text on the rows that stages would drop, if any: counts and share."""
+        counts = [
+            f"{item['stage']} {item['what']} {dropped} of {item['asked']} ({dropped / item['asked']:.1%})"
+            for item in self.checked
+            if (dropped := item.get("left_out"))
         ]
-        if told:
-            yield f"rows left out: {', '.join(told)}"
+        return [f"rows left out: {', '.join(counts)}"] if counts else []
 
     def show_errors(self) -> int:
-        """Print what is wrong alone; returns the exit code."""
+        """Print the errors only; return the exit code."""
         for problem in self.errors:
             terminal.say(str(problem))
         return 2 if self.errors else 0
@@ -86,108 +86,109 @@ class Report:
         levels = [("error", problem) for problem in self.errors]
         levels += [("warning", problem) for problem in terminal.emitted_problems()]
         problems = [
-            {"code": each.code, "text": each.text, "where": each.where, "hint": each.hint, "level": level}
-            for level, each in levels
+            {"code": problem.code, "text": problem.text, "where": problem.where, "hint": problem.hint, "level": level}
+            for level, problem in levels
         ]
         not_checked = list(self.not_checked)
         return {"ok": not self.errors, "problems": problems, "checked": self.checked, "not_checked": not_checked}
 
 
-MODEL_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")  # what the hub takes for a model's name
+MODEL_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")  # a model id of the hub
 
 
 @dataclass
-class Stage:
-    """One stage, as far as it was looked at."""
+class StageCheck:
+    """State of the check of one stage."""
 
     config: Config
-    sound: bool = True  # else some of its values were wrong and stand at their defaults: only its files are looked at
-    parents: dict[str, Parent] = field(default_factory=dict)  # those that are there
-    waits: dict[str, Path] = field(default_factory=dict)  # key -> folder that an earlier stage is still to make
-    data: set[str] = field(default_factory=set)  # keys whose files are there
-    status: StageStatus | None = None  # of its output; None where that cannot be known, or would be refused
+    valid: bool = True  # if False, invalid values were replaced by defaults, and only the files are checked
+    parents: dict[str, Parent] = field(default_factory=dict)  # those that exist
+    pending: dict[str, Path] = field(default_factory=dict)  # key -> folder that an earlier stage has yet to write
+    data: set[str] = field(default_factory=set)  # keys whose files exist
+    status: Status | None = None  # of its output; None if unknown or rejected
 
     @property
     def finished(self) -> bool:
         return self.status is not None and self.status.state == "finished"
 
 
-def look_at(stages: Sequence[Stage], report: Report, unread: Collection[Path], *, whole_run: bool) -> None:
-    """All stages. In a whole run, what an earlier one is still to make may be absent, and stale output moves aside.
+def check_files(stages: Sequence[StageCheck], report: Report, unreadable: Collection[Path], *, whole_run: bool) -> None:
+    """Check the data, parents and output of all stages.
 
-    `unread` are the folders of stages whose configs could not be read: what reads them is not to blame.
+    In a whole run, outputs of earlier stages may be missing, and stale output is allowed. `unreadable` are the folders
+    of stages whose configs could not be read; no error is reported for the stages that read them.
     """
-    to_make = set(unread)
+    to_make = set(unreadable)
     for stage in stages:
         config = stage.config
         _find_data(stage, report)
         _find_parents(stage, to_make, report)
-        if not stage.sound:
-            report.skip(f"{config.stage}: its rows and models, before what is wrong in {config.file.name} is mended")
+        if not stage.valid:
+            report.skip(f"{config.stage}: rows and models, until the errors in {config.file.name} are fixed")
             continue
-        if not stage.waits:
+        if not stage.pending:
             _find_status(stage, report, whole_run=whole_run)
-        output = f"; output: {pipeline.describe(stage.status)}" if stage.status else ""
+        output = f"; output: {pipeline.describe_status(stage.status)}" if stage.status else ""
         report.add(config.stage, shown(config.file), f"config read{output}")
-        for folder, key in {folder: key for key, folder in reversed(stage.waits.items())}.items():
+        for folder, key in {folder: key for key, folder in reversed(stage.pending.items())}.items():
             report.add(config.stage, key, f"{shown(folder)}, which the {folder.name} stage is to make")
         if whole_run and not stage.finished:
             to_make.add(config.folder)
 
 
-def _find_data(stage: Stage, report: Report) -> None:
+def _find_data(stage: StageCheck, report: Report) -> None:
     for key, source in stage.config.sources().items():
         if not sources.is_local(source):
             name = source.shown()
-            then = "and the hub may not be asked (HF_HUB_OFFLINE)" if hub.is_offline() else "the stage would fetch it"
-            report.skip(f"{stage.config.stage} {key}: {name} is not in the hub's cache; {then}")
+            outcome = "and HF_HUB_OFFLINE is set" if hub.is_offline() else "the stage would fetch it"
+            report.skip(f"{stage.config.stage} {key}: {name} is not in the hub's cache; {outcome}")
             continue
         with report.collecting():
             sources.locate({key: source})
             stage.data.add(key)
 
 
-def _find_parents(stage: Stage, to_make: Collection[Path], report: Report) -> None:
-    config, wrong = stage.config, set()
+def _find_parents(stage: StageCheck, to_make: Collection[Path], report: Report) -> None:
+    config, rejected = stage.config, set()
     for reference in runs.references(config):
         if Path(reference.path) in to_make:
-            stage.waits[reference.key] = Path(reference.path)
-        elif _is_on_the_hub_alone(config, reference):
+            stage.pending[reference.key] = Path(reference.path)
+        elif _is_uncached_hub_id(config, reference):
             text = f"{reference.path} is not in the hub's cache; fetch it first: hf download {reference.path}"
             report.skip(f"{config.stage} {reference.key}: {text}")
-        elif reference.path not in wrong:  # several keys may name one folder
+        elif reference.path not in rejected:  # several keys may name one folder
             try:
                 stage.parents[reference.key] = runs.open_reference(config, reference)
             except RLHFError as error:
-                wrong.add(reference.path)
+                rejected.add(reference.path)
                 report.errors |= dict.fromkeys(error.problems)
 
 
-def _is_on_the_hub_alone(config: Config, reference: Reference) -> bool:
-    """Whether a name can only be a hub id that is not cached, and is not a misspelt folder beside the config."""
-    name, beside = reference.path, config.file.parent
-    if not MODEL_ID.fullmatch(name) or runs.is_available_locally(name, reference.revision):
+def _is_uncached_hub_id(config: Config, reference: Reference) -> bool:
+    """Return True if a name can only be a hub id that is not cached, not a misspelt folder beside the config."""
+    name, config_folder = reference.path, config.file.parent
+    if not MODEL_ID.fullmatch(name) or runs.is_here(name, reference.revision):
         return False
     owner, slash, _ = name.partition("/")
-    return not os.path.isdir(beside / owner) if slash else closest_path(beside / name) is None
+    return not os.path.isdir(config_folder / owner) if slash else nearest_file(config_folder / name) is None
 
 
-def _find_status(stage: Stage, report: Report, *, whole_run: bool) -> None:
-    """How the stage's output stands to it. Reports C15 and M05 where it would refuse."""
+def _find_status(stage: StageCheck, report: Report, *, whole_run: bool) -> None:
+    """Compare the stage's output with its config. Adds the C15 or M05 with which the stage would fail."""
     config = stage.config
     if len(stage.parents) < len(runs.references(config)) or len(stage.data) < len(config.sources()):
         return
     with report.collecting():
-        wanted = runs.compute_identity(config, stage.parents, config.sources())
-        stage.status = (runs.stage_status if whole_run else runs.require_current)(config, wanted)
+        identity = runs.identity(config, stage.parents, config.sources())
+        stage.status = (runs.examine if whole_run else runs.usable)(config, identity)
 
 
 def run(
     path: Path, overrides: Sequence[str], options: Options, *, deep: bool, as_json: bool = False, quiet: bool = False
 ) -> int:
-    """Check a stage's file or a run's folder, and print what was found; returns 0, or 2 where something is wrong.
+    """Check a stage's file or a run folder and print the report; return 0, or 2 if there are errors.
 
-    `quiet` prints errors alone: what comes before a run, whose stages warn themselves.
+    `quiet` prints errors only. `rlhf run` uses it, since its stages print the warnings themselves.
     """
     report = Report()
     with report.collecting():
@@ -195,36 +196,35 @@ def run(
     with report.collecting(), terminal.muted_warnings() if quiet else nullcontext():
         whole_run = os.path.isdir(path) or not (os.path.isfile(path) or path.suffix in (".yaml", ".yml"))
         if whole_run:
-            stages, unread = _of_a_run(path, overrides, report)
+            stages, unreadable = _load_run(path, overrides, report)
         else:
-            stages, unread = list(_read(stage_of(path), path, overrides, report)), []
-        look_at(stages, report, unread, whole_run=whole_run)
-        if sound := [stage for stage in stages if stage.sound]:
-            from rlhf_cli.commands.check_models import Trial  # brings in torch
+            stages, unreadable = _load_stage(stage_of(path), path, overrides, report), []
+        check_files(stages, report, unreadable, whole_run=whole_run)
+        if valid := [stage for stage in stages if stage.valid]:
+            from rlhf_cli.commands.check_models import StageValidator  # imports torch
 
-            trial = Trial(report, options, deep=deep, runs_here=quiet)
-            for stage in sound:
-                trial.run(stage)
+            validator = StageValidator(report, options, deep=deep, runs_here=quiet)
+            for stage in valid:
+                validator.check(stage)
     return report.show_errors() if quiet else report.show(as_json=as_json)
 
 
-def _of_a_run(folder: Path, overrides: Sequence[str], report: Report) -> tuple[list[Stage], list[Path]]:
-    """The stages of a folder as far as they can be read, and where those that are not sound would write."""
+def _load_run(folder: Path, overrides: Sequence[str], report: Report) -> tuple[list[StageCheck], list[Path]]:
+    """Load the configs of a folder; return the readable ones and the output folders of the invalid ones."""
     files = pipeline.find_configs(folder)
     routed = {stage: list[str]() for stage in files}
     with report.collecting():
-        routed = pipeline.route(overrides, list(files))
-    stages: list[Stage] = []
+        routed = pipeline.route_overrides(overrides, list(files))
+    stages: list[StageCheck] = []
     for stage, path in files.items():
         with report.collecting():
-            stages += _read(stage, path, routed[stage], report)
-    sound = {stage.config.stage for stage in stages if stage.sound}
-    return stages, [Path(os.path.abspath(folder)) / stage for stage in files if stage not in sound]
+            stages += _load_stage(stage, path, routed[stage], report)
+    valid = {stage.config.stage for stage in stages if stage.valid}
+    return stages, [Path(os.path.abspath(folder)) / stage for stage in files if stage not in valid]
 
 
-def _read(stage: str, path: Path, overrides: Sequence[str], report: Report) -> Iterator[Stage]:
-    """A stage, if its config can be read; what is wrong is in the report."""
-    config, problems = load_partial(stage, path, overrides)
+def _load_stage(stage: str, path: Path, overrides: Sequence[str], report: Report) -> list[StageCheck]:
+    """Return the stage, or nothing if its config cannot be read; errors are added to the report."""
+    config, problems = load_what_is_sound(stage, path, overrides)
     report.errors |= dict.fromkeys(problems)
-    if config is not None:
-        yield Stage(config, sound=not problems)
+    return [] if config is None else [StageCheck(config, valid=not problems)]

@@ -1,4 +1,4 @@
-"""`rlhf explain`: what a key does, its default and where that comes from; what a code means. Imports no torch."""
+"""`rlhf explain`: print the meaning, default and source of a config key, or of an error code. Imports no torch."""
 
 import json
 import re
@@ -22,21 +22,21 @@ from rlhf_cli.config.ppo_options import RECIPES
 from rlhf_cli.error_codes import CODES
 from rlhf_cli.errors import RLHFError, closest_match
 
-PLACES = {
+PATH_TEXTS = {
     "data": "a file, a folder or a dataset of the hub",
     "model": "a folder or a hub id",
     "run": "a folder",
     "judge": "module:function, a folder or a hub id",
     "template": "a file, a text or chatml",
 }
-PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+TYPE_TEXTS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-OUTCOMES = {0: "0: it only ever warns", 1: "1: it fails at run time", 2: "2: told before anything runs"}
+EXIT_TEXTS = {0: "0: it only ever warns", 1: "1: it fails at run time", 2: "2: reported before anything runs"}
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is told of a key, in words."""
+class KeyFacts:
+    """Texts about a key."""
 
     value: str
     default: str
@@ -47,54 +47,55 @@ class Facts:
 
 @dataclass(frozen=True)
 class Entry:
-    """A key, and the files that have it. Stages that share a section share its keys: sft.bf16, reward.bf16."""
+    """A key with the files that have it; equal keys of several stages (sft.bf16, reward.bf16) are one entry."""
 
     keys: tuple[str, ...]
     files: tuple[str, ...]
-    facts: Facts
+    facts: KeyFacts
 
     @property
     def name(self) -> str:
         return ", ".join(self.keys)
 
 
-Found = tuple[str, str, FieldInfo]  # stage, key, field
+StageKey = tuple[str, str, FieldInfo]  # stage, key, field
 
 
 def explain(name: str) -> None:
-    """Print what a key, a section or a code is; of a word that is none of them, the keys and metrics that have to do
-    with it. Capitals do not count. Raises RLHFError C01 where there are none.
+    """Explain a key, section or code; for any other word list related keys and metrics. Case is ignored.
+
+    Raises RLHFError C01 if nothing matches.
     """
-    found = _find(name) or _find(name.lower())
-    said = _renamed(name) or _renamed(name.lower())
+    matches = _find(name) or _find(name.lower())
+    alias = _find_alias(name) or _find_alias(name.lower())
     if name.upper() in CODES:
         _show_code(name.upper())
-    elif found:
-        _show(found)
-        elsewhere = [each for each in _ending_in(name) if each not in found]
+    elif matches:
+        _show(matches)
+        elsewhere = [match for match in _keys_ending_in(name) if match not in matches]
         for key, files in _files_by((key, stage) for stage, key, _ in elsewhere).items():
             terminal.out(f"\nalso {key}   ({files})")
-        like = [each for each in _named_like(name) if each not in found]
-        if like and not any(_is_section(field) for *_, field in found):
+        similar = [match for match in _keys_named_like(name) if match not in matches]
+        if similar and not any(_is_section(field) for *_, field in matches):
             terminal.out(f"\nalso with {name.lower()} in the name:")
-            _show_lines(like)
+            _show_lines(similar)
         _show_metrics(name)
-    elif said:
-        new, text = said
+    elif alias:
+        matches, text = alias
         terminal.out(text + "\n")
-        _show(new)
+        _show(matches)
     elif name.startswith("trainer.") or any(name in trl_fields.fields_of(stage) for stage in trl_fields.TRAINERS):
-        _show_field(name.removeprefix("trainer."))
-    elif find_alias(name.rpartition(".")[2]) or not (_named_like(name) or _telling_of(name) or _metrics(name)):
-        raise _unknown(name)
+        _show_trl_field(name.removeprefix("trainer."))
+    elif foreign(name.rpartition(".")[2]) or not (_keys_named_like(name) or _described_by(name) or _metrics(name)):
+        raise _unknown_error(name)
     else:
         terminal.out(f"no key is called {name}; this has to do with it:")
-        _show_lines(_named_like(name) or _telling_of(name))
+        _show_lines(_keys_named_like(name) or _described_by(name))
         _show_metrics(name)
 
 
 def explain_all() -> None:
-    """Print every key of every file, what several files share once, and every code."""
+    """Print every key of every file, shared ones once, and every error code."""
     for title, entries in every_key().items():
         terminal.out(f"{title}\n{'-' * len(title)}\n")
         for entry in entries:
@@ -104,46 +105,46 @@ def explain_all() -> None:
                 _paragraph(line, "    ")
             terminal.out()
     terminal.out("Codes, with the exit code of an error; 0 only warns\n" + "-" * 52 + "\n")
-    for code, told in CODES.items():
-        terminal.out(f"{code}  {told.exit}  {told.title}")
+    for code, description in CODES.items():
+        terminal.out(f"{code}  {description.exit}  {description.title}")
 
 
 def every_key() -> dict[str, list[Entry]]:
-    """Every key of every file, by the files that have it; those of most files come first."""
-    found = _by_files(_entries(each for each in _keys() if not _is_section(each[2])))
+    """Return every key, grouped by the files that have it; the largest groups of files first."""
+    groups = _by_files(_entries(each for each in _keys() if not _is_section(each[2])))
     everywhere = ", ".join(f"{stage}.yaml" for stage in config.CONFIGS)
-    return {f"Every file: {files}" if files == everywhere else files: entries for files, entries in found.items()}
+    return {f"Every file: {files}" if files == everywhere else files: entries for files, entries in groups.items()}
 
 
-# What is found under a name
+# Lookup by name
 
 
-def _keys() -> list[Found]:
+def _keys() -> list[StageKey]:
     return [(stage, key, field) for stage in config.CONFIGS for key, field in config.keys(stage).items()]
 
 
-def _find(name: str) -> list[Found]:
-    """The keys of this full path; or else all that it ends, such as every learning_rate."""
-    exact = [found for stage in config.CONFIGS if (found := _at(stage, name))]
-    return exact or _ending_in(name)
+def _find(name: str) -> list[StageKey]:
+    """Return the keys with this path, else all that end in it, such as every learning_rate."""
+    exact = [found for stage in config.CONFIGS if (found := _key_at(stage, name))]
+    return exact or _keys_ending_in(name)
 
 
-def _ending_in(name: str) -> list[Found]:
+def _keys_ending_in(name: str) -> list[StageKey]:
     return [each for each in _keys() if each[1].endswith(f".{name}")]
 
 
-def _named_like(name: str) -> list[Found]:
-    """The keys in whose own names all words of `name` stand."""
+def _keys_named_like(name: str) -> list[StageKey]:
+    """Return the keys whose last part contains all words of `name`."""
     return [] if "." in name else [each for each in _keys() if _words(name) <= _words(each[1].rpartition(".")[2])]
 
 
-def _telling_of(name: str) -> list[Found]:
-    """The keys in whose meanings all words of `name` stand."""
-    return [each for each in _keys() if _words(name) <= _words(split_description(each[2].description or "")[0])]
+def _described_by(name: str) -> list[StageKey]:
+    """Return the keys whose description contains all words of `name`."""
+    return [each for each in _keys() if _words(name) <= _words(split(each[2].description or "")[0])]
 
 
 def _metrics(name: str) -> list[tuple[str, str]]:
-    """(metric, title) of those in whose names all words of `name` stand."""
+    """Return (metric, title) of the metrics whose names contain all words of `name`."""
     return [(rule.key, rule.title) for rule in rules.RULES if _words(name) <= _words(rule.key)]
 
 
@@ -151,8 +152,8 @@ def _words(text: str) -> set[str]:
     return set(re.findall("[a-z0-9]+", text.lower()))
 
 
-def _at(stage: str, name: str) -> Found | None:
-    """The key that a path names in a stage's file; of a name of the user's own (data.columns.prompt) what holds it."""
+def _key_at(stage: str, name: str) -> StageKey | None:
+    """Return the key at a path of a stage's config, or the table around a user-defined name (data.columns.prompt)."""
     model, parts = config.CONFIGS[stage], tuple(name.split("."))
     if field := field_at(model, parts):
         return stage, name, field
@@ -166,26 +167,26 @@ def _at(stage: str, name: str) -> Found | None:
     return (stage, above, field) if table or hands_on else None
 
 
-def _renamed(name: str) -> tuple[list[Found], str] | None:
-    """The keys that an old or foreign name means, and how to say so."""
+def _find_alias(name: str) -> tuple[list[StageKey], str] | None:
+    """Return the keys that an old or external name stands for, with a text; None if there are none."""
     section, _, last = name.rpartition(".")
-    found = find_alias(last)
-    if found is None or found.key is None:
+    alias = foreign(last)
+    if alias is None or alias.key is None:
         return None
-    new = found.key
-    words = ", ".join(f"{theirs} is {ours}" for theirs, ours in found.values.items() if theirs != ours)
-    text = "; ".join(filter(None, (f"{name} is called {new} here", found.note, words)))
+    new = alias.key
+    words = ", ".join(f"{old} is {new_value}" for old, new_value in alias.words.items() if old != new_value)
+    text = "; ".join(filter(None, (f"{name} is called {new} here", alias.why, words)))
     return (_find(f"{section}.{new}") if section else []) or _find(new), text
 
 
-def _unknown(name: str) -> RLHFError:
+def _unknown_error(name: str) -> RLHFError:
     if re.fullmatch(r"[A-Za-z][0-9]{2}", name):
         family = [code for code in CODES if code[0] == name[0].upper()]
         hint = f"there are {family[0]} to {family[-1]}" if family else "rlhf explain --all lists all codes"
         return RLHFError("C01", f"unknown code {name.upper()}", hint=hint)
-    if theirs := find_alias(name.rpartition(".")[2]):
-        return RLHFError("C01", f"there is no key {name}", hint=theirs.note)
-    paths, renamed = [key for _, key, _ in _keys()], [old for old, theirs in ALIASES.items() if theirs.key]
+    if alias := foreign(name.rpartition(".")[2]):
+        return RLHFError("C01", f"there is no key {name}", hint=alias.why)
+    paths, renamed = [key for _, key, _ in _keys()], [old for old, alias in FOREIGN.items() if alias.key]
     known = paths if "." in name else [*(path.rpartition(".")[2] for path in paths), *renamed]
     near = closest_match(name, known) or closest_match(
         name.rpartition(".")[2], [path.rpartition(".")[2] for path in paths]
@@ -194,14 +195,14 @@ def _unknown(name: str) -> RLHFError:
     return RLHFError("C01", f"unknown key {name}", hint=hint)
 
 
-# Keys in words
+# Texts
 
 
-def _entries(found: Iterable[Found]) -> list[Entry]:
-    """One entry for what is told alike of several files."""
-    alike: dict[tuple[str, Facts], list[tuple[str, str]]] = {}
+def _entries(found: Iterable[StageKey]) -> list[Entry]:
+    """Merge keys with the same texts in several files into one entry."""
+    alike: dict[tuple[str, KeyFacts], list[tuple[str, str]]] = {}
     for stage, key, field in found:
-        # A stage's numbers stand in the section of its name.
+        # A stage's own settings are in the section of its name.
         shared = key.replace(f"{stage}.", ".", 1) if key.startswith(f"{stage}.") else key
         alike.setdefault((shared, _facts(key, field)), []).append((f"{stage}.yaml", key))
     return [
@@ -210,43 +211,43 @@ def _entries(found: Iterable[Found]) -> list[Entry]:
     ]
 
 
-def _files_by(told: Iterable[tuple[Any, str]]) -> dict[Any, str]:
-    """What is told of stages -> the files of those stages."""
-    found: dict[Any, list[str]] = {}
-    for what, stage in told:
-        found.setdefault(what, []).append(f"{stage}.yaml")
-    return {what: ", ".join(files) for what, files in found.items()}
+def _files_by(pairs: Iterable[tuple[Any, str]]) -> dict[Any, str]:
+    """Group (item, stage) pairs into item -> files of its stages."""
+    files: dict[Any, list[str]] = {}
+    for item, stage in pairs:
+        files.setdefault(item, []).append(f"{stage}.yaml")
+    return {item: ", ".join(names) for item, names in files.items()}
 
 
 def _by_files(entries: list[Entry]) -> dict[str, list[Entry]]:
-    """Entries by the files that have them, those of most files first."""
-    found: dict[str, list[Entry]] = {}
+    """Group entries by the files that have them, the largest groups of files first."""
+    groups: dict[str, list[Entry]] = {}
     for entry in sorted(entries, key=lambda entry: -len(entry.files)):
-        found.setdefault(", ".join(entry.files), []).append(entry)
-    return found
+        groups.setdefault(", ".join(entry.files), []).append(entry)
+    return groups
 
 
 def _is_section(field: FieldInfo) -> bool:
-    """Whether a key has no value but those of the keys below it."""
-    return field_kind(field).model is field.annotation
+    """Return True if a key has no value of its own, only keys below it."""
+    return field_shape(field).model is field.annotation
 
 
-def _facts(key: str, field: FieldInfo) -> Facts:
-    meaning, source = split_description(field.description or "")
-    if key == "stage":  # one word in each file
-        return Facts(_one_of(config.CONFIGS), "the file's stage", meaning, source)
+def _facts(key: str, field: FieldInfo) -> KeyFacts:
+    meaning, source = split(field.description or "")
+    if key == "stage":  # constant in each file
+        return KeyFacts(_one_of(config.CONFIGS), "the file's stage", meaning, source)
     default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
-    return Facts(_in_words(field.annotation, tuple(field.metadata)), default, meaning, source, _recipes(key))
+    return KeyFacts(_describe_type(field.annotation, tuple(field.metadata)), default, meaning, source, _recipes(key))
 
 
 def _recipes(key: str) -> tuple[str, ...]:
-    """What each recipe of PPO makes of a default."""
-    told = {recipe: changes.get(key.removeprefix("ppo.")) for recipe, changes in RECIPES.items()}
-    return tuple(f"recipe {recipe}: {_shown(new[0])}  [{new[1]}]" for recipe, new in told.items() if new)
+    """Describe the changes of a default by PPO recipes."""
+    changed = {recipe: changes.get(key.removeprefix("ppo.")) for recipe, changes in RECIPES.items()}
+    return tuple(f"recipe {recipe}: {_shown(new[0])}  [{new[1]}]" for recipe, new in changed.items() if new)
 
 
 def _shown(value: Any) -> str:
-    """A default as it would be written in a YAML; a section that may be null: what is below it."""
+    """Format a default as in YAML."""
     if isinstance(value, BaseModel):
         return "the keys below"
     if isinstance(value, str):
@@ -254,29 +255,29 @@ def _shown(value: Any) -> str:
     return re.sub(r"e([+-])0", r"e\1", str(value)) if isinstance(value, float) else json.dumps(value)
 
 
-def _in_words(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
-    """What a key takes. `notes` are bounds and marks that pydantic keeps beside the type."""
+def _describe_type(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
+    """Describe the values of a type. `notes` are pydantic's bounds and markers."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inside = [each for note in arguments[1:] for each in (note.metadata if isinstance(note, FieldInfo) else [note])]
-        return _in_words(arguments[0], (*notes, *inside))
+        return _describe_type(arguments[0], (*notes, *inside))
     if origin in (Union, UnionType):
-        words = ["null" if each is NoneType else _in_words(each, notes) for each in arguments]
+        words = ["null" if each is NoneType else _describe_type(each, notes) for each in arguments]
         return (", or " if any("," in word for word in words) else " or ").join(words)
     mark = next((note for note in notes if isinstance(note, PathField)), None)
     if mark:
-        return _one_of([*mark.keywords, PLACES["model"]]) if mark.keywords else PLACES[mark.kind]
+        return _one_of([*mark.words, PATH_TEXTS["model"]]) if mark.words else PATH_TEXTS[mark.kind]
     if origin is Literal:
         return _one_of(map(str, arguments))
     if origin is list:
-        return f"a list, each {_in_words(arguments[0])}"
+        return f"a list, each {_describe_type(arguments[0])}"
     if origin is dict:
-        return "names, each with " + ("a value" if arguments[1] is Any else _in_words(arguments[1]))
+        return "names, each with " + ("a value" if arguments[1] is Any else _describe_type(arguments[1]))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "{" + ", ".join(annotation.model_fields) + "}"
     found = {word: getattr(note, name) for name, word in BOUNDS.items() for note in notes if hasattr(note, name)}
     bounds = " and ".join(f"{word} {bound:.15g}" for word, bound in found.items())
-    return f"{PLAIN[annotation]}, {bounds}" if bounds else PLAIN[annotation]
+    return f"{TYPE_TEXTS[annotation]}, {bounds}" if bounds else TYPE_TEXTS[annotation]
 
 
 def _one_of(words: Iterable[str]) -> str:
@@ -287,11 +288,11 @@ def _one_of(words: Iterable[str]) -> str:
 # On the terminal
 
 
-def _show(found: list[Found]) -> None:
-    """Each key in full; of a section one line for each key below it."""
+def _show(found: list[StageKey]) -> None:
+    """Print each key in full, and a line per key below a section."""
     for number, entry in enumerate(_entries(each for each in found if not _is_section(each[2]))):
         _show_facts(entry.name, entry.files, entry.facts, first=number == 0)
-    inner = [each for each in _keys() if any(_holds(outer, each) for outer in found)]
+    inner = [each for each in _keys() if any(_contains(outer, each) for outer in found)]
     if not inner:
         return
     sections = [
@@ -304,8 +305,8 @@ def _show(found: list[Found]) -> None:
     _show_lines(inner)
 
 
-def _show_lines(found: Iterable[Found]) -> None:
-    """One line for each key, by the files that have it."""
+def _show_lines(found: Iterable[StageKey]) -> None:
+    """Print a line per key, grouped by files."""
     for files, entries in _by_files(_entries(each for each in found if not _is_section(each[2]))).items():
         terminal.out(f"\n{files}")
         name = max(len(entry.name) for entry in entries)
@@ -324,11 +325,11 @@ def _show_metrics(name: str) -> None:
             terminal.out(f"  {key:<{width}}  {title}")
 
 
-def _holds(outer: Found, inner: Found) -> bool:
+def _contains(outer: StageKey, inner: StageKey) -> bool:
     return outer[0] == inner[0] and inner[1].startswith(f"{outer[1]}.")
 
 
-def _show_facts(name: str, files: Iterable[str], facts: Facts, *, first: bool) -> None:
+def _show_facts(name: str, files: Iterable[str], facts: KeyFacts, *, first: bool) -> None:
     if not first:
         terminal.out()
     _paragraph(f"{name}   ({', '.join(files)})", "")
@@ -341,22 +342,22 @@ def _show_facts(name: str, files: Iterable[str], facts: Facts, *, first: bool) -
 
 
 def _show_code(code: str) -> None:
-    told = CODES[code]
-    terminal.out(f"{code}  {told.title}")
-    outcome = OUTCOMES[told.exit] + (f"; only a warning {told.warns}" if told.warns else "")
-    for label, text in (("meaning", told.meaning), ("fix", told.fix), ("exit", outcome)):
+    entry = CODES[code]
+    terminal.out(f"{code}  {entry.title}")
+    outcome = EXIT_TEXTS[entry.exit] + (f"; only a warning {entry.warns}" if entry.warns else "")
+    for label, text in (("meaning", entry.meaning), ("fix", entry.fix), ("exit", outcome)):
         _paragraph(text, f"  {label:<8}  ", " " * 12)
 
 
-def _show_field(name: str) -> None:
-    """A field of TRL's that `trainer:` hands on. Raises RLHFError C01 where TRL has none of this name."""
+def _show_trl_field(name: str) -> None:
+    """Explain a TRL field that `trainer:` accepts. Raises RLHFError C01 if TRL has no such field."""
     fields = {stage: trl_fields.fields_of(stage).get(name, {}) for stage in trl_fields.TRAINERS}
     refused = {
         stage: trl_fields.check_trainer({name: field.get("default")}, config.CONFIGS[stage], lambda key: "")
         for stage, field in fields.items()
     }
     elsewhere = dict.fromkeys(each for problems in refused.values() for each in problems if each.code == "C02")
-    for problem in elsewhere:  # set by the pipeline, or a key of ours
+    for problem in elsewhere:  # set by the pipeline, or has a key of its own
         terminal.out(f"{problem.text.rstrip(':')}: {problem.hint}")
     if elsewhere:
         return
@@ -367,8 +368,8 @@ def _show_field(name: str) -> None:
     groups = [stages] if len({str(fields[stage]) for stage in stages}) == 1 else [[stage] for stage in stages]
     for number, alike in enumerate(groups):
         field = fields[alike[0]]
-        facts = Facts(
-            _one_of(field.get("choices") or [" or ".join(trl_fields.TYPE_NAMES[kind] for kind in field["types"])]),
+        facts = KeyFacts(
+            _one_of(field.get("choices") or [" or ".join(trl_fields.WORDS[kind] for kind in field["types"])]),
             _shown(field["default"]),
             f"The field {name} of TRL's {' and '.join(map(trl_fields.TRAINERS.__getitem__, alike))}, unchanged.",
             f"TRL {version}, trl/trainer/{alike[0]}_config.py",
@@ -377,7 +378,7 @@ def _show_field(name: str) -> None:
 
 
 def _paragraph(text: str, start: str, rest: str | None = None) -> None:
-    """Wrapped text; paths and commands are never broken."""
+    """Print wrapped text without breaking paths and commands."""
     wrapper = textwrap.TextWrapper(_width(), start, break_long_words=False, break_on_hyphens=False)
     wrapper.subsequent_indent = start if rest is None else rest
     terminal.out(wrapper.fill(text))

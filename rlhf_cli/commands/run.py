@@ -1,6 +1,6 @@
-"""`rlhf run DIR`: the stages of a folder in order, like make. What is up to date is skipped, and every line says why.
+"""`rlhf run DIR`: run the stages of a folder in order, like make, and skip those that are up to date.
 
-Content decides, never dates. Each stage that runs is a child process; this one imports no torch.
+Hashes of content decide, never dates. Each stage runs in a child process; the parent imports no torch.
 """
 
 import os
@@ -31,12 +31,12 @@ from rlhf_cli.runs.stage_folder import REPORT, StageStatus
 from rlhf_cli.system import die_with_parent, is_nohup
 
 STAGES = tuple(CONFIGS)  # in the order of the chain
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Which stages a command line asks for: only these; from this one on; these again even if up to date."""
+class StageFilter:
+    """Stages selected on the command line: `--only`, `--from` and `--force`."""
 
     only: tuple[str, ...] = ()
     start: str | None = None
@@ -44,62 +44,62 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What is to be done about one stage; `fresh` moves its old output aside first.
+class StageDecision:
+    """Decision to run or skip one stage. `fresh` moves its old output to .old/ first.
 
-    `after` are earlier stages that run before it: it runs too if they change what it starts from, or if it is `new`.
+    `after` names earlier stages that run first; the stage then runs too if they change its inputs.
     """
 
-    why: str
+    reason: str
     runs: bool
     fresh: bool
     after: tuple[str, ...] = ()
 
 
-def run(folder: Path, overrides: Sequence[str], selection: Selection, options: Options) -> int:
-    """Bring the stages of a folder up to date; returns 0, or the exit code of the stage that failed.
+def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, options: Options) -> int:
+    """Bring the stages of a folder up to date; return 0, or the exit code of the stage that failed.
 
-    Where more than the last stage has to run, `rlhf check` looks at everything first, in a child; its code is returned.
-    Raises RLHFError for what is wrong before anything runs (C01-C17, D01, M01, M10), and R06 for an evaluation that
-    is up to date but does not meet its requirements.
+    If any stage but the last has to run, `rlhf check` runs on the whole folder first, and its exit code is returned if
+    it fails. Raises RLHFError C01-C17, D01, M01, M10 before anything runs, and R06 if an evaluation is up to date but
+    does not meet its requirements.
     """
-    files = select(find_configs(folder), folder, selection)
-    routed = route(overrides, list(files))
+    files = select_stages(find_configs(folder), folder, stage_filter)
+    routed = route_overrides(overrides, list(files))
     try:
         configs = load_all(files, routed)
-        refuse_what_is_missing(configs)
+        check_inputs_exist(configs)
     except RLHFError as error:
-        # Wrong beforehand, not just unreadable at this moment.
-        whole = error.exit_code == 2 and not (options.dry_run or selection.only or selection.start)
-        if whole and (code := _run_child(check_command(folder, overrides, options))):  # which tells all that is wrong
+        is_full_run = not (options.dry_run or stage_filter.only or stage_filter.start)
+        check = is_full_run and error.exit_code == 2  # not for a passing read error
+        if check and (code := _run_child(check_command(folder, overrides, options))):  # reports all problems
             return code
         raise
     if options.dry_run:
-        for stage, step in forecast(configs, selection.force).items():
-            terminal.out(f"{stage:<8} {step.why}")
+        for stage, decision in plan_stages(configs, stage_filter.force).items():
+            terminal.out(f"{stage:<8} {decision.reason}")
         return 0
     last = list(configs.values())[-1]
-    checked = bool(selection.only or selection.start)  # a part of a run is checked by its own stages
+    checked = bool(stage_filter.only or stage_filter.start)  # selected stages check themselves
     for stage, config in configs.items():
-        step = decide(config, selection.force)
-        if step.runs and not checked and config is not last:
+        decision = decide_stage(config, stage_filter.force)
+        if decision.runs and not checked and config is not last:
             checked = True
             terminal.say("run      checking configs, data and tokenizers of all stages first")
             if code := _run_child(check_command(folder, overrides, options)):
                 return code
-        terminal.out(f"{stage:<8} {step.why}")
-        if step.runs:
-            command = child_command(config, routed[stage], options, fresh=step.fresh)
+        terminal.out(f"{stage:<8} {decision.reason}")
+        if decision.runs:
+            command = child_command(config, routed[stage], options, fresh=decision.fresh)
             if code := _run_child(command):
-                rest = "" if config is last else "; what comes after it was not run"
-                terminal.say(f"{stage:<8} ended with exit code {code}{rest}")
+                skipped = "" if config is last else "; what comes after it was not run"
+                terminal.say(f"{stage:<8} ended with exit code {code}{skipped}")
                 if isinstance(config, EvalConfig) and code == 1 and (config.folder / "manifest.json").is_file():
-                    # It is done, and does not meet its requirements.
+                    # The evaluation is complete but does not meet its requirements.
                     run_summary.show(folder, configs, routed, met=False)
                 return code
         elif isinstance(config, EvalConfig):
-            # What the stage itself shows, and holds against its requirements, when it runs.
-            if not (config.folder / REPORT).exists():  # a kill came between the manifest and the page
+            # Print and check the up-to-date evaluation as the stage does.
+            if not (config.folder / REPORT).exists():  # killed between writing the manifest and the HTML report
                 write_beside(config.folder)
             render.print_report(config.folder)
             report = render.read_report(config.folder)
@@ -112,41 +112,45 @@ def run(folder: Path, overrides: Sequence[str], selection: Selection, options: O
     return 0
 
 
-def look(config: Config) -> StageStatus:
-    """How a stage's output stands to its config, its data and its parents as they are now."""
+def stage_status(config: Config) -> Status:
+    """Compare a stage's output with its config, data and parents as they are now."""
     parents = runs.open_parents(config)
     return runs.stage_status(config, runs.compute_identity(config, parents, config.sources()))
 
 
-def forecast(
-    configs: Mapping[str, Config], force: Sequence[str] = (), look: Callable[[Config], StageStatus] = look
-) -> dict[str, Step]:
-    """What would run, and why. A stage behind one that would run can only be told once that one has run."""
-    steps: dict[str, Step] = {}
+def plan_stages(
+    configs: Mapping[str, Config], force: Sequence[str] = (), get_status: Callable[[Config], Status] = stage_status
+) -> dict[str, StageDecision]:
+    """Return the decision on each stage. Those after a stage that would run depend on its result."""
+    decisions: dict[str, StageDecision] = {}
     pending: dict[Path, str] = {}
     for stage, config in configs.items():
-        waits = [pending[Path(one.path)] for one in runs.references(config) if Path(one.path) in pending]
-        if waits:
-            after, new = tuple(dict.fromkeys(waits)), not config.folder.exists()
-            known = "new" if new else "runs again if that changes what it starts from"
-            steps[stage] = Step(f"after {' and '.join(after)}: {known}", runs=new, fresh=False, after=after)
+        paths = [Path(reference.path) for reference in runs.references(config)]
+        if after := tuple(dict.fromkeys(pending[path] for path in paths if path in pending)):
+            new = not config.folder.exists()
+            condition = "new" if new else "runs again if that changes what it starts from"
+            reason = f"after {' and '.join(after)}: {condition}"
+            decisions[stage] = StageDecision(reason, runs=new, fresh=False, after=after)
         else:
-            steps[stage] = decide(config, force, look)
-        if waits or steps[stage].runs:
+            decisions[stage] = decide_stage(config, force, get_status)
+        if after or decisions[stage].runs:
             pending[config.folder] = stage
-    return steps
+    return decisions
 
 
-def decide(config: Config, force: Sequence[str] = (), look: Callable[[Config], StageStatus] = look) -> Step:
-    """Whether a stage has to run, as its config, its data and its parents are now, and why."""
-    status = look(config)
+def decide_stage(
+    config: Config, force: Sequence[str] = (), get_status: Callable[[Config], Status] = stage_status
+) -> StageDecision:
+    """Decide if a stage has to run, from its config, data and parents as they are now."""
+    status = get_status(config)
     if config.stage in force and status.state != "new":
-        return Step("forced to run again", runs=True, fresh=True)
-    return Step(describe(status), runs=status.state != "finished", fresh=status.state in ("stale", "damaged"))
+        return StageDecision("forced to run again", runs=True, fresh=True)
+    fresh = status.state in ("stale", "damaged")
+    return StageDecision(describe_status(status), runs=status.state != "finished", fresh=fresh)
 
 
-def describe(status: StageStatus) -> str:
-    """Why a stage runs or is skipped, for the line that is printed."""
+def describe_status(status: Status) -> str:
+    """Return the reason why a stage runs or is skipped, as printed."""
     if status.state == "finished":
         return f"up to date ({(status.sha256 or '')[:6]}), skipped"
     if status.state == "resume":
@@ -157,10 +161,9 @@ def describe(status: StageStatus) -> str:
 
 
 def preview(config: Config, *, fresh: bool) -> None:
-    """Print a stage's resolved config as YAML on stdout, and in comments what it would read and write.
+    """Print a stage's resolved config as YAML on stdout, with its inputs and outputs as comments.
 
-    A parent that an earlier stage of the run may still make is told; any other that is not there is an error.
-    Raises D01, M01, M10.
+    A missing parent is an error unless an earlier stage of the run can still make it. Raises D01, M01, M10.
     """
     files = sources.locate(config.sources())
     parents: dict[str, Parent] = {}
@@ -175,27 +178,26 @@ def preview(config: Config, *, fresh: bool) -> None:
             if path not in earlier or (path / "manifest.json").exists():
                 raise
             lines.append(f"# reads   {reference.key}: not ready: {error.problems[0].text}")
-    outcome = _outcome(config, parents, len(lines), fresh=fresh)
+    outcome = _describe_outcome(config, parents, len(lines), fresh=fresh)
     terminal.out(yaml.safe_dump(config.dump(), sort_keys=False, allow_unicode=True).rstrip())
     for line in lines + [f"# reads   {key}: {', '.join(map(shown, paths))}" for key, paths in files.items()]:
         terminal.out(line)
     terminal.out(f"# writes  {shown(config.folder)}: {outcome}")
 
 
-def _outcome(config: Config, parents: Mapping[str, Parent], wanted: int, *, fresh: bool) -> str:
-    if len(parents) < wanted:
+def _describe_outcome(config: Config, parents: Mapping[str, Parent], num_parents: int, *, fresh: bool) -> str:
+    if len(parents) < num_parents:
         return "once what it reads is ready"
     if fresh and config.folder.exists():
         return "new; the old folder moves to .old/"
     status = runs.stage_status(config, runs.compute_identity(config, parents, config.sources()))
     if status.state == "finished":
         return "it is finished, nothing to do"
-    refused = "; needs --fresh" if status.state in ("stale", "damaged") else ""
-    return describe(status) + refused
+    return describe_status(status) + ("; needs --fresh" if status.state in ("stale", "damaged") else "")
 
 
 def find_configs(folder: Path) -> dict[str, Path]:
-    """The configs of a run's folder by stage, in the order of the chain. Raises C09 where there are none."""
+    """Return the configs of a run folder by stage, in the order of the chain. Raises C09 if there are none."""
     if os.path.isfile(folder):
         stage = folder.stem if folder.stem in STAGES else STAGES[0]
         hint = f"for one stage: rlhf {stage} --config {shell_path(folder)}"
@@ -204,39 +206,39 @@ def find_configs(folder: Path) -> dict[str, Path]:
         near = closest_folder(folder)
         hint = f"did you mean {near}?" if near else f"rlhf init demo {shell_path(folder)} makes one"
         raise RLHFError("C09", f"no such folder: {shown(folder)}", hint=hint)
-    found = {path.stem: path for path in configs_in(folder)}
-    if not found:
+    files = {path.stem: path for path in configs_in(folder)}
+    if not files:
         names = ", ".join(f"{stage}.yaml" for stage in STAGES)
         raise RLHFError("C09", f"{shown(folder)} holds none of {names}", hint="rlhf init --list shows ready ones")
-    return found
+    return files
 
 
-def select(found: Mapping[str, Path], folder: Path, selection: Selection) -> dict[str, Path]:
-    """The configs that a selection leaves. Raises C07 for a name that is no stage, C09 for one without a config."""
-    named = [("--only", stage) for stage in selection.only] + [("--force", stage) for stage in selection.force]
-    for option, stage in named + ([("--from", selection.start)] if selection.start else []):
+def select_stages(files: Mapping[str, Path], folder: Path, stage_filter: StageFilter) -> dict[str, Path]:
+    """Return the selected configs by stage. Raises C07 for an unknown stage, C09 for a stage without a config."""
+    named = [("--only", stage) for stage in stage_filter.only] + [("--force", stage) for stage in stage_filter.force]
+    for option, stage in named + ([("--from", stage_filter.start)] if stage_filter.start else []):
         if stage not in STAGES:
             near = closest_match(stage, STAGES)
             hint = f"did you mean {near}?" if near else None
             raise RLHFError("C07", f"{option} {stage}: not one of {', '.join(STAGES)}", hint=hint)
-        if stage not in found:
-            hint = f"it holds {', '.join(path.name for path in found.values())}"
+        if stage not in files:
+            hint = f"it holds {', '.join(path.name for path in files.values())}"
             raise RLHFError("C09", f"{option} {stage}: {shown(folder)} has no {stage}.yaml", hint=hint)
-    if selection.only and selection.start:
+    if stage_filter.only and stage_filter.start:
         raise RLHFError("C17", "--only and --from contradict each other", hint="give one of the two")
-    first = STAGES.index(selection.start) if selection.start else 0
-    wanted = {stage: path for stage, path in found.items() if STAGES.index(stage) >= first}
-    wanted = {stage: path for stage, path in wanted.items() if not selection.only or stage in selection.only}
-    if left_out := [stage for stage in selection.force if stage not in wanted]:
-        text = f"--force {left_out[0]} names a stage that --only or --from leaves out"
-        raise RLHFError("C17", text, hint=f"{', '.join(wanted)} would run")
-    return wanted
+    first = STAGES.index(stage_filter.start) if stage_filter.start else 0
+    selected = {stage: path for stage, path in files.items() if STAGES.index(stage) >= first}
+    selected = {stage: path for stage, path in selected.items() if not stage_filter.only or stage in stage_filter.only}
+    if excluded := [stage for stage in stage_filter.force if stage not in selected]:
+        text = f"--force {excluded[0]} names a stage that --only or --from leaves out"
+        raise RLHFError("C17", text, hint=f"{', '.join(selected)} would run")
+    return selected
 
 
-def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str]]:
-    """Which stage gets which `--set`: the one that has the key, else its section; with `*.` in front, all that do.
+def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str]]:
+    """Assign each `--set` to the stage that has the key, else its section; with a leading `*.` to all that do.
 
-    Raises C11 for what is no KEY=VALUE, and for a key that no stage or, without `*.`, more than one stage could mean.
+    Raises C11 for text that is not KEY=VALUE, an unknown section, and a key of several stages without `*.`.
     """
     routed: dict[str, list[str]] = {stage: [] for stage in stages}
     problems = []
@@ -250,14 +252,16 @@ def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str
         owners = [stage for stage in owners if accepts_key(stage, key)] or owners
         if len(owners) > 1 and not key.startswith("*."):
             hint = f"-s '*.{text}' sets it in all of them; for one, change its file"
-            why = f"{section} is in {', '.join(f'{stage}.yaml' for stage in owners)}"
-            problems.append(Problem("C11", why, f"--set {key}", hint))
+            reason = f"{section} is in {', '.join(f'{stage}.yaml' for stage in owners)}"
+            problems.append(Problem("C11", reason, f"--set {key}", hint))
         elif not owners:
             known = {name for stage in stages for name in CONFIGS[stage].model_fields}
-            full = [path for stage in stages for path in keys(stage) if path.endswith(f".{key}")]
-            near = next(iter(full), None) or closest_match(section, sorted(known))
-            why = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
-            problems.append(Problem("C11", why, f"--set {key}", f"did you mean {near}?" if near else None))
+            paths = [path for stage in stages for path in keys(stage) if path.endswith(f".{key}")]
+            suggestion = next(iter(paths), None) or nearest(section, sorted(known))
+            reason = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
+            problems.append(
+                Problem("C11", reason, f"--set {key}", f"did you mean {suggestion}?" if suggestion else None)
+            )
         for stage in owners:
             routed[stage].append(text)
     if problems:
@@ -266,7 +270,7 @@ def route(overrides: Sequence[str], stages: Sequence[str]) -> dict[str, list[str
 
 
 def child_command(config: Config, overrides: Sequence[str], options: Options, *, fresh: bool) -> list[str]:
-    """The command line that runs one stage in a process of its own."""
+    """Return the command line that runs one stage in a child process."""
     command = [*RLHF_COMMAND, config.stage, "--config", str(config.file)]
     for text in overrides:
         command += ["--set", text]
@@ -276,7 +280,7 @@ def child_command(config: Config, overrides: Sequence[str], options: Options, *,
 
 
 def check_command(folder: Path, overrides: Sequence[str], options: Options) -> list[str]:
-    """The command line that looks at a whole folder: a fault of the last stage must not be found after hours."""
+    """Return the command line that checks all stages of a folder before the first one trains."""
     sets = [word for text in overrides for word in ("--set", text)]
     flags = {"--trust-remote-code": options.trust_remote_code, "--debug": options.debug}
     flagged = [flag for flag, is_set in flags.items() if is_set]
@@ -284,7 +288,7 @@ def check_command(folder: Path, overrides: Sequence[str], options: Options) -> l
 
 
 def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> dict[str, Config]:
-    """The configs of a run by stage. Raises RLHFError with the problems of all of them."""
+    """Load the configs of a run by stage. Raises RLHFError with the problems of all of them."""
     configs: dict[str, Config] = {}
     problems: list[Problem] = []
     for stage, path in files.items():
@@ -297,56 +301,55 @@ def load_all(files: Mapping[str, Path], routed: Mapping[str, Sequence[str]]) -> 
     return configs
 
 
-def refuse_what_is_missing(configs: Mapping[str, Config], *, quick: bool = False) -> None:
-    """What no stage of this run will make must be there now, not found missing after hours.
+def check_inputs_exist(configs: Mapping[str, Config], *, quick: bool = False) -> None:
+    """Check that data and models exist, except those that an earlier stage of this run makes.
 
-    A `quick` look fetches and reads nothing: not the hub's datasets, nor the weights of models that no stage made.
+    With `quick`, hub datasets are not fetched and weights of external models are not hashed.
     Raises D01, M01, M04, M10.
     """
     checks: list[Callable[[], object]] = []
-    made: tuple[Path, ...] = ()
+    outputs: tuple[Path, ...] = ()
     for config in configs.values():
-        data = {key: one for key, one in config.sources().items() if not quick or sources.is_local(one)}
+        data = {key: source for key, source in config.sources().items() if not quick or sources.is_local(source)}
         checks.append(partial(sources.locate, data))
-        checks.append(partial(runs.open_parents, config, made, hashed=not quick))
-        made += (config.folder,)
-    collect_errors(*checks)
+        checks.append(partial(runs.open_parents, config, outputs, hashed=not quick))
+        outputs += (config.folder,)
+    all_of(*checks)
 
 
 def _run_child(command: Sequence[str]) -> int:
-    """Run a child to its end, handing on the signals that reach us; returns its exit code, 128 + n after signal n.
+    """Run a child process, forwarding signals to it; return its exit code, or 128 + n after signal n.
 
-    So too where the child was at its end already, and finished: what comes after it must not begin.
-
-    The child has a process group of its own: Ctrl-C then reaches it once, through us, and it can save and end well.
-    Should we be killed outright, it saves and ends too: nobody's child must not train on.
+    128 + n is also returned if the child had finished by then, so that the next stage does not start.
+    The child has its own process group: Ctrl-C reaches it once, through the parent, and it can save a checkpoint.
+    If the parent is killed, the child is signalled and also saves and exits.
     """
     child: subprocess.Popen[bytes] | None = None
-    heard: list[int] = []
+    received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
         if child is not None:
             child.send_signal(number)
 
     def pause(number: int, frame: FrameType | None) -> None:
         if child is not None:
             child.send_signal(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)  # here we sleep, until `fg`
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns after `fg`
         if child is not None:
             child.send_signal(signal.SIGCONT)
 
-    forwarded = [number for number in FORWARDED if not is_nohup(number)]
+    forwarded = [number for number in FORWARDED_SIGNALS if not is_nohup(number)]
     handlers = {**dict.fromkeys(forwarded, forward), signal.SIGTSTP: pause}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        child = subprocess.Popen(command, process_group=0, preexec_fn=partial(die_with_parent, os.getpid()))
-        for number in list(heard):
+        child = subprocess.Popen(command, process_group=0, preexec_fn=partial(end_with, os.getpid()))
+        for number in list(received):
             child.send_signal(number)
         code = child.wait()
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
-    if code == 0 and heard:
-        return 128 + heard[0]
+    if code == 0 and received:
+        return 128 + received[0]
     return code if code >= 0 else 128 - code

@@ -1,4 +1,4 @@
-"""One stage of a run: how far it is, what came out, how long it took. Reads little and takes no lock."""
+"""Progress, results and next action of runs, for `rlhf status` and `rlhf ls`. Reads few files and takes no lock."""
 
 import math
 import os
@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cli import runs as checkpoints
-from rlhf_cli import system
+from rlhf_cli import runs, system
 from rlhf_cli.commands import run as pipeline
-from rlhf_cli.commands.run import STAGES, Step
+from rlhf_cli.commands.run import STAGES, StageDecision
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load
@@ -30,8 +29,8 @@ from rlhf_cli.tracking.metrics_log import newest_rows
 State = Literal["new", "running", "stopped", "finished", "stale", "damaged", "unreadable"]
 Origin = Literal["manifest.json", "metrics.jsonl"]
 Row = Mapping[str, Any]
-Numbers = dict[str, Any]
-# Of each stage's metrics those that tell most: as its manifest has them, and as its log has them on the way.
+Metrics = dict[str, Any]
+# Metrics of each stage to show: of its manifest, and of its log while it runs.
 HEADLINES = {
     "sft": (("eval_loss",), ("loss",)),
     "reward": (("accuracy", "accuracy_ci95"), ("accuracy",)),
@@ -41,57 +40,53 @@ STATES: dict[str, State] = {"absent": "new", "begun": "stopped", "new": "new", "
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What is known of a stage; `--json` has the same names (docs/commands.md)."""
+class StageInfo:
+    """Progress and results of a stage. `--json` prints these fields (docs/commands.md)."""
 
     stage: str
     folder: Path
     state: State
-    reasons: tuple[str, ...] = ()  # why it is stale or damaged, or ended before its time
-    step: int | None = None  # made so far; of a stopped one saved so far
-    steps: int | None = None  # in all
-    headline: Numbers = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()  # why it is stale or damaged, or stopped early
+    step: int | None = None  # completed so far; if stopped, the last one saved
+    steps: int | None = None  # in total
+    headline: Metrics = field(default_factory=dict)
     headline_from: Origin | None = None
-    time_s: float | None = None  # of its training, interruptions left out
-    left_s: float | None = None  # of a running one, to its end
-    changed: float | None = None  # when it ended, or last wrote: seconds of the epoch
+    time_s: float | None = None  # of training, without interruptions
+    left_s: float | None = None  # estimated time to the end, if running
+    changed: float | None = None  # time of the end or the last write, in seconds since the epoch
     bytes: int = 0
-    process: LockOwner | None = None  # that is writing it
-    unread: tuple[str, ...] = ()  # keys of what was taken for unchanged, see `runs.quick_stage_status`
+    process: Holder | None = None  # that holds the stage's lock
+    unread: tuple[str, ...] = ()  # keys of inputs assumed unchanged without hashing, see `runs.glance`
 
 
-def read_stage(stage: str, folder: Path, status: StageStatus | None = None) -> Stage:
-    """A stage as its folder tells it, and `status` where its config is known: without it nothing is told as stale."""
+def read_stage(stage: str, folder: Path, status: Status | None = None) -> StageInfo:
+    """Read a stage's folder. Without a `status`, changes of its config and inputs go unnoticed."""
     try:
         with translate_read_errors(folder):
             return _read(stage, folder, status)
     except RLHFError as error:
-        return Stage(stage, folder, "unreadable", (error.problems[0].text,))
-    except OSError:  # moved aside at this very moment
-        return Stage(stage, folder, "new")
+        return StageInfo(stage, folder, "unreadable", (error.problems[0].text,))
+    except OSError:  # moved to .old/ at this moment
+        return StageInfo(stage, folder, "new")
 
 
-def _read(stage: str, folder: Path, status: StageStatus | None) -> Stage:
-    left, process = read_stage_state(folder), lock_owner(folder)
-    if left.state == "unreadable":
-        return Stage(stage, folder, "unreadable", (left.problem or "",), process=process)
-    state = _state(left, status, process)
+def _read(stage: str, folder: Path, status: Status | None) -> StageInfo:
+    output, process = left_in(folder), holder(folder)
+    if output.state == "unreadable":
+        return StageInfo(stage, folder, "unreadable", (output.problem or "",), process=process)
+    state = _state(output, status, process)
     rows = newest_rows(folder / "metrics.jsonl")
-    step, steps = _steps(stage, folder, state, left, rows)
-    ended = (left.manifest or {}).get("stopped")
-    reasons = status.reasons if status else (left.problem,) if left.problem else ()
-    if (
-        status is None
-        and state == "finished"
-        and (others := tuple(describe_changed_parents(folder, left.manifest or {})))
-    ):
-        state, reasons = "stale", tuple(f"made from {what}" for what in others)
-    elif state == "finished" and ended:
-        reasons = (str(ended),)
-    elif state == "stale" and left.state != "finished" and (folder / "config.yaml").is_file():
-        reasons += (f"as it was begun it goes on: rlhf {stage} --config {shell_path(folder / 'config.yaml')}",)
-    headline, where = _headline(stage, left.manifest if left.state == "finished" else None, rows)
-    return Stage(
+    step, steps = _steps(stage, folder, state, output, rows)
+    stop_reason = (output.manifest or {}).get("stopped")
+    reasons = status.reasons if status else (output.problem,) if output.problem else ()
+    if status is None and state == "finished" and (changes := tuple(outdated(folder, output.manifest or {}))):
+        state, reasons = "stale", tuple(f"made from {change}" for change in changes)
+    elif state == "finished" and stop_reason:
+        reasons = (str(stop_reason),)
+    elif state == "stale" and output.state != "finished" and (folder / "config.yaml").is_file():
+        reasons += (f"to resume it with its old config: rlhf {stage} --config {quoted(folder / 'config.yaml')}",)
+    headline, origin = _headline(stage, output.manifest if output.state == "finished" else None, rows)
+    return StageInfo(
         stage=stage,
         folder=folder,
         state=state,
@@ -99,9 +94,9 @@ def _read(stage: str, folder: Path, status: StageStatus | None) -> Stage:
         step=step,
         steps=steps,
         headline=headline,
-        headline_from=where,
+        headline_from=origin,
         time_s=max((_finite(row.get("time_s")) for row in rows), default=None),
-        left_s=_left(rows, step, steps) if state == "running" else None,
+        left_s=_remaining_s(rows, step, steps) if state == "running" else None,
         changed=_changed(folder),
         bytes=system.folder_bytes(folder),
         process=process,
@@ -109,94 +104,93 @@ def _read(stage: str, folder: Path, status: StageStatus | None) -> Stage:
     )
 
 
-def _state(left: StageState, status: StageStatus | None, process: LockOwner | None) -> State:
-    told = status.state if status else left.state
-    return "running" if process else STATES.get(told, told)  # type: ignore[arg-type]
+def _state(output: Left, status: Status | None, process: Holder | None) -> State:
+    state = status.state if status else output.state
+    return "running" if process else STATES.get(state, state)  # type: ignore[arg-type]
 
 
-def _steps(
-    stage: str, folder: Path, state: State, left: StageState, rows: Sequence[Row]
-) -> tuple[int | None, int | None]:
-    """Steps made, and in all."""
+def _steps(stage: str, folder: Path, state: State, output: Left, rows: Sequence[Row]) -> tuple[int | None, int | None]:
+    """Return the steps completed and the total."""
     if state == "new" or stage == "eval":
         return None, None
     logged = max((row["step"] for row in rows), default=None)
-    if left.state == "finished" and state != "running":
-        return logged, _whole(stage, folder, rows) if "stopped" in (left.manifest or {}) else logged
-    return logged if state == "running" else newest_step(folder / "state"), _whole(stage, folder, rows)
+    if output.state == "finished" and state != "running":
+        return logged, _total_steps(stage, folder, rows) if "stopped" in (output.manifest or {}) else logged
+    return logged if state == "running" else newest_step(folder / "state"), _total_steps(stage, folder, rows)
 
 
-def _whole(stage: str, folder: Path, rows: Sequence[Row]) -> int | None:
-    """Steps in all of a stage that was begun, by the config that it was begun with; None where that does not tell."""
+def _total_steps(stage: str, folder: Path, rows: Sequence[Row]) -> int | None:
+    """Return the total steps of a started stage by its saved config; None if they cannot be computed."""
     try:
         config: Config = load(stage, folder / "config.yaml")
         if isinstance(config, PPOConfig):
-            return config.ppo.across(recorded_num_processes(folder)).num_updates()
-    except (RLHFError, ValueError):  # damaged; of as many processes as it does not go with; or counted in prompts
+            return config.ppo.across(processes_of(folder)).num_updates()
+    except (RLHFError, ValueError):  # damaged, invalid for its number of processes, or counted in prompts
         return None
     assert isinstance(config, SFTConfig | RewardConfig)
     settings = config.sft if isinstance(config, SFTConfig) else config.reward
-    told = [(row["step"], _finite(row.get("epoch"))) for row in rows]
-    step, epoch = told[-1] if told else (0, 0.0)
+    logged = [(row["step"], _finite(row.get("epoch"))) for row in rows]
+    step, epoch = logged[-1] if logged else (0, 0.0)
     if settings.max_steps is not None or epoch <= 0:
         return settings.max_steps
-    return math.ceil(settings.num_train_epochs * math.ceil(step / epoch - 1e-6))  # of whole steps an epoch
+    return math.ceil(settings.num_train_epochs * math.ceil(step / epoch - 1e-6))  # an epoch has a whole number of steps
 
 
-def _left(rows: Sequence[Row], step: int | None, steps: int | None) -> float | None:
-    """Seconds to the end, at the speed of the newest lines of the log."""
+def _remaining_s(rows: Sequence[Row], step: int | None, steps: int | None) -> float | None:
+    """Return the seconds to the end, at the speed of the newest lines of the log."""
     if step is None or steps is None:
         return None
     first, last = rows[0], rows[-1]
-    made, seconds = last["step"] - first["step"], _finite(last.get("time_s")) - _finite(first.get("time_s"))
-    if made <= 0:
-        made, seconds = last["step"], _finite(last.get("time_s"))
-    return max(0, steps - step) * seconds / made if made > 0 and seconds > 0 else None
+    done, seconds = last["step"] - first["step"], _finite(last.get("time_s")) - _finite(first.get("time_s"))
+    if done <= 0:
+        done, seconds = last["step"], _finite(last.get("time_s"))
+    return max(0, steps - step) * seconds / done if done > 0 and seconds > 0 else None
 
 
-def _headline(stage: str, manifest: Row | None, rows: Sequence[Row]) -> tuple[Numbers, Origin | None]:
+def _headline(stage: str, manifest: Row | None, rows: Sequence[Row]) -> tuple[Metrics, Origin | None]:
     metrics = (manifest or {}).get("metrics")
     metrics = metrics if isinstance(metrics, Mapping) else {}
     if stage == "eval":
-        found = _won(metrics)
-        return found, "manifest.json" if found else None
-    at_the_end, on_the_way = HEADLINES[stage]
-    if found := _picked(metrics, at_the_end):
-        return found, "manifest.json"
-    logged = [found for row in reversed(rows) if (found := _picked(row, on_the_way))]
-    return (logged[0], "metrics.jsonl") if logged else ({}, None)
+        win_rate = _win_rate(metrics)
+        return win_rate, "manifest.json" if win_rate else None
+    final_names, running_names = HEADLINES[stage]
+    if final := _pick(metrics, final_names):
+        return final, "manifest.json"
+    logged = next(filter(None, (_pick(row, running_names) for row in reversed(rows))), None)
+    return (logged, "metrics.jsonl") if logged else ({}, None)
 
 
-def _picked(metrics: Row, names: Sequence[str]) -> Numbers:
-    """Those of the names that are there, where the first is; else none."""
-    found = {name: metrics[name] for name in names if _is_told(metrics.get(name))}
-    return found if names[0] in found else {}
+def _pick(metrics: Row, names: Sequence[str]) -> Metrics:
+    """Return the named metrics that are numbers; nothing if the first is not."""
+    picked = {name: metrics[name] for name in names if _is_number(metrics.get(name))}
+    return picked if names[0] in picked else {}
 
 
-def _won(metrics: Row) -> Numbers:
-    """PPO's win rate over SFT by the judge that decides."""
+def _win_rate(metrics: Row) -> Metrics:
+    """Return PPO's win rate over SFT by the deciding judge."""
     try:
         rates = metrics["win_rate"]["ppo_vs_sft"]
         judge = deciding_judge(rates)
-        told = {"win_rate": rates[judge]["value"], "win_rate_ci95": rates[judge].get("ci95")}
-    except (KeyError, TypeError, ValueError, AttributeError):  # none was compared; or no file of ours
+        rate = {"win_rate": rates[judge]["value"], "win_rate_ci95": rates[judge].get("ci95")}
+    except (KeyError, TypeError, ValueError, AttributeError):  # nothing was compared, or a foreign file
         return {}
-    return {"judge": judge, **found} if "win_rate" in (found := _picked(told, ("win_rate", "win_rate_ci95"))) else {}
+    picked = _pick(rate, ("win_rate", "win_rate_ci95"))
+    return {"judge": judge, **picked} if picked else {}
 
 
-def _is_told(value: Any) -> bool:
-    """Whether a value is a number, or an interval of two."""
+def _is_number(value: Any) -> bool:
+    """Return True for a finite number, or an interval of two."""
     if isinstance(value, list):
-        return len(value) == 2 and all(map(_is_told, value))
+        return len(value) == 2 and all(map(_is_number, value))
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _finite(value: Any) -> float:
-    return float(value) if not isinstance(value, list) and _is_told(value) else 0.0
+    return float(value) if not isinstance(value, list) and _is_number(value) else 0.0
 
 
 def _changed(folder: Path) -> float | None:
-    """When the manifest was written, or what a stage writes on its way."""
+    """Return the time when the manifest, or else the log, was written."""
     for names in (["manifest.json"], ["metrics.jsonl", "identity.json"]):
         times = [(folder / name).stat().st_mtime for name in names if (folder / name).is_file()]
         if times:
@@ -204,137 +198,138 @@ def _changed(folder: Path) -> float | None:
     return None
 
 
-DEPTH = 4  # folders below the one that is named
+MAX_DEPTH = 4  # levels of folders to search for runs
 
 
 @dataclass(frozen=True)
-class Next:
-    """What `rlhf run` would do about the run as it is: `steps` by stage, or `problems` over which it would refuse.
+class NextAction:
+    """Action of `rlhf run` on the run as it is: decisions by stage, or the problems with which it would fail.
 
-    `wait`: a stage is being written. `nothing` has problems where what `eval.require` asks for does not hold.
+    `wait`: a stage is running. `nothing` has problems if the evaluation does not meet `eval.require`.
     """
 
     action: Literal["run", "wait", "nothing", "refused"]
-    steps: Mapping[str, Step] = field(default_factory=dict)
+    decisions: Mapping[str, StageDecision] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run's folder; `next` is None where only its files were looked at."""
+class RunInfo:
+    """State of a run folder. `next` is None if its configs were not read."""
 
     folder: Path
-    stages: tuple[Stage, ...]
-    bases: tuple[Stage, ...]  # unfinished stages of runs inside of this one that it starts from: base/sft of the demo
-    next: Next | None = None
+    stages: tuple[StageInfo, ...]
+    bases: tuple[StageInfo, ...]  # unfinished stages of inner runs that it starts from, e.g. base/sft
+    next: NextAction | None = None
 
     @property
-    def all_stages(self) -> tuple[Stage, ...]:
-        """Those of its bases first."""
+    def all_stages(self) -> tuple[StageInfo, ...]:
+        """Stages of the run, those of its bases first."""
         return (*self.bases, *self.stages)
 
     @property
     def bytes(self) -> int:
-        """Of the whole folder, data and what was moved aside among it."""
-        return system.folder_bytes(self.folder)
+        """Size of the folder, including data and .old/."""
+        return system.used(self.folder)
 
     @property
     def old_bytes(self) -> int:
-        """Of what was moved aside, in .old/."""
-        return system.folder_bytes(self.folder / ".old")
+        """Size of .old/."""
+        return system.used(self.folder / ".old")
 
     @property
     def changed(self) -> float:
-        """When a stage last wrote; of a run that has none, its newest config."""
+        """Time when a stage last wrote, or of the newest config if no stage has started."""
         times = [stage.changed for stage in self.all_stages if stage.changed is not None]
         files = [path.stat().st_mtime for path in configs_in(self.folder)]
         return max(times or files, default=0.0)
 
 
-def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
-    """A run with all that its configs tell; of a stage's folder, the run that it belongs to. Changes nothing.
+def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
+    """Read a run, or the run of a stage's folder, with its configs.
 
-    Raises RLHFError C09 for a folder that is no run, C11 for overrides that no stage could mean.
+    Raises RLHFError C09 if the folder is not a run, C11 for overrides that belong to no stage.
     """
-    root = folder.parent if folder.name in STAGES and has_output(folder) else folder
-    begun = [stage for stage in STAGES if has_output(root / stage)]
+    root = folder.parent if folder.name in STAGES and is_begun(folder) else folder
+    started = [stage for stage in STAGES if is_begun(root / stage)]
     configs: dict[str, Config] = {}
     problems: list[Problem] = []
     try:
         files = pipeline.find_configs(root)
     except RLHFError as error:
-        if not begun:
+        if not started:
             raise
         files, problems = {}, [*error.problems]
-    routed = pipeline.route(overrides, list(files))
+    routed = pipeline.route_overrides(overrides, list(files))
     for stage, path in files.items():
         try:
             configs |= pipeline.load_all({stage: path}, routed)
         except RLHFError as error:
             problems += error.problems
-    looked = {stage: _look(config) for stage, config in configs.items()}
+    statuses = {stage: _get_status(config) for stage, config in configs.items()}
     bases = _unfinished(_bases(root, configs.values()))
     stages = []
     for stage in STAGES:
-        if stage in files or stage in begun:
-            place = configs[stage].folder if stage in configs else root / stage
-            found = looked.get(stage)
-            stages.append(read_stage(stage, place, found if isinstance(found, StageStatus) else None))
-    return Run(root, tuple(stages), bases, _next(configs, looked, problems, [*bases, *stages]))
+        if stage in files or stage in started:
+            stage_folder = configs[stage].folder if stage in configs else root / stage
+            status = statuses.get(stage)
+            stages.append(read_stage(stage, stage_folder, status if isinstance(status, Status) else None))
+    return RunInfo(root, tuple(stages), bases, _next_action(configs, statuses, problems, [*bases, *stages]))
 
 
 def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
-    """The folders of stages of other runs, inside of this one, that its configs start from."""
-    here = Path(os.path.abspath(root))
-    # What is not there yet may be a hub id, and stands as it was written.
-    named = [config.file.parent / one.path for config in configs for one in checkpoints.references(config)]
-    inside = [path for path in named if path.name in STAGES and here in path.parent.parents]
-    return [path for path in dict.fromkeys(inside) if has_output(path) or configs_in(path.parent)]
+    """Return the stage folders of other runs inside this one that its configs start from."""
+    run_folder = Path(os.path.abspath(root))
+    references = [(config, reference) for config in configs for reference in runs.references(config)]
+    # A path that does not exist is still relative, since it may be a hub id.
+    paths = [config.file.parent / reference.path for config, reference in references]
+    inside = [path for path in paths if path.name in STAGES and run_folder in path.parent.parents]
+    return [path for path in dict.fromkeys(inside) if is_begun(path) or configs_in(path.parent)]
 
 
-def _unfinished(folders: Iterable[Path]) -> tuple[Stage, ...]:
-    found = [read_stage(folder.name, folder) for folder in folders]
-    return tuple(stage for stage in found if stage.state != "finished")
+def _unfinished(folders: Iterable[Path]) -> tuple[StageInfo, ...]:
+    stages = [read_stage(folder.name, folder) for folder in folders]
+    return tuple(stage for stage in stages if stage.state != "finished")
 
 
-def _look(config: Config) -> StageStatus | RLHFError:
+def _get_status(config: Config) -> Status | RLHFError:
     try:
-        with translate_read_errors(config.folder):
-            return checkpoints.quick_stage_status(config)
+        with reading(config.folder):
+            return runs.glance(config)
     except RLHFError as error:
         return error
-    except OSError as error:  # gone at this very moment
-        return read_error(error, config.folder)
+    except OSError as error:  # deleted at this moment
+        return unreadable(error, config.folder)
 
 
-def _next(
+def _next_action(
     configs: Mapping[str, Config],
-    looked: Mapping[str, StageStatus | RLHFError],
+    statuses: Mapping[str, Status | RLHFError],
     problems: Sequence[Problem],
-    stages: Sequence[Stage],
-) -> Next:
-    def look(config: Config) -> StageStatus:
-        found = looked[config.stage]
-        if isinstance(found, RLHFError):
-            raise found
-        return found
+    stages: Sequence[StageInfo],
+) -> NextAction:
+    def get_status(config: Config) -> Status:
+        status = statuses[config.stage]
+        if isinstance(status, RLHFError):
+            raise status
+        return status
 
     if any(stage.process for stage in stages):
-        return Next("wait", problems=tuple(problems))
+        return NextAction("wait", problems=tuple(problems))
     try:
         if problems:
-            raise RLHFError.from_problems(problems)
-        pipeline.refuse_what_is_missing(configs, quick=True)
-        steps = pipeline.forecast(configs, look=look)
+            raise RLHFError.of(problems)
+        pipeline.check_inputs_exist(configs, quick=True)
+        decisions = pipeline.plan_stages(configs, get_status=get_status)
     except RLHFError as error:
-        return Next("refused", problems=error.problems)
-    if any(step.runs or step.after for step in steps.values()):
-        return Next("run", steps)
-    return Next("nothing", steps, _not_met(configs.get("eval")))
+        return NextAction("refused", problems=error.problems)
+    if any(decision.runs or decision.after for decision in decisions.values()):
+        return NextAction("run", decisions)
+    return NextAction("nothing", decisions, _requirement_problems(configs.get("eval")))
 
 
-def _not_met(config: Config | None) -> tuple[Problem, ...]:
-    """What `eval.require` asks for and a finished evaluation does not hold: `rlhf run` ends with it."""
+def _requirement_problems(config: Config | None) -> tuple[Problem, ...]:
+    """Return the unmet requirements of a finished evaluation, with which `rlhf run` fails."""
     try:
         if isinstance(config, EvalConfig):
             report = render.read_report(config.folder)
@@ -344,35 +339,34 @@ def _not_met(config: Config | None) -> tuple[Problem, ...]:
     return ()
 
 
-def find_runs(folders: Sequence[Path], most: int | None = None) -> list[Run]:
-    """The runs at or below folders by their files alone, newest first; `most`: see `below`.
+def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[RunInfo]:
+    """Find the runs at or below folders, newest first, searching at most `max_folders`; configs are not checked.
 
-    One inside of another that starts from it belongs to that; a preset is none until a stage wrote into it.
-    Raises RLHFError C09 for what is no folder.
+    A run inside another that starts from it is part of that run. A preset counts once a stage has written into it.
+    Raises RLHFError C09 if a folder does not exist.
     """
     for folder in folders:
         if not os.path.isdir(folder):
-            raise RLHFError("C09", f"no such folder: {checkpoints.shown(folder)}")
-    found = dict.fromkeys(
-        Path(os.path.abspath(path)) for folder in folders for path in find_run_folders(folder, DEPTH, most)
-    )
-    outer = {path for inner in found for path in inner.parents if path in found}
-    bases = {path: _bases(path, _readable(path)) for path in outer}
-    owned = {base.parent for named in bases.values() for base in named}
-    runs = [
-        Run(
+            raise RLHFError("C09", f"no such folder: {runs.shown(folder)}")
+    paths = [path for folder in folders for path in below(folder, MAX_DEPTH, max_folders)]
+    run_paths = dict.fromkeys(Path(os.path.abspath(path)) for path in paths)
+    outer = {path for inner in run_paths for path in inner.parents if path in run_paths}
+    bases = {path: _bases(path, _valid_configs(path)) for path in outer}
+    owned = {base.parent for stage_folders in bases.values() for base in stage_folders}
+    infos = [
+        RunInfo(
             path,
             tuple(read_stage(stage, path / stage) for stage in STAGES if has_output(path / stage)),
             _unfinished(bases.get(path, ())),
         )
-        for path in found
+        for path in run_paths
         if path not in owned
     ]
-    return sorted((run for run in runs if run.stages or not is_preset(run.folder)), key=lambda run: -run.changed)
+    return sorted((run for run in infos if run.stages or not is_preset(run.folder)), key=lambda run: -run.changed)
 
 
-def _readable(folder: Path) -> Iterator[Config]:
-    """Those configs of a run in which nothing is wrong."""
+def _valid_configs(folder: Path) -> Iterator[Config]:
+    """Load the configs of a run, skipping invalid ones."""
     for path in configs_in(folder):
         with suppress(RLHFError):
             yield load(path.stem, path)

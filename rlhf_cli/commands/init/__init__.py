@@ -1,4 +1,4 @@
-"""`rlhf init`: ready folders of configs, written with the data that they need. Torch-free."""
+"""`rlhf init`: write a run folder of configs from a preset, with generated data if it needs any. Imports no torch."""
 
 import os
 import re
@@ -21,71 +21,71 @@ from rlhf_cli.runs.discover import configs_folder
 from rlhf_cli.runs.locks import lock_folder, lock_path, release
 
 UNTOUCHED = "nothing was written; name another folder"
-# In a folder that was there before: what is being written; what is whole and being placed; what is placed.
-WRITING, WHOLE, PLACED = ".tmp-init", ".tmp-init-whole", ".tmp-init-placed"
-MOST = 5  # names in a message
+# Scratch folders inside a folder that existed before: being written, complete and being linked, all linked.
+WRITING, COMPLETE, PLACED = ".tmp-init", ".tmp-init-whole", ".tmp-init-placed"
+MAX_LISTED_NAMES = 5
 
 
 @contextmanager
 def all_or_nothing(folder: Path) -> Iterator[Path]:
-    """Within, a hidden folder to write into; at the end `folder` holds all that it holds.
+    """Yield a scratch folder whose files appear in `folder` at the end, all of them or none.
 
-    A folder that is not there comes in one step. In one that is there, files with the same bytes are taken as they are.
-    Whatever is raised within leaves nothing. Raises RLHFError C15, before anything is written, where `folder` is a file
-    or holds other files of those names, or another process is at it; E03 where it cannot be written.
+    A new folder is created atomically. In an existing one, identical files are kept. An exception in the block leaves
+    nothing behind. Raises RLHFError C15 before anything is written if `folder` is a file, holds different files of the
+    same names or is locked by another process; E03 if it cannot be written.
     """
     if not os.path.lexists(folder):
         with runs.new_folder(folder) as scratch:
             yield scratch
         return
     if not folder.is_dir():
-        raise RLHFError("C15", f"{shown(folder)} is no folder", hint=UNTOUCHED)
+        raise RLHFError("C15", f"{shown(folder)} is not a folder", hint=UNTOUCHED)
     system.require_writable(folder, hint="name another folder")
-    with _alone_in(folder):
-        _take_back(folder)
+    with _locked(folder):
+        _remove_leftovers(folder)
         scratch = folder / WRITING
         scratch.mkdir()
         try:
             yield scratch
             names = _files(scratch)
-            _refuse_others(folder, scratch, names)
+            _check_conflicts(folder, scratch, names)
             sync_files(scratch, names)
-            scratch.rename(folder / WHOLE)
+            scratch.rename(folder / COMPLETE)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        _place(folder, names)
+        _move_into_place(folder, names)
 
 
-def take_back(folder: Path) -> None:
-    """Remove what a killed `rlhf init` left: of files that it placed, those that it did not find there."""
-    if (folder / WHOLE).is_dir():
-        with _alone_in(folder):
-            _take_back(folder)
+def remove_leftovers(folder: Path) -> None:
+    """Remove the files of a killed `rlhf init`, except those that existed before it."""
+    if (folder / COMPLETE).is_dir():
+        with _locked(folder):
+            _remove_leftovers(folder)
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    place = folder / "init"
-    lock_folder(place, hint="wait for it to end, or name another folder")
+def _locked(folder: Path) -> Iterator[None]:
+    lock_path = folder / "init"
+    hold(lock_path, hint="wait for it to end, or name another folder")
     try:
         yield
     finally:
-        lock_path(place).unlink(missing_ok=True)
-        release(place)
+        lock_of(lock_path).unlink(missing_ok=True)
+        release(lock_path)
 
 
-def _take_back(folder: Path) -> None:
-    whole = folder / WHOLE
-    for name in _files(whole):
+def _remove_leftovers(folder: Path) -> None:
+    complete = folder / COMPLETE
+    for name in _files(complete):
         target = folder / name
         with suppress(OSError):
-            if target.samefile(whole / name):
+            if target.samefile(complete / name):
                 target.unlink()
-        for above in target.relative_to(folder).parents:
-            with suppress(OSError):  # it holds something else
-                (folder / above).rmdir()
-    for name in (WRITING, WHOLE, PLACED):
+        for parent in target.relative_to(folder).parents:
+            with suppress(OSError):  # not empty
+                (folder / parent).rmdir()
+    for name in (WRITING, COMPLETE, PLACED):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -93,53 +93,55 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _refuse_others(folder: Path, scratch: Path, names: list[str]) -> None:
-    taken = [name for name in names if os.path.lexists(folder / name) and not _same(folder / name, scratch / name)]
-    # A file in the place of a folder.
-    taken += [str(above) for name in names for above in Path(name).parents if (folder / above).is_file()]
-    if taken := list(dict.fromkeys(taken)):
-        more = f" and {len(taken) - MOST} more" if len(taken) > MOST else ""
-        text = f"{shown(folder)} already holds {', '.join(taken[:MOST])}{more}, with another content"
+def _check_conflicts(folder: Path, scratch: Path, names: list[str]) -> None:
+    conflicts = [
+        name for name in names if os.path.lexists(folder / name) and not _is_same_file(folder / name, scratch / name)
+    ]
+    # Files where folders are needed.
+    conflicts += [str(parent) for name in names for parent in Path(name).parents if (folder / parent).is_file()]
+    if conflicts := list(dict.fromkeys(conflicts)):
+        more = f" and {len(conflicts) - MAX_LISTED_NAMES} more" if len(conflicts) > MAX_LISTED_NAMES else ""
+        text = f"{shown(folder)} already holds {', '.join(conflicts[:MAX_LISTED_NAMES])}{more}, with another content"
         raise RLHFError("C15", text, hint=UNTOUCHED)
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.is_file() and cmp(one, other, shallow=False)
+def _is_same_file(existing: Path, new: Path) -> bool:
+    return existing.is_file() and cmp(existing, new, shallow=False)
 
 
-def _place(folder: Path, names: list[str]) -> None:
-    """Each file gets its name by a link, so that `take_back` knows it; where the file system has none, it is moved."""
-    whole = folder / WHOLE
+def _move_into_place(folder: Path, names: list[str]) -> None:
+    """Hard-link each file, so that `remove_leftovers` can identify it; move it if the file system has no links."""
+    complete = folder / COMPLETE
     for name in names:
         target = folder / name
         if target.exists():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.link(whole / name, target)
+            os.link(complete / name, target)
         except OSError:
-            (whole / name).rename(target)
+            (complete / name).rename(target)
     sync_files(folder, names)
-    whole.rename(folder / PLACED)
+    complete.rename(folder / PLACED)
     shutil.rmtree(folder / PLACED)
 
 
 COPIED = (".yaml", ".py", ".jinja")
-BASE = "base"  # the folder whose own run makes the base model
+BASE = "base"  # subfolder: a run that trains the base model
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A folder of configs/, how much of the demo's world goes with it, and what comes before the first run."""
+    """A folder of configs/, with the size of its synthetic data, and commands to run before `rlhf run`."""
 
-    text: str
+    description: str
     sizes: world.Sizes | None = None
-    first: str = ""
+    preparation: str = ""
 
 
 PRESETS = {
     "demo": Preset("a small world with a judge that knows the truth: minutes on a CPU", world.Sizes()),
-    "ci": Preset("the same world, tiny: the whole chain in about a minute, for a CI", world.Sizes(0, 600, 600, 60)),
+    "ci": Preset("the same world, tiny: the complete chain in about a minute, for a CI", world.Sizes(0, 600, 600, 60)),
     "functions": Preset(
         "PPO from a Python function alone, no reward model: the same world, minutes on a CPU",
         world.Sizes(0, 3000, 0, 60),
@@ -147,38 +149,38 @@ PRESETS = {
     "preferences": Preset("your own pairs and a base model: --data pairs.jsonl --base MODEL"),
     "reviews": Preset(
         "film reviews turned friendly: real sentences, two text files of your own, an independent judge",
-        first="python scripts/prepare_reviews.py pos.txt neg.txt {folder}",
+        preparation="python scripts/prepare_reviews.py pos.txt neg.txt {folder}",
     ),
     "tldr": Preset(
         "summaries of Reddit posts, Pythia-1B: the recipe of the N+ details paper, one large GPU",
-        first="hf download EleutherAI/pythia-1b-deduped",
+        preparation="hf download EleutherAI/pythia-1b-deduped",
     ),
     "hh": Preset(
         "helpful dialogues, Pythia-1.4B on Anthropic's hh-rlhf: one large GPU",
-        first="hf download EleutherAI/pythia-1.4b-deduped",
+        preparation="hf download EleutherAI/pythia-1.4b-deduped",
     ),
     "sentiment": Preset(
         "friendly film reviews, GPT-2 and a sentiment classifier: TRL's first example, a small GPU",
-        first="hf download openai-community/gpt2; then hf download lvwerra/distilbert-imdb",
+        preparation="hf download openai-community/gpt2; then hf download lvwerra/distilbert-imdb",
     ),
     "instruct": Preset(
         "a chat model on UltraFeedback, Qwen2.5-0.5B-Instruct: one GPU",
-        first="hf download Qwen/Qwen2.5-0.5B-Instruct",
+        preparation="hf download Qwen/Qwen2.5-0.5B-Instruct",
     ),
 }
 
 
 def available() -> dict[str, str]:
-    """Name -> one line, of each preset."""
-    return {name: preset.text for name, preset in PRESETS.items()}
+    """Return the one-line description of each preset by name."""
+    return {name: preset.description for name, preset in PRESETS.items()}
 
 
 def init(name: str, folder: Path, *, seed: int = 0) -> None:
-    """Write preset `name` into `folder`: configs with `seed`, data made from it, and the base model where it has one.
+    """Write preset `name` into `folder`: configs with `seed`, synthetic data, and a trained base model if it has one.
 
-    All of it is written or nothing, and files that are there with the same bytes are taken: it can be given again.
-    Raises RLHFError C07 for an unknown preset, C15 for a folder that holds other files of the same names. Exits with
-    the code of the base model's run where that fails.
+    Configs and data are written completely or not at all; identical files are kept, so the command can be repeated.
+    Raises RLHFError C07 for an unknown preset, C15 if the folder holds different files of the same names. Exits with
+    the code of the base model's run if that fails.
     """
     if name not in PRESETS:
         near = closest_match(name, PRESETS)
@@ -200,12 +202,12 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
             world.write(scratch, seed, preset.sizes)
     if preset.sizes and preset.sizes.texts:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
-        done = subprocess.run([*RLHF_COMMAND, "run", str(folder / BASE)], check=False)
-        if done.returncode:
-            terminal.say(f"init     not finished; go on with: rlhf run {shell_path(folder / BASE)}")
-            raise SystemExit(done.returncode)
-    steps = [preset.first.format(folder=shell_path(folder))] if preset.first else []
-    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {shell_path(folder)}'])}")
+        result = subprocess.run([*RLHF_COMMAND, "run", str(folder / BASE)], check=False)
+        if result.returncode:
+            terminal.say(f"init     not finished; resume with: rlhf run {quoted(folder / BASE)}")
+            raise SystemExit(result.returncode)
+    steps = [preset.preparation.format(folder=quoted(folder))] if preset.preparation else []
+    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {quoted(folder)}'])}")
 
 
 def init_preferences(
@@ -218,29 +220,31 @@ def init_preferences(
     minutes: float | None = None,
     seed: int = 0,
 ) -> None:
-    """Write configs and data made from the user's own pairs (see `preferences.write`); `columns` are "ours=theirs"."""
+    """Write configs and data made from the user's pairs (see `preferences.write_folder`); `columns` are "NAME=COLUMN".
+
+    Raises RLHFError C11 for missing or malformed options.
+    """
     if data is None or base is None:
-        asked = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
-        missing = [what for what, given in asked.items() if given is None]
+        required = {"--data, your file of pairs,": data, "--base, the model to start from,": base}
+        missing = [option for option, value in required.items() if value is None]
         text = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         words = ["--data", shell_word(data or "pairs.jsonl"), "--base", shell_word(base or "MODEL"), shell_path(folder)]
         raise RLHFError("C11", text, hint=" ".join(["rlhf", "init", "preferences", *words]))
-    named = dict(text.partition("=")[::2] for text in columns)
-    if wrong := next((text for text in columns if not all(text.partition("="))), None):
-        raise RLHFError("C11", f"--column {wrong}: expected OURS=THEIRS", hint="for example --column prompt=question")
+    column_names = dict(text.partition("=")[::2] for text in columns)
+    if invalid := next((text for text in columns if not all(text.partition("="))), None):
+        raise RLHFError("C11", f"--column {invalid}: expected NAME=COLUMN", hint="for example --column prompt=question")
     if several := next((text for text in columns if re.search(r",\s*\w+=", text)), None):
-        each = " ".join(f"--column {part.strip()}" for part in several.split(","))
-        raise RLHFError("C11", f"--column {several}: one OURS=THEIRS is needed", hint=f"give it again: {each}")
-    from rlhf_cli.commands.init import preferences  # brings in torch
+        options = " ".join(f"--column {part.strip()}" for part in several.split(","))
+        raise RLHFError("C11", f"--column {several}: expected one NAME=COLUMN", hint=f"repeat the option: {options}")
+    from rlhf_cli.commands.init import preferences  # imports torch
 
-    here = os.getcwd()
     model = os.path.abspath(os.path.expanduser(base))
-    wish = preferences.Wish(
-        data=resolve_data(data, here),
+    request = preferences.InitRequest(
+        data=resolved_data(data, os.getcwd()),
         base=model if os.path.exists(model) else base,
-        columns=named,
+        columns=column_names,
         plain=plain,
         minutes=minutes,
         seed=seed,
     )
-    preferences.write(folder, configs_folder() / "preferences", wish)
+    preferences.write_folder(folder, configs_folder() / "preferences", request)

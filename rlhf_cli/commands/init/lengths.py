@@ -1,4 +1,7 @@
-"""How long answers and rows may be. Answers come first: pairs that do not fit beside them are left out."""
+"""Token limits of a run's answers and rows, and the speed of its base model.
+
+The answer length is chosen first; pairs that do not fit beside an answer of that length are dropped.
+"""
 
 import math
 import time
@@ -10,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlhf_cli import data, terminal
-from rlhf_cli.commands.init.split import LEAST, openings
+from rlhf_cli.commands.init.split import MIN_PROMPTS, split_keys
 from rlhf_cli.config.common import MAX_DROPPED
 from rlhf_cli.data.texts import Pair
 from rlhf_cli.errors import RLHFError
@@ -20,15 +23,15 @@ from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.progress import Progress
 from rlhf_cli.stages.setup import WARN_DROPPED_FRACTION
 
-ENDED = 0.9  # of the chosen answers that fit half of the context, this share ends within response_length
-SHORTEST = 32  # tokens of a response at least, where a chosen answer is longer
-CONTEXT = 4096  # for a model that names no limit
-WORTH_IT = 1.25  # times the 99th percentile: up to there the longest rows are taken too
-AT_ONCE = 2048  # pairs whose tokens are held in memory
+ENDED_SHARE = 0.9  # of the chosen answers that fit half of the context, this share ends within response_length
+MIN_RESPONSE = 32  # tokens, if a chosen answer is longer
+DEFAULT_CONTEXT = 4096  # for a model without a stated limit
+MAX_TAIL = 1.25  # if the longest row is within this multiple of the 99th percentile, no row is dropped as too long
+CHUNK_PAIRS = 2048  # pairs tokenized at a time
 
 
 class Length(NamedTuple):
-    """Tokens of a pair; an answer's end token counts."""
+    """Token counts of a pair; answers include the end token."""
 
     prompt: int
     chosen: int
@@ -36,13 +39,13 @@ class Length(NamedTuple):
 
     @property
     def row(self) -> int:
-        """The longer of its two rows."""
+        """Length of the longer of its two rows."""
         return self.prompt + max(self.chosen, self.rejected)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What a run's token limits are, and how long the pairs within them are on average."""
+    """Token limits of a run, and mean lengths of the pairs within them."""
 
     response_length: int
     max_length: int
@@ -52,175 +55,175 @@ class Lengths:
     row_mean: float  # prompt and answer
 
 
-def measure(tokenizer: Any, pairs: Sequence[Pair]) -> list[Length]:
-    """The tokens of each pair, as all stages count them. Raises RLHFError D06, D14, T06."""
-    found: list[Length] = []
+def measure_lengths(tokenizer: Any, pairs: Sequence[Pair]) -> list[Length]:
+    """Count the tokens of each pair as all stages do. Raises RLHFError D06, D14, T06."""
+    lengths: list[Length] = []
     with Progress("data", len(pairs), "pair", brief=True) as bar:
-        for first in range(0, len(pairs), AT_ONCE):
-            part = pairs[first : first + AT_ONCE]
-            prompts = [prompt for pair in part for prompt in (pair.prompt, None)]
-            answers = [answer for pair in part for answer in (pair.chosen, pair.rejected)]
+        for first in range(0, len(pairs), CHUNK_PAIRS):
+            chunk = pairs[first : first + CHUNK_PAIRS]
+            prompts = [prompt for pair in chunk for prompt in (pair.prompt, None)]
+            answers = [answer for pair in chunk for answer in (pair.chosen, pair.rejected)]
             ids = data.encode_many(tokenizer, prompts, answers)
             for (prompt, chosen), (_, rejected) in zip(ids[::2], ids[1::2], strict=True):
-                found.append(Length(len(prompt), len(chosen), len(rejected)))
-            bar.advance(len(part), note="tokenised")
-    return found
+                lengths.append(Length(len(prompt), len(chosen), len(rejected)))
+            bar.advance(len(chunk), note="tokenised")
+    return lengths
 
 
-def fit(pairs: Sequence[Pair], lengths: Sequence[Length], context: int | None) -> tuple[list[Pair], Lengths]:
-    """The pairs that fit the limits of a model with `context` positions, and these limits; warns (D10) of the others.
+def fit_lengths(pairs: Sequence[Pair], lengths: Sequence[Length], context: int | None) -> tuple[list[Pair], Lengths]:
+    """Choose the token limits for a model with `context` positions; return the pairs that fit, and the limits.
 
-    Raises RLHFError D10 where too few would fit.
+    Warns (D10) about dropped pairs. Raises RLHFError D10 if too too_few fit.
     """
-    context = context or CONTEXT
-    kept, response, longest = _within(lengths, context)
-    _tell_left_out(pairs, lengths, kept, context, response, longest)
+    context = context or DEFAULT_CONTEXT
+    kept, response, longest = _select(lengths, context)
+    _report_dropped(pairs, lengths, kept, context, response, longest)
     used = [lengths[i] for i in kept]
-    ended = sum(one.chosen <= response for one in used) / len(used)
-    if ended < 1 - WARN_DROPPED_FRACTION:
+    ended = sum(length.chosen <= response for length in used) / len(used)
+    if ended < 1 - MANY:
         text = f"only {percent(ended)} of the chosen answers end within response_length {response}"
         reason = f"the others are longer than half of the {context} positions of the base model"
         terminal.warn("D10", f"{text}: {reason}", where="--data", hint="name a base model with more positions")
-    both = [one.prompt + answer for one in used for answer in (one.chosen, one.rejected)]
+    rows = [length.prompt + answer for length in used for answer in (length.chosen, length.rejected)]
     return [pairs[i] for i in kept], Lengths(
         response_length=response,
         max_length=longest,
         ended=ended,
-        prompt_mean=sum(one.prompt for one in used) / len(used),
-        answer_mean=sum(one.chosen for one in used) / len(used),
-        row_mean=sum(both) / len(both),
+        prompt_mean=sum(length.prompt for length in used) / len(used),
+        answer_mean=sum(length.chosen for length in used) / len(used),
+        row_mean=sum(rows) / len(rows),
     )
 
 
-def _within(lengths: Sequence[Length], context: int) -> tuple[list[int], int, int]:
-    """The numbers of the pairs that fit, the most tokens of a response, and those of a row."""
+def _select(lengths: Sequence[Length], context: int) -> tuple[list[int], int, int]:
+    """Return the indices of the pairs that fit, the maximum response length and the maximum row length."""
     half = context // 2
-    fitting = [one.chosen for one in lengths if one.chosen <= half]
+    fitting = [length.chosen for length in lengths if length.chosen <= half]
     if len(fitting) < (1 - MAX_DROPPED) * len(lengths):
         return [], half, context
-    wanted = max(quantile(fitting, ENDED), min(SHORTEST, max(one.chosen for one in lengths)))
-    response = min(up(wanted), max(half, SHORTEST))
-    kept = [i for i, one in enumerate(lengths) if one.prompt + response <= context and one.row <= context]
+    target = max(quantile(fitting, ENDED_SHARE), min(MIN_RESPONSE, max(length.chosen for length in lengths)))
+    response = min(round_up(target), max(half, MIN_RESPONSE))
+    kept = [i for i, length in enumerate(lengths) if length.prompt + response <= context and length.row <= context]
     if not kept:
         return [], response, context
     rows = [lengths[i].row for i in kept]
-    usual = quantile(rows, 0.99)
-    longest = min(up(max(rows) if max(rows) <= WORTH_IT * usual else usual), context)
+    percentile = quantile(rows, 0.99)
+    longest = min(round_up(max(rows) if max(rows) <= MAX_TAIL * percentile else percentile), context)
     return [i for i in kept if lengths[i].row <= longest], response, longest
 
 
-def _tell_left_out(
+def _report_dropped(
     pairs: Sequence[Pair], lengths: Sequence[Length], kept: Sequence[int], context: int, response: int, longest: int
 ) -> None:
-    out = len(pairs) - len(kept)
-    if not out:
+    dropped = len(pairs) - len(kept)
+    if not dropped:
         return
-    halves = sum(one.chosen > context // 2 for one in lengths)
-    crowded = sum(one.prompt + response > context for one in lengths)
-    beyond = sum(one.row > context >= one.prompt + response for one in lengths)
+    long_answers = sum(length.chosen > context // 2 for length in lengths)
+    long_prompts = sum(length.prompt + response > context for length in lengths)
+    long_rows = sum(length.row > context >= length.prompt + response for length in lengths)
     counts = {
-        f"whose prompts leave less than {response} of {context} positions to an answer": crowded,
-        f"longer than {context} positions": beyond,
-        f"longer than {longest} tokens, much longer than the others": out - crowded - beyond,
+        f"whose prompts leave less than {response} of {context} positions to an answer": long_prompts,
+        f"longer than {context} positions": long_rows,
+        f"longer than {longest} tokens, much longer than the others": dropped - long_prompts - long_rows,
     }
-    if halves > MAX_DROPPED * len(pairs):
-        counts = {f"whose chosen answers are longer than half of {context} positions": halves}
+    if long_answers > MAX_DROPPED * len(pairs):
+        counts = {f"whose chosen answers are longer than half of {context} positions": long_answers}
     reasons = " and ".join(f"{count} {reason}" for reason, count in counts.items() if count)
-    share = f"{out} of {len(pairs)} pairs ({percent(out / len(pairs))})"
-    few = len(openings([pairs[i] for i in kept])) < LEAST <= len(openings(pairs))
-    hint = _longer_context(pairs, lengths, context) if few or out > WARN_DROPPED_FRACTION * len(pairs) else None
-    if few or out > MAX_DROPPED * len(pairs):
+    share = f"{dropped} of {len(pairs)} pairs ({percent(dropped / len(pairs))})"
+    too_few = len(split_keys([pairs[i] for i in kept])) < MIN_PROMPTS <= len(split_keys(pairs))
+    hint = _suggest_context(pairs, lengths, context) if too_few or dropped > MANY * len(pairs) else None
+    if too_few or dropped > MAX_DROPPED * len(pairs):
         raise RLHFError("D10", f"{share} do not fit: {reasons}", where="--data", hint=hint)
     terminal.warn("D10", f"{share} left out: {reasons}", where="--data", hint=hint)
 
 
-def _longer_context(pairs: Sequence[Pair], lengths: Sequence[Length], context: int) -> str:
-    """How many positions are enough, in steps of two, as models have them."""
-    enough, kept = context, 0
-    while kept < (1 - WARN_DROPPED_FRACTION) * len(pairs):
-        enough *= 2
-        kept = len(_within(lengths, enough)[0])
-    fits = percent(kept / len(pairs))
-    return f"take a base model with {enough} positions, where {fits} of the pairs fit, or bring shorter pairs"
+def _suggest_context(pairs: Sequence[Pair], lengths: Sequence[Length], context: int) -> str:
+    """Return a hint with the context length, a power of two times this one, that fits most pairs."""
+    longer, kept = context, 0
+    while kept < (1 - MANY) * len(pairs):
+        longer *= 2
+        kept = len(_select(lengths, longer)[0])
+    share = percent(kept / len(pairs))
+    return f"take a base model with {longer} positions, where {share} of the pairs fit, or bring shorter pairs"
 
 
 def quantile(values: Sequence[int], share: float) -> int:
-    """The smallest of the values that at least `share` of them do not pass."""
+    """Return the smallest value that at least `share` of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def percent(share: float) -> str:
-    """A share in whole percent, and neither 0 nor 100 where it is not that."""
-    whole = round(100 * share)
-    return f"{whole if share in (0, 1) else min(max(whole, 1), 99)} %"
+    """Format a share in whole percent; 0 % and 100 % only if it is exactly that."""
+    rounded = round(100 * share)
+    return f"{rounded if share in (0, 1) else min(max(rounded, 1), 99)} %"
 
 
-def up(tokens: int) -> int:
-    """The next multiple of 8."""
+def round_up(tokens: int) -> int:
+    """Round up to a multiple of 8."""
     return -(-tokens // 8) * 8
 
 
-ROWS, TOKENS, WRITTEN = 8, 64, 16
-CALLS, ENOUGH = 3, 5.0  # of each kind a round: calls at most, and seconds after which no other one is made
-ROUNDS, LONG = 5, 10.0  # beside other work: rounds at most, and seconds after which no other one begins
+BATCH_ROWS, BATCH_TOKENS, NEW_TOKENS = 8, 64, 16  # of the measured batch
+MAX_CALLS, MAX_CALLS_S = 3, 5.0  # per function and round: number of calls, seconds after which none is added
+MAX_ROUNDS, MAX_ROUNDS_S = 5, 10.0  # on a busy machine: number of rounds, seconds after which none is added
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second; `share`: how much of the processor other work left to the measurement."""
+    """Speed of the base model in tokens per second."""
 
-    trained: float  # forward and backward
-    written: float
-    share: float = 1.0
+    training: float  # forward and backward
+    generation: float
+    cpu_share: float = 1.0  # share of the processor that the measurement had
 
 
 def measure_speed(folder: Path) -> Speed:
-    """Tokens a second that the model of a folder learns from and writes, the best of several short measurements.
+    """Measure the speed of a folder's model, as the best of several short measurements.
 
-    As long as other work takes part of the processor the measurement is made again, a few times.
+    While other processes use part of the processor, the measurement is repeated a few times.
     """
     model = load.load_causal_lm(folder).to(devices.device())
     config = model.config.get_text_config()
-    width = min(TOKENS, load.context_length(config) or TOKENS)
-    ids = torch.arange(ROWS * width, device=model.device).remainder(config.vocab_size).reshape(ROWS, width)
+    width = min(BATCH_TOKENS, load.context_length(config) or BATCH_TOKENS)
+    ids = torch.arange(BATCH_ROWS * width, device=model.device).remainder(config.vocab_size).reshape(BATCH_ROWS, width)
 
     def train() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad()
 
     engine = HFEngine(model, None, 0)
-    written = min(WRITTEN, width // 2)
-    prompts = Prompts.from_lists(ids.cpu()[:, :written].tolist())
-    asked = Prompts(prompts.ids, prompts.mask, tuple(range(ROWS)), written)
-    trained, wrote, share = best(train, lambda: engine.generate(asked))
-    return Speed(ROWS * width / trained, ROWS * written / wrote, share)
+    new_tokens = min(NEW_TOKENS, width // 2)
+    prompts = Prompts.from_lists(ids.cpu()[:, :new_tokens].tolist())
+    seeded = Prompts(prompts.ids, prompts.mask, tuple(range(BATCH_ROWS)), new_tokens)
+    training_s, generation_s, share = fastest(train, lambda: engine.generate(seeded))
+    return Speed(BATCH_ROWS * width / training_s, BATCH_ROWS * new_tokens / generation_s, share)
 
 
-def best(*calls: Callable[[], Any]) -> tuple[float, ...]:
-    """The fewest seconds that each of the calls took, and the largest share of the processor in any round of them."""
+def fastest(*calls: Callable[[], Any]) -> tuple[float, ...]:
+    """Return the minimum seconds of each call, and the maximum CPU share of any round."""
     for call in calls:
-        call()  # what is made once is made
-    began = time.perf_counter()
+        call()  # warm-up
+    start = time.perf_counter()
     rounds: list[tuple[float, ...]] = []
-    while len(rounds) < ROUNDS and (not rounds or time.perf_counter() - began < LONG):
-        seconds, share = devices.measure_cpu_share(lambda: [_fewest(call) for call in calls])
+    while len(rounds) < MAX_ROUNDS and (not rounds or time.perf_counter() - start < MAX_ROUNDS_S):
+        seconds, share = devices.measure_cpu_share(lambda: [_min_seconds(call) for call in calls])
         rounds.append((*seconds, share))
         if share >= devices.MIN_CPU_SHARE:
             break
-    *taken, shares = zip(*rounds, strict=True)
-    return *map(min, taken), max(shares)
+    *seconds_of_calls, shares = zip(*rounds, strict=True)
+    return *map(min, seconds_of_calls), max(shares)
 
 
-def _fewest(call: Callable[[], Any]) -> float:
-    taken: list[float] = []
-    while len(taken) < CALLS and sum(taken) < ENOUGH:
-        taken.append(_seconds(call))
-    return min(taken)
+def _min_seconds(call: Callable[[], Any]) -> float:
+    seconds: list[float] = []
+    while len(seconds) < MAX_CALLS and sum(seconds) < MAX_CALLS_S:
+        seconds.append(_time(call))
+    return min(seconds)
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+def _time(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
     call()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What the sizes of a run follow from: lengths of the texts, the model, and how fast this machine is."""
+"""Batch sizes, epochs and learning rates of a run, from its texts, its model and this machine."""
 
 import math
 import os
@@ -12,17 +12,17 @@ from safetensors import safe_open
 from rlhf_cli import runs
 from rlhf_cli.commands.init import lengths as init_lengths
 from rlhf_cli.commands.init.lengths import Lengths, Speed
-from rlhf_cli.commands.init.split import Parts, distinct
+from rlhf_cli.commands.init.split import Parts, distinct_prompts
 from rlhf_cli.models import devices, load
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of the data, the model and the machine."""
+class SizingInputs:
+    """Measurements of the data, the model and the machine."""
 
-    prompts: Mapping[str, int]  # part -> different prompts
+    prompts: Mapping[str, int]  # part -> distinct_prompts prompts
     pairs: Mapping[str, int]  # part -> pairs
-    rows: Mapping[str, int]  # file of data/ -> its rows, where all of them are taken
+    rows: Mapping[str, int]  # file of data/ -> its rows before truncation
     lengths: Lengths
     parameters: int
     hidden: int
@@ -30,26 +30,26 @@ class Facts:
     vocabulary: int
     device: str
     memory: int  # bytes
-    speed: Speed | None  # None where the model does not fit
+    speed: Speed | None  # None if the model does not fit
 
     def __str__(self) -> str:
         speed = ""
         if self.speed:
-            speed = f", trains {self.speed.trained:.0f} and writes {self.speed.written:.0f} tokens a second"
+            speed = f", trains {self.speed.training:.0f} and writes {self.speed.generation:.0f} tokens a second"
         return (
             f"prompts of {self.lengths.prompt_mean:.0f} tokens, answers of {self.lengths.answer_mean:.0f}; the base "
             f"model has {_short(self.parameters)} parameters; {self.device} with {self.memory / 1e9:.0f} GB{speed}"
         )
 
 
-def gather(folder: Path, lengths: Lengths, parts: Parts, rows: Mapping[str, int]) -> Facts:
-    """Look at the model of a folder, and measure the machine. Raises RLHFError M01, M07, M08."""
+def measure_inputs(folder: Path, lengths: Lengths, parts: Parts, rows: Mapping[str, int]) -> SizingInputs:
+    """Inspect the model of a folder and measure its speed here. Raises RLHFError M01, M07, M08."""
     config = load.read_config(folder).get_text_config()
     parameters = count_parameters(folder)
-    memory = _memory()
+    memory = devices.memory_bytes()
     fits = 20 * parameters < memory  # weights, gradients and some activations
-    return Facts(
-        prompts={name: len(distinct(part)) for name, part in parts.items()},
+    return SizingInputs(
+        prompts={name: len(distinct_prompts(part)) for name, part in parts.items()},
         pairs={name: len(part) for name, part in parts.items()},
         rows=rows,
         lengths=lengths,
@@ -64,8 +64,8 @@ def gather(folder: Path, lengths: Lengths, parts: Parts, rows: Mapping[str, int]
 
 
 def count_parameters(folder: Path) -> int:
-    """Parameters in the safetensors files of a folder, by their headers alone; of an adapter those of its base."""
-    if base := runs.find_base(folder):
+    """Count the parameters in a folder's safetensors headers; for an adapter, those of its base model."""
+    if base := runs.base_of(folder):
         return count_parameters(base)
     total = 0
     for path in folder.glob("*.safetensors"):
@@ -76,43 +76,43 @@ def count_parameters(folder: Path) -> int:
     return total
 
 
-def _memory() -> int:
-    return devices.memory_bytes()
-
-
 def _device_name() -> str:
     return torch.cuda.get_device_name() if devices.device().type == "cuda" else f"CPU, {os.cpu_count()} cores"
 
 
 def _short(count: int) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {letter}"
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= factor:
+            return f"{count / factor:.3g} {prefix}"
     return str(count)
 
 
 # Peak learning rates at 1 G parameters; they grow by parameters ** -0.6 towards smaller models. Anchors: the defaults
-# of this package (2e-5, 1e-5, 3e-6: see `rlhf schema`), and what the demo's 0.6 M bear (docs/results/demo.md).
-RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
-MOST = {"sft": 1e-3, "reward": 1e-3, "ppo": 2e-4}  # for the smallest; PPO with more ran away from SFT within 20 updates
-GROWTH = 0.6
-ACTIVATIONS = 68  # bytes a token, layer, hidden unit: twice the 34 of 16 bits (Korthikanti et al. 2022, eq. 1)
-PER_WEIGHT = {"train": 16, "ppo": 40}  # bytes a parameter: AdamW in float32; two such models and two that are only read
-FILES = {"sft": "sft", "reward": "pairs"}  # what a stage trains on, in data/
-SHARE = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the minutes; the rest is for eval
-EVALUATION = 0.25  # of the minutes of sft and reward, for their evaluations
-MINUTES = {"cpu": 30.0, "cuda": 480.0}
-UPDATES = 50  # of PPO, at least: the demo's reward is near its peak by then (docs/results/demo.md)
-EPISODES = 64  # an update
-EPOCHS = 4  # of PPO: its default
-FEWEST = 10  # updates, steps: less is no training
-# SFT of few rows makes more passes, up to this many steps or passes: docs/your-own-data.md has what they are worth.
-FEW_STEPS, MOST_PASSES = 100, 8
-FEWEST_HELD_OUT = 64  # rows, prompts, where there are so many: a share is then known to 0.12
-MOST_JUDGED = 512  # prompts of eval: eval.n's default
+# of this package (2e-5, 1e-5, 3e-6: see `rlhf schema`), and what works for the demo's 0.6 M (docs/results/demo.md).
+BASE_LEARNING_RATES = {"sft": 2e-5, "reward": 1e-5, "ppo": 3e-6}
+MAX_LEARNING_RATES = {
+    "sft": 1e-3,
+    "reward": 1e-3,
+    "ppo": 2e-4,
+}  # higher PPO rates diverged
+LEARNING_RATE_EXPONENT = 0.6
+ACTIVATION_BYTES = 68  # per token, layer and hidden unit: twice the 34 of 16 bits (Korthikanti et al. 2022, eq. 1)
+BYTES_PER_PARAMETER = {"train": 16, "ppo": 40}  # AdamW in float32; PPO has two such models and two frozen ones
+TRAIN_FILES = {"sft": "sft", "reward": "pairs"}  # training file of a stage in data/
+TIME_SHARES = {"sft": 0.2, "reward": 0.2, "ppo": 0.5}  # of the time budget; the rest is for eval
+EVAL_TIME_SHARE = 0.25  # of the time of sft and reward, for their evaluations
+DEFAULT_MINUTES = {"cpu": 30.0, "cuda": 480.0}
+MIN_UPDATES = 50  # of PPO; the demo's reward is near its peak by then (docs/results/demo.md)
+EPISODES_PER_UPDATE = 64
+PPO_EPOCHS = 4  # the default of num_ppo_epochs
+MIN_STEPS = 10  # optimizer steps, or PPO updates
+# SFT on few rows takes more epochs, up to this many steps or epochs (measured in docs/your-own-data.md).
+TARGET_SFT_STEPS, MAX_SFT_EPOCHS = 100, 8
+MIN_HELD_OUT = 64  # rows or prompts, if there are so many; a share is then known to 0.12
+MAX_EVAL_PROMPTS = 512  # the default of eval.n
 BEST_OF = 4
-SNAPSHOTS = 7  # of PPO, which answer too: those of output.snapshots but the finished policy
-READ = 1 / 3  # of the time that learning from a row takes: a pass without gradients
+SNAPSHOTS = 7  # of PPO that are evaluated: output.snapshots without the final policy
+FORWARD_COST = 1 / 3  # of a forward pass, as a share of a training step
 
 
 @dataclass(frozen=True)
@@ -121,22 +121,22 @@ class Training:
 
     learning_rate: str
     epochs: int
-    max_steps: int | None  # where the minutes do not allow whole epochs
-    rows: int  # a device reads at once
-    parts: int  # gradient accumulation
+    max_steps: int | None  # if the time does not allow full epochs
+    rows: int  # per-device batch size
+    parts: int  # gradient accumulation steps
     steps: int
-    usual: int  # epochs, were there no fewest steps
+    usual: int  # epochs without the minimum number of steps
     held_out: int  # rows of the evaluation
-    of_held_out: int  # rows there are, of which the time may not allow all
+    of_held_out: int  # held-out rows available
 
     def evaluated(self, unit: str) -> str:
-        """How many rows are evaluated, in words."""
-        return _of(self.held_out, self.of_held_out, unit)
+        """Describe how many rows are evaluated."""
+        return _count_text(self.held_out, self.of_held_out, unit)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the YAMLs say."""
+    """Values for the YAMLs."""
 
     sft: Training
     reward: Training
@@ -144,169 +144,172 @@ class Sizes:
     total_episodes: int
     ppo_rows: int
     ppo_parts: int
-    samples: int  # responses to each prompt of an update
+    samples: int  # responses per prompt
     eval_n: int
-    of_eval_n: int  # prompts there are
+    of_eval_n: int  # held-out prompts available
     eval_rows: int
     checkpointing: bool
-    minutes: int | None  # in all, expected; None where nothing could be measured
+    minutes: int | None  # expected total; None if the speed could not be measured
     notes: tuple[str, ...]
 
     @property
     def updates(self) -> int:
-        """Of PPO."""
+        """Number of PPO updates."""
         return self.total_episodes // (self.ppo_rows * self.ppo_parts)
 
     @property
     def judged(self) -> str:
-        """How many prompts `rlhf eval` takes, in words."""
-        if self.eval_n == MOST_JUDGED < self.of_eval_n:
-            return f"of {self.of_eval_n} held-out prompts: these tell a win rate to 0.04"
-        return _of(self.eval_n, self.of_eval_n, "held-out prompts")
+        """Describe how many prompts `rlhf eval` takes."""
+        if self.eval_n == MAX_EVAL_PROMPTS < self.of_eval_n:
+            return f"of {self.of_eval_n} held-out prompts: these measure a win rate to 0.04"
+        return _count_text(self.eval_n, self.of_eval_n, "held-out prompts")
 
 
-def choose(known: Facts, minutes: float | None) -> Sizes:
-    """Sizes that fit; `minutes` is what the whole run may take (None: 30 on a CPU, 480 on a GPU)."""
-    memory = {name: 0.8 * known.memory - weight * known.parameters for name, weight in PER_WEIGHT.items()}
-    tight = min(memory.values()) < _row_bytes(known) * 8
-    rows = _rows(memory["train"], _row_bytes(known))
-    ppo_rows = min(_rows(memory["ppo"], _row_bytes(known) * 2), EPISODES)
-    samples = _samples(known.prompts["prompts"])
+def choose_sizes(inputs: SizingInputs, minutes: float | None) -> Sizes:
+    """Choose sizes that fit the memory and the time budget in minutes (None: 30 on a CPU, 480 on a GPU)."""
+    free = {name: 0.8 * inputs.memory - weight * inputs.parameters for name, weight in BYTES_PER_PARAMETER.items()}
+    tight = min(free.values()) < _row_bytes(inputs) * 8
+    rows = _rows(free["train"], _row_bytes(inputs))
+    ppo_rows = min(_rows(free["ppo"], _row_bytes(inputs) * 2), EPISODES_PER_UPDATE)
+    samples = _samples(inputs.prompts["prompts"])
     sizes = Sizes(
-        sft=_training("sft", known, rows),
-        reward=_training("reward", known, max(1, rows // 2)),
-        ppo_rate=rate("ppo", known.parameters),
-        total_episodes=_whole_updates(max(UPDATES * EPISODES, 3 * known.prompts["prompts"])),
+        sft=_training("sft", inputs, rows),
+        reward=_training("reward", inputs, max(1, rows // 2)),
+        ppo_rate=learning_rate("ppo", inputs.parameters),
+        total_episodes=_whole_updates(max(MIN_UPDATES * EPISODES_PER_UPDATE, 3 * inputs.prompts["prompts"])),
         ppo_rows=ppo_rows,
-        ppo_parts=EPISODES // ppo_rows,
+        ppo_parts=EPISODES_PER_UPDATE // ppo_rows,
         samples=samples,
-        eval_n=min(MOST_JUDGED, known.prompts["held-out"]),
-        of_eval_n=known.prompts["held-out"],
+        eval_n=min(MAX_EVAL_PROMPTS, inputs.prompts["held-out"]),
+        of_eval_n=inputs.prompts["held-out"],
         eval_rows=min(64, 4 * ppo_rows),
         checkpointing=tight,
         minutes=None,
-        notes=_notes(known, memory),
+        notes=_notes(inputs, free),
     )
-    return _within(sizes, known, minutes)
+    return _fit_time(sizes, inputs, minutes)
 
 
-def rate(stage: str, parameters: int) -> str:
-    """A peak learning rate for a model of this size, to one digit, as YAML writes it."""
-    exact = min(MOST[stage], RATES[stage] * (1e9 / parameters) ** GROWTH)
+def learning_rate(stage: str, parameters: int) -> str:
+    """Return the peak learning rate for a model of this size, to one digit, as written in YAML."""
+    exact = min(MAX_LEARNING_RATES[stage], BASE_LEARNING_RATES[stage] * (1e9 / parameters) ** LEARNING_RATE_EXPONENT)
     return f"{exact:.0e}".replace("e-0", "e-")
 
 
-def _training(stage: str, known: Facts, rows: int) -> Training:
-    """Batches of 32 rows (of few data fewer, so that there are steps enough); the fewer rows, the more epochs."""
-    count, held_out = known.rows[FILES[stage]], known.rows[f"{FILES[stage]}_eval"]
+def _training(stage: str, inputs: SizingInputs, rows: int) -> Training:
+    """Choose batches of 32 rows, or fewer for small data, and more epochs the fewer rows there are."""
+    count, held_out = inputs.rows[TRAIN_FILES[stage]], inputs.rows[f"{TRAIN_FILES[stage]}_eval"]
     batch = 32 if count >= 5000 else 16 if count >= 300 else 8
     batch = min(batch, _power_of_two(count / 2))
     epochs = 1 if count >= 10_000 else 2 if count >= 2000 else 3
-    if stage == "reward":  # they overfit early (InstructGPT, appendix C.2)
+    if stage == "reward":  # reward models overfit early (InstructGPT, appendix C.2)
         epochs = 1 if count >= 5000 else 2
-    a_pass, usual = math.ceil(count / batch), epochs
+    steps_per_epoch, usual = math.ceil(count / batch), epochs
     if stage == "sft":
-        epochs = max(usual, min(MOST_PASSES, math.ceil(FEW_STEPS / a_pass)))
-    rows, steps = min(rows, batch), a_pass * epochs
-    learning_rate = rate(stage, known.parameters)
-    return Training(learning_rate, epochs, None, rows, batch // rows, steps, usual, held_out, held_out)
+        epochs = max(usual, min(MAX_SFT_EPOCHS, math.ceil(TARGET_SFT_STEPS / steps_per_epoch)))
+    rows, steps = min(rows, batch), steps_per_epoch * epochs
+    peak = learning_rate(stage, inputs.parameters)
+    return Training(peak, epochs, None, rows, batch // rows, steps, usual, held_out, held_out)
 
 
-def _within(sizes: Sizes, known: Facts, minutes: float | None) -> Sizes:
-    """The sizes cut down to the minutes, by the speeds that were measured."""
-    if known.speed is None:
+def _fit_time(sizes: Sizes, inputs: SizingInputs, minutes: float | None) -> Sizes:
+    """Reduce the sizes to the time budget, by the measured speed."""
+    if inputs.speed is None:
         return sizes
-    limit = 60 * (minutes or MINUTES["cpu" if known.device.startswith("CPU") else "cuda"])
-    sft, sft_takes = _trained(sizes.sft, 1, known, SHARE["sft"] * limit)
-    reward, reward_takes = _trained(sizes.reward, 2, known, SHARE["reward"] * limit)
-    episode = _episode(known)
-    allowed = _whole_updates(int(SHARE["ppo"] * limit / episode))
-    episodes = max(FEWEST * EPISODES, min(sizes.total_episodes, allowed))
-    answers = 2 * 2 + BEST_OF + SNAPSHOTS  # two models in two ways
-    a_prompt = answers * (_writing(known) + known.lengths.row_mean / known.speed.trained)
-    eval_n = _held_out(sizes.eval_n, 0.1 * limit / a_prompt)
-    spent = sft_takes + reward_takes + episodes * episode + eval_n * a_prompt
+    limit = 60 * (minutes or DEFAULT_MINUTES["cpu" if inputs.device.startswith("CPU") else "cuda"])
+    sft, sft_s = _fit_training_time(sizes.sft, 1, inputs, TIME_SHARES["sft"] * limit)
+    reward, reward_s = _fit_training_time(sizes.reward, 2, inputs, TIME_SHARES["reward"] * limit)
+    episode_s = _episode_seconds(inputs)
+    allowed = _whole_updates(int(TIME_SHARES["ppo"] * limit / episode_s))
+    episodes = max(MIN_STEPS * EPISODES_PER_UPDATE, min(sizes.total_episodes, allowed))
+    answers = 2 * 2 + BEST_OF + SNAPSHOTS  # per prompt; two models in two modes
+    prompt_s = answers * (_response_seconds(inputs) + inputs.lengths.row_mean / inputs.speed.training)
+    eval_n = _held_out(sizes.eval_n, 0.1 * limit / prompt_s)
+    total_s = sft_s + reward_s + episodes * episode_s + eval_n * prompt_s
     notes = sizes.notes
-    if spent > 1.5 * limit:
-        text = f"even the least that makes sense takes longer than {limit / 60:.0f} minutes here; a smaller base helps"
+    if total_s > 1.5 * limit:
+        text = f"even the minimum takes longer than {limit / 60:.0f} minutes here; a smaller base model helps"
         notes = (*notes, text)
     return replace(
         sizes, sft=sft, reward=reward, total_episodes=episodes, eval_n=eval_n,
-        minutes=max(1, math.ceil(spent / 60)), notes=notes,
+        minutes=max(1, math.ceil(total_s / 60)), notes=notes,
     )  # fmt: skip
 
 
-def _trained(training: Training, texts: int, known: Facts, limit: float) -> tuple[Training, float]:
-    """A training of rows with so many texts each, cut down to `limit` seconds with its evaluations; and its seconds.
+def _fit_training_time(training: Training, texts: int, inputs: SizingInputs, limit: float) -> tuple[Training, float]:
+    """Reduce a training to `limit` seconds including an evaluation after each epoch; return it and its seconds.
 
-    It is evaluated after each pass.
+    `texts` is the number of texts per row.
     """
-    assert known.speed
-    a_row = texts * known.lengths.row_mean / known.speed.trained
-    a_step, a_pass = training.rows * training.parts * a_row, training.steps / training.epochs
-    evaluations = math.ceil(min(training.steps, max(FEWEST, limit / a_step)) / a_pass)
-    held_out = _held_out(training.held_out, EVALUATION * limit / (evaluations * READ * a_row))
-    evaluating = evaluations * held_out * READ * a_row
-    steps = min(training.steps, max(FEWEST, _round(int((limit - evaluating) / a_step))))
-    cut = steps if steps < training.steps else None
-    return replace(training, max_steps=cut, steps=steps, held_out=held_out), steps * a_step + evaluating
+    assert inputs.speed
+    row_s = texts * inputs.lengths.row_mean / inputs.speed.training
+    step_s, steps_per_epoch = training.rows * training.parts * row_s, training.steps / training.epochs
+    evaluations = math.ceil(min(training.steps, max(MIN_STEPS, limit / step_s)) / steps_per_epoch)
+    held_out = _held_out(training.held_out, EVAL_TIME_SHARE * limit / (evaluations * FORWARD_COST * row_s))
+    eval_s = evaluations * held_out * FORWARD_COST * row_s
+    steps = min(training.steps, max(MIN_STEPS, _round_to_two_digits(int((limit - eval_s) / step_s))))
+    max_steps = steps if steps < training.steps else None
+    return replace(training, max_steps=max_steps, steps=steps, held_out=held_out), steps * step_s + eval_s
 
 
-def _held_out(there: int, allowed: float) -> int:
-    """How many of the rows there are evaluated: what the time allows, but never so few that they tell nothing."""
-    return min(there, max(FEWEST_HELD_OUT, _round(int(allowed))))
+def _held_out(available: int, allowed: float) -> int:
+    """Return the number of rows to evaluate: what the time allows, but at least MIN_HELD_OUT."""
+    return min(available, max(MIN_HELD_OUT, _round_to_two_digits(int(allowed))))
 
 
-def _episode(known: Facts) -> float:
-    """Seconds of one PPO episode: written, read by four models, then learnt from by two in each epoch."""
-    assert known.speed
-    return _writing(known) + (4 * READ + 2 * EPOCHS) * known.lengths.row_mean / known.speed.trained
+def _episode_seconds(inputs: SizingInputs) -> float:
+    """Return the seconds of one PPO episode: generation, four forward passes, and two models trained per epoch."""
+    assert inputs.speed
+    return (
+        _response_seconds(inputs)
+        + (4 * FORWARD_COST + 2 * PPO_EPOCHS) * inputs.lengths.row_mean / inputs.speed.training
+    )
 
 
-def _writing(known: Facts) -> float:
-    """Seconds of one response: those of a batch are written together, until the last of them ends."""
-    assert known.speed
-    return known.lengths.response_length / known.speed.written
+def _response_seconds(inputs: SizingInputs) -> float:
+    """Return the seconds of one response; a batch is generated until its last response ends."""
+    assert inputs.speed
+    return inputs.lengths.response_length / inputs.speed.generation
 
 
-def _row_bytes(known: Facts) -> float:
-    return known.lengths.max_length * (ACTIVATIONS * known.hidden * known.layers + 8 * known.vocabulary)
+def _row_bytes(inputs: SizingInputs) -> float:
+    return inputs.lengths.max_length * (ACTIVATION_BYTES * inputs.hidden * inputs.layers + 8 * inputs.vocabulary)
 
 
 def _rows(free: float, row: float) -> int:
-    """The power of two from 1 to 32 that fits."""
+    """Return the largest power of two from 1 to 32 that fits."""
     return min(32, _power_of_two(free / row))
 
 
 def _power_of_two(limit: float) -> int:
-    """The largest that does not pass the limit, at least 1."""
+    """Return the largest power of two up to the limit, at least 1."""
     return 2 ** int(math.log2(max(1.0, limit)))
 
 
 def _samples(prompts: int) -> int:
-    """Responses to a prompt, so that an update never asks for more prompts than there are."""
-    return next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES // count <= max(prompts, 1))
+    """Return the responses per prompt, so that an update needs no more prompts than there are."""
+    return next(count for count in (1, 2, 4, 8, 16, 32, 64) if EPISODES_PER_UPDATE // count <= max(prompts, 1))
 
 
-def _notes(known: Facts, memory: dict[str, float]) -> tuple[str, ...]:
-    if memory["ppo"] >= 0:
+def _notes(inputs: SizingInputs, free: dict[str, float]) -> tuple[str, ...]:
+    if free["ppo"] >= 0:
         return ()
-    needed = PER_WEIGHT["ppo"] * known.parameters / 1e9
+    needed = BYTES_PER_PARAMETER["ppo"] * inputs.parameters / 1e9
     return (
-        f"PPO of {known.parameters / 1e9:.1f} G parameters needs about {needed:.0f} GB for its four models, this "
-        f"machine has {known.memory / 1e9:.0f} GB: take a smaller base model, or run the folder on a larger machine",
+        f"PPO of {inputs.parameters / 1e9:.1f} G parameters needs about {needed:.0f} GB for its four models, this "
+        f"machine has {inputs.memory / 1e9:.0f} GB: take a smaller base model, or run the folder on a larger machine",
     )
 
 
 def _whole_updates(episodes: int) -> int:
-    return max(1, round(episodes / EPISODES)) * EPISODES
+    return max(1, round(episodes / EPISODES_PER_UPDATE)) * EPISODES_PER_UPDATE
 
 
-def _round(count: int) -> int:
-    """Two leading digits: more would only tell how busy the machine was."""
+def _round_to_two_digits(count: int) -> int:
+    """Round down to two leading digits, since the time measurement is noisy."""
     digits = max(0, len(str(count)) - 2)
     return count // 10**digits * 10**digits
 
 
-def _of(count: int, there: int, unit: str) -> str:
-    return f"{count} of {there} {unit}, as the time allows" if count < there else f"all {count} {unit}"
+def _count_text(count: int, available: int, unit: str) -> str:
+    return f"{count} of {available} {unit}, as the time allows" if count < available else f"all {count} {unit}"

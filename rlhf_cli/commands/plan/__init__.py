@@ -1,4 +1,4 @@
-"""`rlhf plan FILE|DIR`: memory and time of each stage before anything is loaded, from the config alone."""
+"""`rlhf plan FILE|DIR`: estimate the memory and time of each stage from its config, without loading weights."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from rlhf_cli.commands.plan.estimate import Estimate
 from rlhf_cli.commands.plan.measure import KINDS
 from rlhf_cli.commands.plan.memory import Target
 from rlhf_cli.commands.plan.meta import MODES
-from rlhf_cli.commands.plan.models import Chain
+from rlhf_cli.commands.plan.models import ModelResolver
 from rlhf_cli.config.base import Config, Options
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.loading import load, stage_of
@@ -25,23 +25,23 @@ from rlhf_cli.models import devices
 from rlhf_cli.progress import Progress
 
 
-def savings(found: Estimate, overrides: Sequence[str], chain: Chain) -> list[tuple[str, int]]:
-    """(settings, bytes saved at the fullest moment), the largest saving first; what saves nothing is left out."""
+def savings(stage_estimate: Estimate, overrides: Sequence[str], chain: ModelResolver) -> list[tuple[str, int]]:
+    """Return (settings, bytes saved at the peak) of settings that save memory, the largest saving first."""
     saved = []
-    for changes in _ideas(found):
+    for changes in _candidate_changes(stage_estimate):
         try:
-            config = load(found.config.stage, found.config.file, [*overrides, *changes])
-            smaller = estimate.of(config, chain, found.mode, found.target)
+            config = load(stage_estimate.config.stage, stage_estimate.config.file, [*overrides, *changes])
+            smaller = estimate.estimate_stage(config, chain, stage_estimate.mode, stage_estimate.target)
         except RLHFError:  # a value that does not go with the others
             continue
-        gain = found.fullest.total - smaller.fullest.total
-        if gain > 0.01 * found.fullest.total:
+        gain = stage_estimate.peak.total - smaller.peak.total
+        if gain > 0.01 * stage_estimate.peak.total:
             saved.append((" ".join(changes), gain))
-    return sorted(saved, key=lambda each: -each[1])
+    return sorted(saved, key=lambda saving: -saving[1])
 
 
-def _ideas(found: Estimate) -> Iterator[list[str]]:
-    config, stage = found.config, found.config.stage
+def _candidate_changes(stage_estimate: Estimate) -> Iterator[list[str]]:
+    config, stage = stage_estimate.config, stage_estimate.config.stage
     settings: Any = getattr(config, stage)
     if isinstance(config, EvalConfig):
         yield [f"eval.per_device_batch_size={max(1, settings.per_device_batch_size // 2)}"]
@@ -52,14 +52,14 @@ def _ideas(found: Estimate) -> Iterator[list[str]]:
     if rows % 2 == 0:
         half = f"{stage}.per_device_train_batch_size={rows // 2}"
         yield [half, f"{stage}.gradient_accumulation_steps={2 * parts}"]
-    if not settings.bf16 and found.target.computes_in_bf16(True):
+    if not settings.bf16 and stage_estimate.target.computes_in_bf16(True):
         yield [f"{stage}.bf16=true"]
     key = "ppo.optim" if isinstance(config, PPOConfig) else "trainer.optim"
     yield [f"{key}=adamw_8bit"]
     if not isinstance(config, PPOConfig):
         yield [f"{stage}.max_length={settings.max_length // 2}"]
         return
-    yield [f"ppo.micro_batch_tokens={max(1, rows // 2) * found.lengths.row}"]
+    yield [f"ppo.micro_batch_tokens={max(1, rows // 2) * stage_estimate.lengths.row}"]
     at_once = settings.local_rollout_forward_batch_size or settings.episodes_per_update
     yield [f"ppo.local_rollout_forward_batch_size={max(1, at_once // 2)}"]
     if not config.models.adapters:
@@ -67,16 +67,16 @@ def _ideas(found: Estimate) -> Iterator[list[str]]:
         yield ["ppo.fsdp=true"]
     if config.models.value != "policy_head":
         yield ["models.value=policy_head"]
-    if not settings.num_shared_layers and found.layers > 1:
-        yield [f"ppo.num_shared_layers={found.layers // 2}"]
+    if not settings.num_shared_layers and stage_estimate.layers > 1:
+        yield [f"ppo.num_shared_layers={stage_estimate.layers // 2}"]
     yield ["ppo.logits_at_a_time=64"]
     if isinstance(settings.response_length, int):
         yield [f"ppo.response_length={max(1, settings.response_length // 2)}"]
 
 
-# What glibc's malloc keeps of what is freed, as a share of the tensors: 4 to 75 % were seen (docs/scaling.md).
-HOLES = 0.3
-TRL = 220_000_000  # bytes that TRL and datasets add to torch and transformers
+# Freed memory that glibc's malloc keeps, as a share of the tensors; 4 to 75 % were measured (docs/scaling.md).
+FRAGMENTATION = 0.3
+TRL_BYTES = 220_000_000  # that TRL and datasets add to torch and transformers
 
 
 def run(
@@ -91,12 +91,11 @@ def run(
     processes: int = 1,
     as_json: bool = False,
 ) -> None:
-    """Print what each stage takes, and what to change where it does not fit.
+    """Print the estimate of each stage, with settings that save memory if it does not fit.
 
-    `mode`: as if all were trained so, whatever the configs say; `prompt`: tokens of the longest prompt, where the data
-    is not to be read; `flops`: operations a second of another machine; `gpu`: GiB of a GPU that need not be here;
-    `processes`: how many train together. Raises RLHFError as `rlhf check` does, C07 for an unknown mode, and C11 for a
-    GPU whose rate is not told.
+    `mode` replaces that of the configs. `prompt` is the length of the longest prompt, instead of reading the data.
+    `flops` is the throughput in FLOP/s of another machine, `gpu` the memory of its GPUs in GiB.
+    Raises RLHFError as `rlhf check` does, C07 for an unknown mode, C11 for `gpu` without `flops`.
     """
     if gpu is not None and flops is None:
         text = "--gpu plans for a GPU that need not be here, whose rate cannot be measured"
@@ -107,13 +106,13 @@ def run(
         raise RLHFError("C07", f"--mode {mode}: not one of {', '.join(MODES)}", hint=near and f"did you mean {near}?")
     loaded = time.process_time()
     configs, routed = _configs(path, overrides)
-    chain = Chain(configs, options, prompt)
+    chain = ModelResolver(configs, options, prompt)
     plans = []
     with Progress("plan", len(configs), "stage", brief=True) as bar:
-        estimates = [estimate.of(config, chain, mode, target) for config in configs]
-        libraries = 0 if target.gpu else system.process_memory()  # phases that are run would count, too
-        for found in estimates:
-            plans.append(_plan(found, flops, routed[found.config.stage], chain, libraries))
+        estimates = [estimate.estimate_stage(config, chain, mode, target) for config in configs]
+        libraries = 0 if target.gpu else system.resident()  # before phases run and use memory
+        for stage_estimate in estimates:
+            plans.append(_plan(stage_estimate, flops, routed[stage_estimate.config.stage], chain, libraries))
             bar.advance()
     total = _total(plans, None if gpu else loaded)
     if as_json:
@@ -131,54 +130,54 @@ def _configs(path: Path, overrides: Sequence[str]) -> tuple[list[Config], dict[s
         stage = stage_of(path)
         return [load(stage, path, overrides)], {stage: list(overrides)}
     files = pipeline.find_configs(path)
-    routed = pipeline.route(overrides, list(files))
+    routed = pipeline.route_overrides(overrides, list(files))
     return list(pipeline.load_all(files, routed).values()), routed
 
 
 def _plan(
-    found: Estimate, flops: float | None, overrides: Sequence[str], chain: Chain, libraries: int
+    stage_estimate: Estimate, flops: float | None, overrides: Sequence[str], chain: ModelResolver, libraries: int
 ) -> dict[str, Any]:
-    """The plan of a stage, as --json tells it."""
-    config, stage = found.config, found.config.stage
-    libraries += TRL if stage in ("sft", "reward") and not found.target.gpu else 0
-    holes = 0 if found.target.gpu else round(HOLES * found.fullest.total)
-    needed = found.fullest.total + holes + libraries
-    fits = needed <= found.target.memory
-    ideas = [] if fits else savings(found, overrides, chain)
-    took = duration.of(found, flops)
+    """Return the plan of a stage, as printed by --json."""
+    config, stage = stage_estimate.config, stage_estimate.config.stage
+    libraries += TRL_BYTES if stage in ("sft", "reward") and not stage_estimate.target.gpu else 0
+    holes = 0 if stage_estimate.target.gpu else round(FRAGMENTATION * stage_estimate.peak.total)
+    needed = stage_estimate.peak.total + holes + libraries
+    fits = needed <= stage_estimate.target.memory
+    suggestions = [] if fits else savings(stage_estimate, overrides, chain)
+    stage_duration = duration.estimate_duration(stage_estimate, flops)
     return {
         "stage": stage,
-        "mode": found.mode,
+        "mode": stage_estimate.mode,
         "file": shown(config.file),
-        "parameters": found.parameters,
-        "prompt_tokens": found.lengths.prompt,
-        "response_tokens": found.lengths.response,
+        "parameters": stage_estimate.parameters,
+        "prompt_tokens": stage_estimate.lengths.prompt,
+        "response_tokens": stage_estimate.lengths.response,
         "phases": [
             {"name": phase.name, "rows": phase.rows, "bytes": phase.bytes, "total": phase.total, "flops": phase.work}
-            for phase in found.phases
+            for phase in stage_estimate.phases
         ],
-        "fullest": found.fullest.name,
+        "fullest": stage_estimate.peak.name,
         "holes": holes,
         "libraries": libraries,
         "needed": needed,
         "fits": fits,
-        "seconds": took.phases,
-        "run": took.run,
-        "share": took.share,
-        "unit": found.remaining.unit,
-        "rows": found.remaining.rows,
-        "left_out": found.remaining.left_out,
-        "asked": found.remaining.asked,
-        "rows_are": found.remaining.how,
-        "steps": found.steps,
-        "steps_are": found.steps_are,
-        "hours": sum(took.phases.values()) * found.steps / 3600,
-        "advice": [{"set": what, "saves": saved} for what, saved in ideas],
+        "seconds": stage_duration.phases,
+        "run": stage_duration.run,
+        "share": stage_duration.share,
+        "unit": stage_estimate.remaining.unit,
+        "rows": stage_estimate.remaining.rows,
+        "left_out": stage_estimate.remaining.left_out,
+        "asked": stage_estimate.remaining.asked,
+        "rows_are": stage_estimate.remaining.how,
+        "steps": stage_estimate.steps,
+        "steps_are": stage_estimate.steps_are,
+        "hours": sum(stage_duration.phases.values()) * stage_estimate.steps / 3600,
+        "advice": [{"set": settings, "saves": saved} for settings, saved in suggestions],
     }
 
 
 def _total(plans: Sequence[dict[str, Any]], loaded: float | None) -> dict[str, Any]:
-    """Of stages that run one after the other. `loaded`: seconds that the libraries took to load, on this machine."""
+    """Return the total of all stages. `loaded`: seconds that the libraries took to load on this machine."""
     fullest = max(plans, key=lambda plan: plan["needed"])
     return {
         "hours": sum(plan["hours"] for plan in plans),
@@ -225,7 +224,7 @@ def _show(plan: dict[str, Any], target: Target) -> None:
 
 
 def _rows(plan: dict[str, Any]) -> str:
-    """How many rows the steps go by, and how many are left out."""
+    """Describe how many rows are used and how many are dropped."""
     if plan["rows_are"] != "exact" and not plan["rows"]:
         return "not read"
     true = "" if plan["rows_are"] == "exact" else f"{plan['rows_are']} "
@@ -241,13 +240,13 @@ def _show_total(total: dict[str, Any]) -> None:
         f"in all   {_about(total)} {terminal.duration(3600 * total['hours'])} for {total['starts']} stages; {memory}"
     )
     loads = total["load_seconds"]
-    took = f" (some {terminal.duration(loads)} here, longer with TRL)" if loads else ""
-    terminal.out(f"         on top: {total['starts']} starts{took}, evaluations, report card and states")
+    stage_duration = f" (some {terminal.duration(loads)} here, longer with TRL)" if loads else ""
+    terminal.out(f"         on top: {total['starts']} starts{stage_duration}, evaluations, report card and states")
 
 
-def _about(told: dict[str, Any]) -> str:
-    """Where phases were run their time is told, else the products' alone."""
-    return "about" if told["run"] else "at least"
+def _about(totals: dict[str, Any]) -> str:
+    """Return "about" for measured times, "at least" for those of matrix products only."""
+    return "about" if totals["run"] else "at least"
 
 
 def _title(plan: dict[str, Any], target: Target) -> str:

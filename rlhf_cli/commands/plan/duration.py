@@ -18,12 +18,12 @@ from statistics import median
 import torch
 
 from rlhf_cli.commands.plan.estimate import Estimate
-from rlhf_cli.commands.plan.measure import Clock
+from rlhf_cli.commands.plan.measure import StepTimer
 from rlhf_cli.models import devices
 
 LONG, FEWEST = 0.1, 3  # seconds of a measurement, and products
 ENOUGH, TOO_LONG = 1.0, 30.0  # seconds of running phases; of products, from which they take most of the time
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Duration:
     share: float
 
 
-def of(found: Estimate, flops: float | None) -> Duration:
+def estimate_duration(found: Estimate, flops: float | None) -> Duration:
     """By `flops`, operations a second, or as this machine does it now."""
     most = max(found.parameters.values())
     devices.set_num_threads(most)
@@ -55,14 +55,14 @@ def _by_running(found: Estimate) -> dict[str, float]:
     runs: list[dict[str, float]] = []
     began = time.perf_counter()
     while not runs or time.perf_counter() - began < ENOUGH:
-        _, phases = found.run(count=Clock, lengths=found.lengths.usual)
+        _, phases = found.run(count=StepTimer, lengths=found.lengths.average)
         runs.append({phase.name: phase.work for phase in phases if phase.work})
     return {name: median(run[name] for run in runs) for name in runs[0]}  # the first one makes what is made once
 
 
 def _floor(found: Estimate, flops: float | None) -> dict[str, float]:
     return {
-        phase.name: phase.work / (flops or rate(phase.rows * _width(found, phase.name), found.hidden))
+        phase.name: phase.work / (flops or measure_rate(phase.rows * _width(found, phase.name), found.hidden))
         for phase in found.phases
         if phase.work
     }
@@ -72,10 +72,10 @@ def _width(found: Estimate, phase: str) -> int:
     return 1 if phase == "rollout" else found.lengths.row
 
 
-def rate(rows: int, hidden: int) -> float:
+def measure_rate(rows: int, hidden: int) -> float:
     """Operations a second of (rows, hidden) x (hidden, 4 hidden) on this machine's device, in float32."""
     device = devices.device()
-    left = torch.zeros(min(rows, MOST_ROWS), hidden, device=device)
+    left = torch.zeros(min(rows, MAX_ROWS), hidden, device=device)
     right = torch.zeros(hidden, 4 * hidden, device=device)
     taken: list[float] = []
     while sum(taken) < LONG or len(taken) < FEWEST:

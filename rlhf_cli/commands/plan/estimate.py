@@ -1,4 +1,4 @@
-"""The estimate of one stage: its models built without content, and its phases counted on them."""
+"""Estimate of one stage: its models on the meta device, and the memory and FLOPs of its phases."""
 
 import copy
 import json
@@ -14,11 +14,10 @@ from torch import nn
 from rlhf_cli import runs
 from rlhf_cli.commands.plan import memory
 from rlhf_cli.commands.plan import models as remaining
-from rlhf_cli.commands.plan.measure import Tally
-from rlhf_cli.commands.plan.memory import Count, How, Phase, Target
+from rlhf_cli.commands.plan.measure import MemoryCounter
+from rlhf_cli.commands.plan.memory import Count, Phase, Target, TrainOptions
 from rlhf_cli.commands.plan.meta import STANDARD, Lengths
-from rlhf_cli.commands.plan.models import Chain, Remaining
-from rlhf_cli.commands.plan.models import How as HowTrue
+from rlhf_cli.commands.plan.models import Certainty, DataSize, ModelResolver
 from rlhf_cli.config.base import Config
 from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.config.ppo import PPOConfig
@@ -28,29 +27,29 @@ from rlhf_cli.models import build, forward, sharding
 from rlhf_cli.stages import hardware, ppo_setup
 
 UNITS = (2, 3, 4)
-DEEP = 20  # units from which three shallow counts take less time than a whole one
+MIN_EXTRAPOLATED_UNITS = 20  # units from which three shallow counts take less time than a whole one
 Found = tuple[dict[str, int], list[Phase]]  # parameters of each model, phases
 
 
 def extrapolate_depth(
-    count: Callable[[Config, dict[str, Any]], Found], config: Config, bodies: dict[str, Any]
+    count: Callable[[Config, dict[str, Any]], Found], config: Config, model_configs: dict[str, Any]
 ) -> Found:
     """What `count` finds for a config and its models' transformers configs, without the counting of all layers."""
-    whole = _units(config, bodies)
-    if whole >= DEEP and all(map(_has_like_layers, bodies.values())):
-        found = [count(*_cut(config, bodies, whole, units)) for units in UNITS]
-        phases = [_drawn_on(each, whole) for each in zip(*(one[1] for one in found), strict=True)]
+    whole = _units(config, model_configs)
+    if whole >= MIN_EXTRAPOLATED_UNITS and all(map(_has_identical_layers, model_configs.values())):
+        found = [count(*_cut(config, model_configs, whole, units)) for units in UNITS]
+        phases = [_extrapolate_phase(each, whole) for each in zip(*(one[1] for one in found), strict=True)]
         numbers = _by_name([one[0] for one in found])
-        if all(phases) and all(map(_is_straight, numbers.values())):
-            parameters = {name: round(_at(whole, counts)) for name, counts in numbers.items()}
+        if all(phases) and all(map(_is_linear, numbers.values())):
+            parameters = {name: round(_extrapolate(whole, counts)) for name, counts in numbers.items()}
             return parameters, [phase for phase in phases if phase]
-    return count(config, bodies)
+    return count(config, model_configs)
 
 
-def _units(config: Config, bodies: dict[str, Any]) -> int:
+def _units(config: Config, model_configs: dict[str, Any]) -> int:
     """Into how many like parts the models can be cut together, and what they share."""
     shared = (config.ppo.num_shared_layers or 0) if isinstance(config, PPOConfig) else 0
-    depths = [_depth(body) for body in bodies.values()]
+    depths = [_depth(body) for body in model_configs.values()]
     return math.gcd(shared, *depths) if shared < min(depths) else 1
 
 
@@ -58,47 +57,47 @@ def _depth(body: Any) -> int:
     return int(body.get_text_config().num_hidden_layers)
 
 
-def _cut(config: Any, bodies: dict[str, Any], whole: int, units: int) -> tuple[Config, dict[str, Any]]:
+def _cut(config: Any, model_configs: dict[str, Any], whole: int, units: int) -> tuple[Config, dict[str, Any]]:
     """The config and its models with so many of the `whole` units."""
     if isinstance(config, PPOConfig) and config.ppo.num_shared_layers:
         shared = {"num_shared_layers": config.ppo.num_shared_layers // whole * units}
         config = config.model_copy(update={"ppo": config.ppo.model_copy(update=shared)})
-    return config, {key: _shallow(body, _depth(body) // whole * units) for key, body in bodies.items()}
+    return config, {key: _shallow(body, _depth(body) // whole * units) for key, body in model_configs.items()}
 
 
 def _shallow(body: Any, depth: int) -> Any:
     body, whole = deepcopy(body), _depth(body)
     text = body.get_text_config()
-    for key, each in _of_each_layer(text, whole):
+    for key, each in _per_layer_lists(text, whole):
         setattr(text, key, each[:depth])
     text.num_hidden_layers = depth
     return body
 
 
-def _of_each_layer(text: Any, depth: int) -> list[tuple[str, list[Any]]]:
+def _per_layer_lists(text: Any, depth: int) -> list[tuple[str, list[Any]]]:
     return [(key, each) for key, each in vars(text).items() if isinstance(each, list) and len(each) == depth]
 
 
-def _has_like_layers(body: Any) -> bool:
+def _has_identical_layers(body: Any) -> bool:
     kind: Any = type(body)
-    return _are_alike(kind, body.to_json_string())
+    return _layers_identical(kind, body.to_json_string())
 
 
 @cache
-def _are_alike(kind: Any, body: str) -> bool:
+def _layers_identical(kind: Any, body: str) -> bool:
     """Whether each layer has the modules, settings and weights of the first, and the config says no more of one."""
     config = kind.from_dict(json.loads(body))
     text = config.get_text_config()
-    if any(one != each[0] for _, each in _of_each_layer(text, text.num_hidden_layers) for one in each):
+    if any(one != each[0] for _, each in _per_layer_lists(text, text.num_hidden_layers) for one in each):
         return False
     try:
-        first, *others = map(_looks, sharding.decoder_layers(build.backbone_from_config(config)))
+        first, *others = map(_layer_signature, sharding.decoder_layers(build.backbone_from_config(config)))
     except ValueError:  # a family that is built in another way
         return False
     return all(layer == first for layer in others)
 
 
-def _looks(layer: nn.Module) -> list[Any]:
+def _layer_signature(layer: nn.Module) -> list[Any]:
     plain = (int, float, str, bool)
     modules = [
         (name, type(each), {key: told for key, told in vars(each).items() if isinstance(told, plain)})
@@ -109,24 +108,24 @@ def _looks(layer: nn.Module) -> list[Any]:
     return [*modules, *((name, weight.shape, weight.dtype) for name, weight in layer.named_parameters())]
 
 
-def _drawn_on(phases: Sequence[Phase], whole: int) -> Phase | None:
+def _extrapolate_phase(phases: Sequence[Phase], whole: int) -> Phase | None:
     """A phase at its whole depth, with its fullest moment alone; None where that cannot be told."""
     common = set.intersection(*(set(phase.moments) for phase in phases))
     totals = {moment: [sum(phase.moments[moment].values()) for phase in phases] for moment in common}
 
     def straight(moment: Any) -> bool:
-        return all(map(_is_straight, _by_name([phase.moments[moment] for phase in phases]).values()))
+        return all(map(_is_linear, _by_name([phase.moments[moment] for phase in phases]).values()))
 
     for number, phase in enumerate(phases):
         if not any(straight(moment) for moment in common if totals[moment][number] == phase.total):
             return None
-    fullest = next(filter(straight, sorted(common, key=lambda moment: -_at(whole, totals[moment]))))
+    fullest = next(filter(straight, sorted(common, key=lambda moment: -_extrapolate(whole, totals[moment]))))
     held = _by_name([phase.moments[fullest] for phase in phases])
     work = [phase.work for phase in phases]
-    if not _is_straight(work):
+    if not _is_linear(work):
         return None
-    moments = {fullest: {kind: round(_at(whole, counts)) for kind, counts in held.items()}}
-    return Phase(phases[0].name, phases[0].rows, moments, _at(whole, work))
+    moments = {fullest: {kind: round(_extrapolate(whole, counts)) for kind, counts in held.items()}}
+    return Phase(phases[0].name, phases[0].rows, moments, _extrapolate(whole, work))
 
 
 def _by_name(seen: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
@@ -134,28 +133,28 @@ def _by_name(seen: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
     return {name: [each.get(name, 0) for each in seen] for name in names}
 
 
-def _at(units: int, seen: Sequence[float]) -> float:
+def _extrapolate(units: int, seen: Sequence[float]) -> float:
     """A number where so many units are, on the line through what it was with the last two of UNITS."""
     (_, before, last), (_, low, high) = seen, UNITS
     return last + (last - before) * (units - high) / (high - low)
 
 
-def _is_straight(seen: Sequence[float]) -> bool:
+def _is_linear(seen: Sequence[float]) -> bool:
     """Whether what it was with the first is on that line, too."""
-    return math.isclose(_at(UNITS[0], seen), seen[0], rel_tol=1e-9)
+    return math.isclose(_extrapolate(UNITS[0], seen), seen[0], rel_tol=1e-9)
 
 
-EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
+ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # what transformers calls it
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a stage takes. `steps` are optimizer steps (sft, reward) or updates (ppo); 1 for an evaluation."""
+    """Estimate of a stage. `steps` are optimizer steps (sft, reward) or updates (ppo); 1 for an evaluation."""
 
     config: Config
     mode: str
     parameters: dict[str, int]  # of each model in memory
-    remaining: Remaining
+    remaining: DataSize
     hidden: int
     layers: int
     phases: list[Phase]
@@ -168,17 +167,17 @@ class Estimate:
         return self.remaining.lengths
 
     @property
-    def steps_are(self) -> HowTrue:
-        """How true `steps` is."""
+    def steps_are(self) -> Certainty:
+        """TrainOptions true `steps` is."""
         return self.remaining.how if remaining.steps_go_by_rows(self.config) else "exact"
 
     @property
-    def fullest(self) -> Phase:
+    def peak(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def of(config: Config, chain: Chain, mode: str | None, target: Target) -> Estimate:
-    """An estimate in a mode; None: as the config says. Of several processes what each of them takes.
+def estimate_stage(config: Config, chain: ModelResolver, mode: str | None, target: Target) -> Estimate:
+    """Estimate a stage per process, in a mode or, if None, that of the config.
 
     Raises RLHFError as `rlhf check` does, for models and data that are not there or do not fit.
     """
@@ -191,14 +190,14 @@ def of(config: Config, chain: Chain, mode: str | None, target: Target) -> Estima
     estimates: dict[str, Callable[..., Found]] = {"sft": _sft, "reward": _reward, "ppo": ppo}
     if isinstance(config, EvalConfig):
         estimates["eval"] = partial(_eval, prompts=rows.rows, snapshots=chain.snapshots(config))
-    bodies = {key: start.body for key, start in starts.items()}
+    model_configs = {key: start.body for key, start in starts.items()}
     run = partial(estimates[config.stage], lengths=rows.lengths, mode=mode, target=target)
-    models, phases = extrapolate_depth(partial(run, count=Tally), config, bodies)
+    models, phases = extrapolate_depth(partial(run, count=MemoryCounter), config, model_configs)
     text = first.body.get_text_config()
     mode = "full" if isinstance(config, EvalConfig) else mode  # what is evaluated is loaded whole
     return Estimate(
         config, mode, models, rows, text.hidden_size, text.num_hidden_layers, phases,
-        _steps(config, rows.rows, target.processes), target, partial(run, config, bodies),
+        _steps(config, rows.rows, target.processes), target, partial(run, config, model_configs),
     )  # fmt: skip
 
 
@@ -208,19 +207,21 @@ def _mode(config: Config) -> str:
     return hardware.adapter_kind(config) or "full"
 
 
-def _sft(config: SFTConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count) -> Found:
-    model = _causal(config, "model.path", bodies, config.model, count)
-    return _by_trl(config, config.sft, "policy", model, memory.sft, lengths, mode, target, count)
+def _sft(
+    config: SFTConfig, model_configs: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count
+) -> Found:
+    model = _causal(config, "model.path", model_configs, config.model, count)
+    return _trl_stage(config, config.sft, "policy", model, memory.sft, lengths, mode, target, count)
 
 
 def _reward(
-    config: RewardConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count
+    config: RewardConfig, model_configs: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count
 ) -> Found:
-    model = _scorer(config, "model.path", bodies, config.model, count)
-    return _by_trl(config, config.reward, "reward", model, memory.reward, lengths, mode, target, count)
+    model = _scorer(config, "model.path", model_configs, config.model, count)
+    return _trl_stage(config, config.reward, "reward", model, memory.reward, lengths, mode, target, count)
 
 
-def _by_trl(
+def _trl_stage(
     config: Any, ours: Any, name: str, model: Any, step: Any, lengths: Lengths, mode: str, target: Target,
     count: Count,
 ) -> Found:  # fmt: skip
@@ -235,19 +236,19 @@ def _by_trl(
 
 
 def _ppo(
-    config: PPOConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
+    config: PPOConfig, model_configs: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
     *, apart: Collection[str],
 ) -> Found:  # fmt: skip
     """`apart`: keys of models that are no adapters of the policy's weights, though PPO trains adapters."""
-    ppo_setup.check_num_shared_layers(config, bodies["models.sft"])
+    ppo_setup.check_num_shared_layers(config, model_configs["models.sft"])
     settings, section = target.usable(config.ppo), config.models
-    policy = _causal(config, "models.sft", bodies, section, count)
+    policy = _causal(config, "models.sft", model_configs, section, count)
     made: dict[str, Any] = {"policy": policy, "reference": copy.deepcopy(policy)}
     keys: dict[str, str] = {}
     for use in hardware.models_in_memory(config):
         if use.role in ("value", "reward"):
             name = use.role if use.role not in made else f"{use.role} {use.key}"
-            made[name], keys[name] = _scorer(config, use.key, bodies, section, count), use.key
+            made[name], keys[name] = _scorer(config, use.key, model_configs, section, count), use.key
     value = made.get("value") or forward.ValueHead(policy)
     parameters = {name: model.num_parameters() for name, model in made.items()}
     rewards = {name: model for name, model in made.items() if name.startswith("reward")}
@@ -255,18 +256,18 @@ def _ppo(
     beside = next((name for name in rewards if "value" in keys and paths[keys[name]] == paths[keys["value"]]), None)
     whole = {name for name, key in keys.items() if key in apart}
     adapters = config.models.adapters or STANDARD
-    models = memory.Trained(policy, made["reference"], value, rewards, adapters, whole, beside)
+    models = memory.PPOModels(policy, made["reference"], value, rewards, adapters, whole, beside)
     phases = memory.ppo(models, settings, lengths, mode=mode, gpu=target.gpu, processes=target.processes, count=count)
     return parameters, phases
 
 
 def _eval(
-    config: EvalConfig, bodies: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
+    config: EvalConfig, model_configs: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
     *, prompts: int, snapshots: int,
 ) -> Found:  # fmt: skip
-    section, ours, uses = config.models, config.eval, hardware.models_in_memory(config)
-    policies = {u.key: _causal(config, u.key, bodies, section, count) for u in uses if u.role == "policy"}
-    judges = {u.key: _scorer(config, u.key, bodies, section, count) for u in uses if u.role == "judge"}
+    section, ours, uses = config.models, config.eval, hardware.uses(config)
+    policies = {u.key: _causal(config, u.key, model_configs, section, count) for u in uses if u.role == "policy"}
+    judges = {u.key: _scorer(config, u.key, model_configs, section, count) for u in uses if u.role == "judge"}
     rounds = (len(policies) + bool(section.base)) * len(ours.modes) + snapshots + max(ours.best_of, default=0)
     phases = memory.evaluation(
         [*policies.values()], [*judges.values()], ours.per_device_batch_size, -(-prompts // target.processes) * rounds,
@@ -275,24 +276,24 @@ def _eval(
     return {key: model.num_parameters() for key, model in {**policies, **judges}.items()}, phases
 
 
-def _causal(config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
-    return _built(build.causal_lm_from_config, config, key, bodies, section, count)
+def _causal(config: Config, key: str, model_configs: dict[str, Any], section: Any, count: Count) -> Any:
+    return _built(build.causal_lm_from_config, config, key, model_configs, section, count)
 
 
-def _scorer(config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
-    return _built(build.reward_model_from_config, config, key, bodies, section, count)
+def _scorer(config: Config, key: str, model_configs: dict[str, Any], section: Any, count: Count) -> Any:
+    return _built(build.reward_model_from_config, config, key, model_configs, section, count)
 
 
-def _built(make: Any, config: Config, key: str, bodies: dict[str, Any], section: Any, count: Count) -> Any:
-    with at_location(config.where(key)):
+def _built(make: Any, config: Config, key: str, model_configs: dict[str, Any], section: Any, count: Count) -> Any:
+    with placed(config.where(key)):
         how = {"dtype": section.dtype, "attn_implementation": section.attn_implementation}
-        return make(bodies[key], **how, device=count.device)
+        return make(model_configs[key], **how, device=count.device)
 
 
-def _how(config: Any, ours: Any, mode: str, target: Target) -> How:
+def _how(config: Any, ours: Any, mode: str, target: Target) -> TrainOptions:
     adapters = config.model.adapters or STANDARD
-    bf16, in_8_bits = target.computes_in_bf16(ours.bf16), config.trainer.get("optim") in EIGHT_BITS
-    return How(bf16, ours.gradient_checkpointing, mode, target.gpu, adapters, in_8_bits)
+    bf16, in_8_bits = target.computes_in_bf16(ours.bf16), config.trainer.get("optim") in ADAMW_8BIT_NAMES
+    return TrainOptions(bf16, ours.gradient_checkpointing, mode, target.gpu, adapters, in_8_bits)
 
 
 def _steps(config: Config, rows: int, processes: int) -> int:

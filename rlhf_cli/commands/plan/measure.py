@@ -1,8 +1,7 @@
-"""What a piece of code would take, counted on tensors without content: their shapes are computed, nothing else.
+"""Counters of memory and FLOPs on meta tensors, which have shapes but no data, and a timer.
 
-The code runs on torch's `meta` device. A `Tally` around it sees each tensor that is made and hears when it goes: the
-bytes that live at once are what a GPU's allocator would hand out, and the matrix products are its arithmetic. A tensor
-may carry `content`, what the code is to find in it where it asks.
+A `MemoryCounter` sees each tensor that is created and freed: the live bytes are what a GPU's allocator would hold, and
+the matrix products are the FLOPs. A meta tensor may have `content`, the values that the code finds if it reads them.
 """
 
 import time
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from rlhf_cli.commands.plan.meta import again, tensors_of
+from rlhf_cli.commands.plan.meta import cached_op, tensors_of
 from rlhf_cli.models.build import META
 
 ATEN = torch.ops.aten
@@ -30,23 +29,23 @@ ATTENTION = ATEN._scaled_dot_product_flash_attention_for_cpu
 KINDS = ("weights", "gradients", "optimizer", "cache", "logits", "activations")
 
 
-class Tally:
-    """`with Tally(models, vocabulary) as tally: ...`: bytes by kind at many `moments`, and `work` in operations.
+class MemoryCounter:
+    """Context manager that counts bytes by kind at many `moments`, and `work` in FLOPs.
 
-    Moments are named by what was made then, between which backward passes: the first ones, the last ones, and the one
-    when most lived. Within, the weights of `models` live already, with their gradients and what `optimizer` keeps of
-    them. A tensor whose last dimension is `vocabulary` holds logits.
+    Moments are the creation of tensors of a shape by an operation, between two backward passes: the first ones, the
+    last ones and the one with the most bytes. The weights of `models`, their gradients and the optimizer's state are
+    live from the start. A tensor whose last dimension is `vocabulary` counts as logits.
     """
 
     device = META
-    together = 2  # micro-batches that are run through: the second one finds the first one's gradients
+    together = 2  # micro-batches to run; the second one has the gradients of the first
 
     def __init__(
         self, models: Iterable[nn.Module], vocabulary: int, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
         self.vocabulary, self.live = vocabulary, Counter[str]()
         self.work = 0
-        self._seen: dict[Any, _Seen] = {}
+        self._seen: dict[Any, _Snapshots] = {}
         self._passes = 0
         self._kinds: dict[int, str] = {}
         self._bytes: dict[int, int] = {}
@@ -54,7 +53,7 @@ class Tally:
         self._models, self._optimizer = list(models), optimizer
         self._stack = ExitStack()
 
-    def __enter__(self) -> "Tally":
+    def __enter__(self) -> "MemoryCounter":
         for model in self._models:
             self.mark("weights", [*model.parameters(), *model.buffers()])
             for weight in model.parameters():
@@ -69,14 +68,14 @@ class Tally:
         self.note("beginning")
         for change in _Kernels(self.turn).patches():
             self._stack.enter_context(change)
-        self._stack.enter_context(_Watch(self))
+        self._stack.enter_context(_DispatchCounter(self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.close()
 
     def mark(self, kind: str, tensors: Iterable[Any]) -> None:
-        """From now on these tensors are of this kind."""
+        """Count these tensors as `kind` from now on."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -94,15 +93,15 @@ class Tally:
         return {(made, when): held for made, seen in self._seen.items() for when, held in seen.told.items()}
 
     def note(self, made: Any) -> None:
-        """This is a moment: that of the making of something."""
-        self._seen.setdefault((self._passes, made), _Seen()).note(self.live)
+        """Record a moment, named by what was created."""
+        self._seen.setdefault((self._passes, made), _Snapshots()).note(self.live)
 
     def turn(self) -> None:
-        """A backward pass begins, or ends."""
+        """Mark the start or end of a backward pass."""
         self._passes += 1
 
     def see(self, call: Any, made: list[Tensor]) -> None:
-        """Tensors that an operation returned: counted unless they share the bytes of others."""
+        """Count the tensors that an operation returned, unless they share storage with others."""
         fresh = [each for each in made if each.untyped_storage()._cdata not in self._kinds]
         for each in fresh:
             self.mark("logits" if each.ndim and each.shape[-1] == self.vocabulary else "activations", [each])
@@ -117,8 +116,8 @@ class Tally:
 FEW = 8  # about as many as a layer makes of one shape
 
 
-class _Seen:
-    """What lived when tensors of one shape were made by one operation: the first and last few times, and the most."""
+class _Snapshots:
+    """Live bytes when an operation created tensors of one shape: the first and last few times, and the maximum."""
 
     def __init__(self) -> None:
         self.first: list[Counter[str]] = []
@@ -126,7 +125,7 @@ class _Seen:
         self.most, self.total = Counter[str](), -1
 
     def note(self, live: Counter[str]) -> None:
-        """Once more."""
+        """Record the live bytes."""
         now, total = live.copy(), live.total()
         self.last.append(now)
         if len(self.first) < FEW:
@@ -136,19 +135,19 @@ class _Seen:
 
     @property
     def told(self) -> dict[Any, Counter[str]]:
-        """By when."""
+        """Records by time."""
         told = {("first", number): held for number, held in enumerate(self.first)}
         told |= {("last", number): held for number, held in enumerate(reversed(self.last))}
         return {**told, "most": self.most}
 
 
-class _Watch(TorchDispatchMode):
-    """Shows a tally each operation, and answers what the code asks of numbers that are not there.
+class _DispatchCounter(TorchDispatchMode):
+    """Passes each operation to a counter, and returns values where the code reads meta tensors.
 
-    The answers are those of a run in which nothing is wrong: a number is 1, `all` is true and `any` is not.
+    The values are those of a run without errors: numbers are 1, `all` is true and `any` is false.
     """
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: MemoryCounter) -> None:
         super().__init__()
         self.tally = tally
 
@@ -161,7 +160,7 @@ class _Watch(TorchDispatchMode):
         given = tensors_of((args, kwargs))
         made = _known(call, args, kwargs, given)
         if made is None:
-            made = again(call, args, kwargs, given)
+            made = cached_op(call, args, kwargs, given)
         if call.overloadpacket is ATEN.any:
             made.content = 0
         if count := COSTS.get(call.overloadpacket):
@@ -171,7 +170,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Kernels:
-    """What meta tensors do not do as those of a device: attention without its L x L weights, autocast, lists."""
+    """Patches for what meta tensors do differently: attention without L x L weights, autocast, `tolist`."""
 
     def __init__(self, turn: Callable[[], None]) -> None:
         self.turn = turn
@@ -179,7 +178,7 @@ class _Kernels:
         self.copies: dict[int, Tensor] = {}
 
     def patches(self) -> Iterator[AbstractContextManager]:
-        """In place of torch's. Not by a mode of torch's, which the backward pass would not see."""
+        """Yield the patches of torch; a torch mode would not apply in the backward pass."""
         yield patch.object(torch, "autocast", self.autocast)
         yield patch.object(nn.functional, "scaled_dot_product_attention", self._product(_attention))
         for owner, name in PRODUCTS:
@@ -189,7 +188,7 @@ class _Kernels:
 
     @contextmanager
     def autocast(self, device: str, dtype: Any = None, enabled: bool = True, **_: Any) -> Iterator[None]:
-        """Within, matrix products run in bfloat16, on copies of float32 weights."""
+        """Run matrix products in bfloat16, on copies of float32 weights."""
         before, self.bf16 = self.bf16, enabled
         self.was_bf16 |= enabled
         try:
@@ -208,7 +207,7 @@ class _Kernels:
         return product
 
     def _backward(self, plain: Callable[..., None]) -> Callable[..., None]:
-        def backward(*args: Any, **kwargs: Any) -> None:  # layers that are computed again find what they had before
+        def backward(*args: Any, **kwargs: Any) -> None:  # layers that are computed cached_op find what they had before
             self.turn()
             with self.autocast(META.type, enabled=self.was_bf16):
                 plain(*args, **kwargs)
@@ -217,7 +216,7 @@ class _Kernels:
         return backward
 
     def _short(self, tensor: Tensor) -> Tensor:
-        """In bfloat16; the copy of a weight is kept, as autocast keeps it."""
+        """Cast to bfloat16, caching the copies of weights as autocast does."""
         if tensor.dtype != torch.float32:
             return tensor
         if not (tensor.is_leaf and tensor.requires_grad):
@@ -241,12 +240,12 @@ def _listed(plain: Callable[[Tensor], list[Any]]) -> Callable[[Tensor], list[Any
 
 
 def _content(tensor: Any) -> list[Any]:
-    """What the code finds in a list of whole numbers: what it was given, else places in order."""
+    """Return a tensor's content, by default 0, 1, 2, ..."""
     return tensor.content if hasattr(tensor, "content") else list(range(len(tensor)))
 
 
 def _known(call: Any, args: Any, kwargs: dict[str, Any], given: list[Any]) -> Any:
-    """What follows from known contents alone, such as lengths of rows, with its content; else None."""
+    """Return the result of an operation on tensors with content, such as row lengths; else None."""
     if call is ATEN.repeat_interleave.Tensor and not hasattr(given[0], "content"):
         return given[0].new_empty(sum(_content(given[0])))
     if not given or not all(hasattr(each, "content") for each in given):
@@ -273,12 +272,12 @@ def _attention(
 
 
 def _attention_flops(query: Tensor, key: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Two products of (L, D) and (D, K) a head."""
+    """Count two products of (L, D) and (D, K) per head."""
     return 4 * query.shape[:3].numel() * key.shape[2] * query.shape[3]
 
 
 def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Five: the weights once more, and the gradients of value, weights, query, key."""
+    """Count five products: the weights again, and the gradients of value, weights, query, key."""
     return 10 * query.shape[:3].numel() * key.shape[2] * query.shape[3]
 
 
@@ -290,11 +289,11 @@ COSTS: dict[Any, Callable[..., int]] = {
 }
 
 
-class Clock:
-    """`with Clock(models, vocabulary) as clock: ...`; then `clock.work` has the seconds."""
+class StepTimer:
+    """Context manager that measures `work` in seconds."""
 
     device = torch.device("cpu")
-    together = 8  # micro-batches: enough for a small model's optimizer to be no more of a step than it is
+    together = 8  # micro-batches to run, so that the optimizer's share of the time is realistic
 
     def __init__(
         self, models: Iterable[nn.Module], vocabulary: int, optimizer: torch.optim.Optimizer | None = None
@@ -302,7 +301,7 @@ class Clock:
         self.work = 0.0
         self.moments: dict[Any, Counter[str]] = {}  # bytes are not counted
 
-    def __enter__(self) -> "Clock":
+    def __enter__(self) -> "StepTimer":
         self._began = time.perf_counter()
         return self
 
@@ -310,4 +309,4 @@ class Clock:
         self.work = time.perf_counter() - self._began
 
     def mark(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Of which kind tensors are changes no time."""
+        """Do nothing; kinds do not matter for time."""

@@ -1,9 +1,9 @@
-"""What each phase of a stage holds in memory at its fullest moment, and its arithmetic.
+"""Peak memory and FLOPs of each phase of a stage.
 
-The stages' own code runs, on tensors without content (`tally`): of the update and the judge PPO's trainer itself, of
-SFT and reward training the one step that TRL's trainers make. So a change of theirs is a change of the plan. What comes
-out, in bytes of float32, for W numbers of weights of which T are trained, and micro-batches of n rows of L tokens, N of
-them response tokens; hidden size H, intermediate size I, A heads of which K have keys of their own, V vocabulary:
+The stages' own code runs on meta tensors (see `measure`): the PPO trainer itself for scoring and update, and for SFT
+and reward one step as TRL's trainers make it. So the plan follows changes of that code. The result, in bytes of
+float32, for W weights of which T are trained, and micro-batches of n rows of L tokens, N of them response tokens;
+hidden size H, intermediate size I, A heads of which K are key-value heads, V vocabulary:
 
     weights      4 W        PPO: policy, reference, value and reward models, each folder of a reward model once; with
                             adapters the weights of models.sft once, and reward models that are no adapters of them;
@@ -38,8 +38,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_cli.commands.plan import meta
-from rlhf_cli.commands.plan.measure import Clock, Tally
-from rlhf_cli.commands.plan.meta import Lengths, prime, rollout
+from rlhf_cli.commands.plan.measure import MemoryCounter, StepTimer
+from rlhf_cli.commands.plan.meta import Lengths, fake_rollout, init_optimizer_state
 from rlhf_cli.config.adapters import LoRA
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import build, devices, forward, sharding
@@ -51,27 +51,29 @@ from rlhf_cli.ppo.trainer import PPOTrainer
 from rlhf_cli.rewards.model import ModelReward
 from rlhf_cli.stages import hardware
 
-Count = type[Tally] | type[Clock]  # a stage's bytes and operations without its models, or its seconds with small ones
+Count = (
+    type[MemoryCounter] | type[StepTimer]
+)  # a stage's bytes and operations without its models, or its seconds with small ones
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase, by its moments. `work`: of an update (PPO), an optimizer step (SFT, reward), the whole (eval)."""
+    """Memory of a phase at several moments. `work`: per update (PPO), optimizer step (SFT, reward) or run (eval)."""
 
     name: str
     rows: int  # at a time
     moments: Mapping[Any, Mapping[str, int]]  # bytes by kind
-    work: float = 0  # operations, or of a Clock seconds
+    work: float = 0  # FLOPs, or seconds with a StepTimer
 
     @property
-    def fullest(self) -> Any:
-        """The moment when most is held."""
+    def peak(self) -> Any:
+        """Moment with the most bytes."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @cached_property
     def bytes(self) -> dict[str, int]:
-        """By kind, at the fullest moment."""
-        return dict(self.moments[self.fullest])
+        """Bytes by kind at the peak."""
+        return dict(self.moments[self.peak])
 
     @property
     def total(self) -> int:
@@ -79,8 +81,8 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The models of a PPO run. Those of `rewards` are only read; `whole`, `beside` as `modes.prepare` takes them."""
+class PPOModels:
+    """Models of a PPO run. `whole` and `beside` are arguments of `meta.apply_mode`."""
 
     policy: Any
     ref: Any
@@ -96,10 +98,10 @@ class Trained:
 
 
 def ppo(
-    models: Trained, settings: PPOSettings, lengths: Lengths, *, mode: str = "full", gpu: bool, processes: int = 1,
-    count: Count = Tally,
+    models: PPOModels, settings: PPOSettings, lengths: Lengths, *, mode: str = "full", gpu: bool, processes: int = 1,
+    count: Count = MemoryCounter,
 ) -> list[Phase]:  # fmt: skip
-    """The phases of an update, with what the one before it left; of several processes, what each of them makes."""
+    """Return the phases of an update after the first, per process."""
     vocabulary, episodes = _vocabulary(models.policy), settings.episodes_per_update
     minibatch = episodes // settings.num_mini_batches
     tokens = max_micro_batch_tokens(settings, on_cpu=not gpu) or sys.maxsize
@@ -115,44 +117,45 @@ def ppo(
     )  # fmt: skip
     if mode != "full":
         four = (models.policy, models.ref, models.value, models.rewards)
-        meta.prepare(*four, mode, models.adapters, models.whole, models.beside)
+        meta.apply_mode(*four, mode, models.adapters, models.whole, models.beside)
     rate: Any = _NoSchedule()
     with count([], vocabulary):  # to share layers, models are compared
         trainer = PPOTrainer(models.policy, models.ref, models.value, {}, _NoEngine(), once, None, rate)
     optimizer = trainer.optimizer
     for group in optimizer.param_groups:
         group["foreach"] = gpu and settings.optim == "adamw_torch"  # as torch chooses where it sees the device
-    prime(optimizer, gradients=True)
+    init_optimizer_state(optimizer, gradients=True)
 
-    def tally(*read: Any) -> Tally | Clock:
+    def tally(*read: Any) -> MemoryCounter | StepTimer:
         """With the models in memory: all; with offload those that are trained, and of the others what is `read`."""
         resident = [models.policy, models.value, *read] if settings.offload else models.all
         return count(resident, vocabulary, optimizer)
 
     at_once = settings.local_rollout_forward_batch_size or episodes
-    found = [writing(models.policy, tally, at_once, episodes, lengths, gpu=gpu)]
-    ghosts = rollout(rows, lengths, count.device)
-    judged: list[Tally | Clock] = []
+    found = [rollout_phase(models.policy, tally, at_once, episodes, lengths, gpu=gpu)]
+    fake = fake_rollout(rows, lengths, count.device)
+    judged: list[MemoryCounter | StepTimer] = []
     for model in models.rewards.values():
         at_once = settings.local_rollout_forward_batch_size or settings.per_device_train_batch_size
         with tally(model) as scored:
-            ModelReward(model, at_once, packed=settings.packing)(ghosts)
+            ModelReward(model, at_once, packed=settings.packing)(fake)
         judged.append(scored)
     with tally(models.ref) as read:
-        experience = trainer.make_experience(ghosts, torch.zeros(rows, device=count.device))
+        experience = trainer.make_experience(fake, torch.zeros(rows, device=count.device))
     judged.append(read)
     work = sum(each.work for each in judged) * episodes / rows
-    found.append(Phase("judge", min(size, rows), _together(*(each.moments for each in judged)), work))
+    found.append(Phase("judge", min(size, rows), _concat_moments(*(each.moments for each in judged)), work))
     with tally(*[models.ref] * trainer.model_runner.exact_kl_in_loss) as learnt:
         trainer.update(experience)
     work = learnt.work * episodes / rows * settings.num_ppo_epochs
     found.append(Phase("update", min(size, rows), learnt.moments, work))
-    return [_cut_up(phase, models, settings, processes) for phase in found] if settings.fsdp else found
+    return [_shard(phase, models, settings, processes) for phase in found] if settings.fsdp else found
 
 
-def _cut_up(phase: Phase, models: Trained, settings: PPOSettings, processes: int) -> Phase:
-    """A phase where policy, value model and reference are cut up (models/sharding.py): what each process keeps at rest,
-    and what is together while it is used: a layer, embeddings and heads, and in a rollout the policy.
+def _shard(phase: Phase, models: PPOModels, settings: PPOSettings, processes: int) -> Phase:
+    """Return a phase with FSDP-sharded policy, value model and reference (models/sharding.py).
+
+    Each process holds its shards and what is gathered: a layer, embeddings and heads, and in a rollout the policy.
     """
 
     def size(weights: Iterable[Tensor]) -> int:
@@ -180,53 +183,53 @@ def _cut_up(phase: Phase, models: Trained, settings: PPOSettings, processes: int
     return replace(phase, moments=cut)
 
 
-def _together(*parts: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
-    """The moments of one part after the other."""
+def _concat_moments(*parts: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
+    """Return the moments of consecutive parts."""
     return {(number, moment): held for number, moments in enumerate(parts) for moment, held in moments.items()}
 
 
 class _NoEngine:
-    """Stands where a trainer expects an engine."""
+    """Placeholder for the trainer's fake_rollout engine."""
 
     def generate(self, prompts: Any) -> Any:
         raise AssertionError("nothing is written on meta tensors")
 
 
 class _NoSchedule:
-    """Stands where a trainer expects a schedule; transformers' own bring in peft, which takes over a second."""
+    """Placeholder for the scheduler; those of transformers import peft, which takes over a second."""
 
     def step(self) -> None:
-        """The learning rate stays: it takes no memory."""
+        """Do nothing."""
 
 
-def writing(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths, *, gpu: bool) -> Phase:
-    """Responses to `in_all` prompts, `rows` at a time: the prompts are read, then each token costs a pass."""
+def rollout_phase(model: Any, tally: Any, rows: int, in_all: int, lengths: Lengths, *, gpu: bool) -> Phase:
+    """Return the phase that generates `in_all` responses, `rows` at a time: prefill, then one pass per token."""
     rows = min(rows, in_all)
     with torch.no_grad():
         with tally() as read:
             cache = build.kv_cache(model)
-            _next(model, cache, rows, lengths.prompt, gpu=gpu)
+            _generate_token(model, cache, rows, lengths.prompt, gpu=gpu)
             reading_them = _with_cache(read, cache)
         full, half = (build.kv_cache(model) for _ in range(2))
         with tally():
-            _next(model, full, rows, lengths.row - 1, gpu=gpu)
-            _next(model, half, rows, lengths.prompt + lengths.response // 2, gpu=gpu)
+            _generate_token(model, full, rows, lengths.row - 1, gpu=gpu)
+            _generate_token(model, half, rows, lengths.prompt + lengths.response // 2, gpu=gpu)
         with tally() as wrote:
             wrote.mark("cache", _held(full))
-            _next(model, full, rows, 1, before=lengths.row - 1, gpu=gpu)
+            _generate_token(model, full, rows, 1, before=lengths.row - 1, gpu=gpu)
             last_token = _with_cache(wrote, full)
         with tally() as step:
-            _next(model, half, rows, 1, before=lengths.prompt + lengths.response // 2, gpu=gpu)
+            _generate_token(model, half, rows, 1, before=lengths.prompt + lengths.response // 2, gpu=gpu)
     work = read.work + step.work * (lengths.response - 1)
-    return Phase("rollout", rows, _together(reading_them, last_token), work * in_all / rows)
+    return Phase("rollout", rows, _concat_moments(reading_them, last_token), work * in_all / rows)
 
 
 def _held(cache: Any) -> list[Tensor]:
     return [each for layer in cache.layers for each in (layer.keys, layer.values)]
 
 
-def _with_cache(tally: Tally | Clock, cache: Any) -> dict[Any, Counter[str]]:
-    """Each layer's keys and values are made anew as they grow: what the cache is by then is no mere activation."""
+def _with_cache(tally: MemoryCounter | StepTimer, cache: Any) -> dict[Any, Counter[str]]:
+    """Count the grown cache as cache: its tensors are reallocated as it grows and would count as activations."""
     whole = sum(each.nbytes for each in _held(cache))
     moments = {}
     for moment, held in tally.moments.items():
@@ -236,8 +239,8 @@ def _with_cache(tally: Tally | Clock, cache: Any) -> dict[Any, Counter[str]]:
     return moments
 
 
-def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0, *, gpu: bool) -> Tensor:
-    """The token after `width` new ones behind `before` in the cache, drawn as HFEngine does."""
+def _generate_token(model: Any, cache: Any, rows: int, width: int, before: int = 0, *, gpu: bool) -> Tensor:
+    """Sample a token as HFEngine does, after `width` new tokens and `before` cached ones."""
     ids = torch.zeros(rows, width, dtype=torch.int64, device=model.device)
     mask = torch.ones(rows, before + width, dtype=torch.int64, device=model.device)
     made = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -251,8 +254,8 @@ def _next(model: Any, cache: Any, rows: int, width: int, before: int = 0, *, gpu
 
 
 @dataclass(frozen=True)
-class How:
-    """How a step is made."""
+class TrainOptions:
+    """TrainOptions a step is made."""
 
     bf16: bool
     checkpointing: bool
@@ -262,11 +265,13 @@ class How:
     eight_bits: bool = False
 
 
-def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How, count: Count = Tally) -> Phase:
-    """An optimizer step on `parts` micro-batches of `rows`, the loss on the responses alone."""
+def sft(
+    model: Any, rows: int, lengths: Lengths, parts: int, options: TrainOptions, count: Count = MemoryCounter
+) -> Phase:
+    """Return an SFT step on `parts` micro-batches of `rows`, with the loss on the responses only."""
 
     def loss(micro: Any) -> Tensor:
-        if how.gpu:  # TRL's fused head makes no logits
+        if options.gpu:  # TRL's fused head makes no logits
             return model.base_model(input_ids=micro.ids, use_cache=False).last_hidden_state.float().sum()
         logits = forward.response_logits(model, micro).float()
         logprobs = torch.log_softmax(logits, -1)
@@ -274,34 +279,36 @@ def sft(model: Any, rows: int, lengths: Lengths, parts: int, how: How, count: Co
             _entropy, _top = -(logprobs.exp() * logprobs).sum(-1), logits.argmax(-1)
         return logprobs.gather(-1, micro.targets[:, None]).sum()
 
-    return _step(model, loss, rows, lengths, parts, how, count)
+    return _step(model, loss, rows, lengths, parts, options, count)
 
 
-def reward(model: Any, pairs: int, lengths: Lengths, parts: int, how: How, count: Count = Tally) -> Phase:
-    """An optimizer step on `parts` micro-batches of `pairs`, whose two sides are read together."""
+def reward(
+    model: Any, pairs: int, lengths: Lengths, parts: int, options: TrainOptions, count: Count = MemoryCounter
+) -> Phase:
+    """Return a reward-model step on `parts` micro-batches of `pairs`, whose two sides form one batch."""
 
     def loss(micro: Any) -> Tensor:
         return forward.pooled_scores(model, micro).sum()
 
-    return _step(model, loss, 2 * pairs, lengths, parts, how, count)
+    return _step(model, loss, 2 * pairs, lengths, parts, options, count)
 
 
-def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: How, count: Count) -> Phase:
-    if how.checkpointing:
+def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, options: TrainOptions, count: Count) -> Phase:
+    if options.checkpointing:
         forward.enable_gradient_checkpointing(model)
-    if how.mode != "full":
-        meta.adapt(model, how.mode, how.adapters)
+    if options.mode != "full":
+        meta.add_adapters(model, options.mode, options.adapters)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, foreach=how.gpu)
-    if how.eight_bits:
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, foreach=options.gpu)
+    if options.eight_bits:
         optimizer = adamw_8bit([{"params": trained}], full_precision=embedding_weights([model]))
-    prime(optimizer, gradients=False)
+    init_optimizer_state(optimizer, gradients=False)
     made = min(parts, count.together)
     with count([model], _vocabulary(model), optimizer) as tally:
         for _ in range(made):
-            micro = rollout(rows, lengths, count.device).micro_batch(torch.arange(rows, device=count.device))
+            micro = fake_rollout(rows, lengths, count.device).micro_batch(torch.arange(rows, device=count.device))
             with forward.gradient_checkpointing(model):
-                with torch.autocast(count.device.type, dtype=torch.bfloat16, enabled=how.bf16):
+                with torch.autocast(count.device.type, dtype=torch.bfloat16, enabled=options.bf16):
                     found = loss(micro)
                 found.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -313,21 +320,28 @@ def _step(model: Any, loss: Any, rows: int, lengths: Lengths, parts: int, how: H
 
 
 def evaluation(
-    policies: list[Any], judges: list[Any], rows: int, in_all: int, lengths: Lengths, *, gpu: bool, count: Count = Tally
+    policies: list[Any],
+    judges: list[Any],
+    rows: int,
+    in_all: int,
+    lengths: Lengths,
+    *,
+    gpu: bool,
+    count: Count = MemoryCounter,
 ) -> list[Phase]:
-    """Answers and scores. `policies` are those in memory at once: the SFT model and one beside it."""
+    """Return the phases of an evaluation. `policies` are those in memory at once: SFT and one other."""
     vocabulary = _vocabulary(policies[0])
 
-    def tally() -> Tally | Clock:
+    def tally() -> MemoryCounter | StepTimer:
         return count([*policies, *judges], vocabulary)
 
-    found = [writing(policies[0], tally, rows, in_all, lengths, gpu=gpu)]
+    found = [rollout_phase(policies[0], tally, rows, in_all, lengths, gpu=gpu)]
     rows = min(rows, in_all)
-    ghosts = rollout(rows, lengths, count.device)
+    fake = fake_rollout(rows, lengths, count.device)
     with torch.no_grad(), tally() as scored:
         for judge in judges:
-            ModelReward(judge, rows)(ghosts)
-        micro = ghosts.micro_batch(torch.arange(rows, device=count.device))
+            ModelReward(judge, rows)(fake)
+        micro = fake.micro_batch(torch.arange(rows, device=count.device))
         kept = [losses.token_logprobs(forward.response_logits(each, micro), micro.targets, 1.0) for each in policies]
         del kept
     return [*found, Phase("judge", rows, scored.moments, scored.work * in_all / rows)]
@@ -339,7 +353,7 @@ def _vocabulary(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """What each of `processes` has to itself."""
+    """Hardware available to each of `processes`."""
 
     gpu: bool
     memory: int  # bytes
@@ -348,17 +362,17 @@ class Target:
 
     @classmethod
     def of(cls, gib: float | None, processes: int) -> "Target":
-        """GPUs of so many GiB; none: this machine, whose memory several processes on a CPU share."""
+        """Return a target of GPUs with `gib` GiB, or this machine; CPU processes share its memory."""
         if gib is not None:
             return cls(True, round(gib * 2**30), f"a GPU of {gib:g} GiB", processes)
         gpu = devices.device().type == "cuda"
         return cls(gpu, devices.memory_bytes() // (1 if gpu else processes), devices.device_name(), processes)
 
-    def computes_in_bf16(self, wish: bool | None) -> bool:
-        """As devices.use_bf16; a GPU that is not here is taken to be able to."""
-        return devices.use_bf16(wish) if not self.gpu else wish is not False
+    def computes_in_bf16(self, requested: bool | None) -> bool:
+        """Return devices.use_bf16; a planned GPU is assumed to support it."""
+        return devices.use_bf16(requested) if not self.gpu else requested is not False
 
     def usable(self, settings: PPOSettings) -> PPOSettings:
-        """The settings that it can follow."""
+        """Return the settings that this hardware supports."""
         bf16 = self.gpu or devices.supports_dtype("bfloat16")
         return hardware.supported_settings(settings, bf16=bf16, gpu=self.gpu, group=self.processes > 1)

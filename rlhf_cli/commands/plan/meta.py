@@ -1,4 +1,4 @@
-"""What stands for a stage's rows and models where only shapes matter."""
+"""Stand-ins on the meta device for rollouts, optimizer states, LoRA and 4-bit layers, and a cache of operations."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -30,25 +30,25 @@ class Lengths:
         return self.prompt + self.response
 
     @property
-    def usual(self) -> "Lengths":
-        """Of the rows on average, parted like the longest."""
+    def average(self) -> "Lengths":
+        """Lengths of an average row, with the prompt's share of the longest."""
         share = self.mean / self.row if self.mean else 1
         return Lengths(*(max(1, round(share * tokens)) for tokens in (self.prompt, self.response)))
 
 
-def rollout(rows: int, lengths: Lengths, device: torch.device) -> Rollout:
-    """So many rows, all as long as the longest; on the meta device without content."""
+def fake_rollout(rows: int, lengths: Lengths, device: torch.device) -> Rollout:
+    """Return a rollout whose rows are all as long as the longest."""
     mask = torch.ones(rows, lengths.row, dtype=torch.bool, device=device)
     ids = torch.zeros(rows, lengths.row, dtype=torch.int64, device=device)
-    kind = Ghosts if device == META else Rollout
+    kind = FakeRollout if device == META else Rollout
     return kind(ids, mask, mask[:, lengths.prompt :].clone(), mask[:, 0].clone())
 
 
 @dataclass(frozen=True)
-class Ghosts(Rollout):
-    """Rows without content, all of one length."""
+class FakeRollout(Rollout):
+    """Rollout on the meta device, with rows of one length."""
 
-    def to(self, device: torch.device) -> "Ghosts":
+    def to(self, device: torch.device) -> "FakeRollout":
         return self
 
     @property
@@ -57,7 +57,7 @@ class Ghosts(Rollout):
 
     @cached_property
     def repetition(self) -> Tensor:
-        """Nobody reads what was not written; a real one takes a few bytes a row."""
+        """Zeros; the real tensor takes a few bytes per row."""
         return torch.zeros(len(self), device=META)
 
     def micro_batch(self, rows: Tensor) -> MicroBatch:
@@ -70,10 +70,10 @@ class Ghosts(Rollout):
         return found
 
 
-def prime(optimizer: torch.optim.Optimizer, *, gradients: bool) -> None:
-    """Give an optimizer what it has after its first step, and if asked the weights their gradients.
+def init_optimizer_state(optimizer: torch.optim.Optimizer, *, gradients: bool) -> None:
+    """Give an optimizer its state after the first step, and optionally the weights their gradients.
 
-    One of 8 bits makes its own, and no steps from then on: they are one kernel, that holds nothing else.
+    An 8-bit optimizer creates its own state; its `step`, one kernel without other memory, is disabled.
     """
     for at, group in enumerate(optimizer.param_groups):
         for index, weight in enumerate(group["params"]):
@@ -92,8 +92,8 @@ MODES: tuple[str, ...] = get_args(Mode)
 STANDARD: LoRA = Adapters(kind="lora")
 
 
-class Adapted(nn.Module):
-    """A linear layer whose frozen weight has two small matrices beside it, which learn (LoRA, arXiv 2106.09685)."""
+class LoRALinearStub(nn.Module):
+    """Linear layer with a frozen weight and two trained low-rank matrices (LoRA, arXiv 2106.09685)."""
 
     def __init__(self, base: nn.Module, width: int, height: int, rank: int, device: torch.device) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-class Packed(nn.Module):
-    """A frozen linear layer in 4 bits, opened for each product (QLoRA, arXiv 2305.14314)."""
+class Linear4bitStub(nn.Module):
+    """Frozen 4-bit linear layer, dequantized for each product (QLoRA, arXiv 2305.14314)."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         super().__init__()
@@ -116,12 +116,12 @@ class Packed(nn.Module):
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = _Opened.apply(x, self.shape)
+        made: Tensor = _Dequantize.apply(x, self.shape)
         return made
 
 
-class _Opened(torch.autograd.Function):
-    """x W with a W that is made when it is needed, in the backward pass again."""
+class _Dequantize(torch.autograd.Function):
+    """x W, with W dequantized in the forward pass and again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -133,17 +133,17 @@ class _Opened(torch.autograd.Function):
         return grad @ grad.new_empty(ctx.shape).T, None
 
 
-def prepare(
+def apply_mode(
     policy: Any,
     ref: Any,
     value: nn.Module,
     rewards: Mapping[str, Any],
     mode: str,
-    ours: LoRA = STANDARD,
+    lora_config: LoRA = STANDARD,
     whole: Collection[str] = (),
     beside: str | None = None,
 ) -> None:
-    """Four models as `mode` would hold them. The reference is the policy without its adapters.
+    """Convert four models to `mode`. The reference is the policy without its adapters.
 
     lora: value and reward models have weights of their own; qlora: theirs too are packed; one-base: they are adapters
     on the policy's weights, but those named in `whole`: a reward model has no adapters then, and "value" has its own
@@ -152,45 +152,42 @@ def prepare(
     borne = {name: model for name, model in rewards.items() if mode == "one-base" and name not in whole}
     if mode == "one-base":
         for model in borne.values():
-            on_one_base(model, policy)
-        on_one_base(value, policy if "value" not in whole else rewards[beside] if beside else value)
+            share_weights(model, policy)
+        share_weights(value, policy if "value" not in whole else rewards[beside] if beside else value)
     for model in (policy, value, *(rewards.values() if mode == "qlora" else borne.values())):
-        adapt(model, mode, ours)
+        add_adapters(model, mode, lora_config)
     for model in rewards.values():
         model.requires_grad_(False)
-    on_one_base(ref, policy)
+    share_weights(ref, policy)
 
 
-def adapt(model: Any, mode: str, ours: LoRA = STANDARD) -> None:
-    """Put adapters beside linear layers of the body, and let nothing else learn but a one-label head.
+def add_adapters(model: Any, mode: str, lora_config: LoRA = STANDARD) -> None:
+    """Add adapters to the backbone's linear layers; train only these and a one-label head.
 
-    `qlora`: all of its linear layers are packed that can be.
+    With `qlora`, all linear layers that can be are quantized.
     """
     layers = list(lora.linear_layers(model)) if hasattr(model, "base_model") else []  # a head alone has none
-    targets = lora.target_modules(model, ours) if layers else []
+    targets = lora.target_modules(model, lora_config) if layers else []
     for owner, name, layer in layers:
         width, height = (layer.nx, layer.nf) if hasattr(layer, "nf") else (layer.in_features, layer.out_features)
-        base = Packed((width, height)) if mode == "qlora" and lora.can_quantize(layer) else layer
-        beside = Adapted(base, width, height, ours.r, layer.weight.device)
+        base = Linear4bitStub((width, height)) if mode == "qlora" and lora.can_quantize(layer) else layer
+        beside = LoRALinearStub(base, width, height, lora_config.r, layer.weight.device)
         setattr(owner, name, beside if name in targets else base)
     freeze(model)
 
 
 def freeze(model: nn.Module) -> None:
-    """Only adapters and a one-label head learn."""
+    """Freeze all but adapters and a one-label head."""
     for name, weight in model.named_parameters():
         weight.requires_grad_(".down." in name or ".up." in name or name.startswith("score."))
 
 
-def on_one_base(model: nn.Module, base: nn.Module) -> None:
-    """Let a model use the weights of another in place of its own wherever the two have the same; adapters stay out.
-
-    So does a head, of which each model has its own.
-    """
+def share_weights(model: nn.Module, base: nn.Module) -> None:
+    """Replace a model's weights by those of `base` of the same name and shape, except adapters and heads."""
     theirs = {name: module for name, module in base.named_modules() if name != "score"}
     for name, module in list(model.named_modules()):
         other = theirs.get(name)
-        if isinstance(other, Adapted):
+        if isinstance(other, LoRALinearStub):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, other.base)
             continue
@@ -210,10 +207,10 @@ class _Shape(NamedTuple):
 _made: dict[Any, Any] = {}  # an operation and what it was given, shapes for tensors -> what it made, or None
 
 
-def again(call: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-    """What an operation makes: of shapes that it was given before, tensors of the shapes that it made then.
+def cached_op(call: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
+    """Run an operation, or return empty tensors of the shapes that it returned for the same input shapes.
 
-    Layers are alike, as are the steps of a loop, and torch finds the shapes of most operations in much Python.
+    Layers and loop steps repeat, and torch computes most meta shapes in slow Python code.
     """
     key = call, _shapes(args), _shapes(tuple(kwargs.items()))
     if shapes := _made.get(key):
@@ -225,7 +222,7 @@ def again(call: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> 
 
 
 def _is_new(call: Any, made: Any, given: list[Tensor]) -> bool:
-    """Whether an operation does no more than to make tensors, with bytes of their own."""
+    """Return True if an operation only creates tensors with storage of their own."""
     if any(each.alias_info for each in call._schema.arguments):
         return False
     found = list(made) if isinstance(made, tuple | list) else [made]
@@ -236,7 +233,7 @@ def _is_new(call: Any, made: Any, given: list[Tensor]) -> bool:
 
 
 def _shapes(each: Any) -> Any:
-    """A tree with shapes for tensors; of numbers the type counts, too: 1 is not 1.0."""
+    """Return a hashable tree with shapes for tensors, and types with values so that 1 is not 1.0."""
     if isinstance(each, Tensor):
         return _Shape(each.shape, each.stride(), each.dtype, each.device)
     if isinstance(each, tuple | list):
@@ -251,7 +248,7 @@ def _empty(shapes: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Those of nested tuples, lists and dicts; torch's own tree_iter takes longer than the operations."""
+    """Return the tensors in nested tuples, lists and dicts; torch's tree_iter is slower than the operations."""
     if isinstance(tree, Tensor):
         return [tree]
     within = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()

@@ -1,4 +1,4 @@
-"""What a stage starts from, whether it is there yet or not: the shape of each model, the tokenizer, the rows."""
+"""Models, tokenizers and data sizes of stages, including those that earlier stages have yet to make."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -20,14 +20,15 @@ from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import at_location
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
-from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward_setup, setup, sft_setup
+from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward, setup
+from rlhf_cli.stages import sft as sft_stage
 
-WHOLE = 5000  # rows of which all are tokenised; of more at most so many, spread over the file
-How = Literal["exact", "about", "at most"]
+MAX_TOKENIZED_ROWS = 5000  # rows of which all are tokenised; of more at most so many, spread over the file
+Certainty = Literal["exact", "about", "at most"]
 
 
 @dataclass(frozen=True)
-class Remaining:
+class DataSize:
     """Rows that are not left out: their lengths, what they are, and how many.
 
     `how` true the number is: "about" from a sample, "at most" where no row's length is known.
@@ -38,29 +39,29 @@ class Remaining:
     rows: int
     left_out: int = 0
     asked: int = 0
-    how: How = "exact"
+    how: Certainty = "exact"
 
 
-def of(config: Config, body: Any, tokenizer: Any, response: int) -> Remaining:
+def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> DataSize:
     """Of the data of a stage that starts from a model `body`. Raises RLHFError D01-D14, D16, C13."""
     sources.locate({key: source for key, source in config.sources().items() if sources.is_local(source)})
     with terminal.muted_warnings():
         if isinstance(config, SFTConfig):
             return _examples(config, tokenizer, body)
         if isinstance(config, RewardConfig):
-            pairs = reward_setup.read_data(config, "train", tokenizer, body, sample=WHOLE)
+            pairs = reward.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
             mean = _mean(row[side] for row in pairs for side in ("chosen_ids", "rejected_ids"))
-            return _counted(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
+            return _data_size(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
         if isinstance(config, PPOConfig):
-            prompts = ppo_setup.read_prompts(config, "prompts", tokenizer, body, sample=WHOLE)
-            return _counted(prompts, Lengths(prompts.longest, response), "prompts")
+            prompts = ppo_setup.read_prompts(config, "prompts", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
+            return _data_size(prompts, Lengths(prompts.longest, response), "prompts")
         assert isinstance(config, EvalConfig)
-        prompts = eval_setup.read_prompts(config, tokenizer, body, response, sample=WHOLE)
-        found = _counted(prompts, Lengths(prompts.longest, response), "prompts")
+        prompts = eval_setup.read_prompts(config, tokenizer, body, response, sample=MAX_TOKENIZED_ROWS)
+        found = _data_size(prompts, Lengths(prompts.longest, response), "prompts")
         return replace(found, rows=min(config.eval.n, found.rows))
 
 
-def unread(config: Config, prompt: int, response: int) -> Remaining:
+def max_data_size(config: Config, prompt: int, response: int) -> DataSize:
     """Of data whose rows are not to be tokenised: they are as long as they may be. Raises RLHFError D01-D04, D12."""
     if isinstance(config, SFTConfig):
         lengths = Lengths(1, config.sft.max_length - 1)
@@ -69,11 +70,11 @@ def unread(config: Config, prompt: int, response: int) -> Remaining:
     else:
         lengths = Lengths(prompt, response)
     if isinstance(config, EvalConfig):
-        return Remaining(lengths, "prompts", config.eval.n, how="at most")
+        return DataSize(lengths, "prompts", config.eval.n, how="at most")
     source = config.sources()["data.prompts" if isinstance(config, PPOConfig) else "data.train"]
     count = sum(1 for _ in sources.read_rows(source)) if steps_go_by_rows(config) else 0
     # A conversation is an example for each of its answers, and a part may be held out.
-    return Remaining(lengths, "rows", count, how="about" if isinstance(config, SFTConfig) else "at most")
+    return DataSize(lengths, "rows", count, how="about" if isinstance(config, SFTConfig) else "at most")
 
 
 def steps_go_by_rows(config: Config) -> bool:
@@ -83,23 +84,23 @@ def steps_go_by_rows(config: Config) -> bool:
     return isinstance(config, PPOConfig) and config.ppo.total_episodes is None
 
 
-def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> Remaining:
+def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
     """The longest row, and the most tokens of a row that the loss counts."""
-    strategy = sft_setup.packing_strategy(config, log=False)
-    rows = sft_setup.read_data(config, "train", tokenizer, strategy, body, sample=WHOLE)
+    strategy = sft_stage.packing_strategy(config, say=False)
+    rows = sft_stage.read_data(config, "train", tokenizer, strategy, body, sample=MAX_TOKENIZED_ROWS)
     if strategy:
         lengths = Lengths(1, config.sft.max_length - 1)
-        sequences = sft_setup.num_sequences(config, rows) * rows.stride
-        return replace(_counted(rows, lengths, "sequences"), rows=sequences, how="about")
+        sequences = sft_stage.sequences(config, rows) * rows.every
+        return replace(_data_size(rows, lengths, "sequences"), rows=sequences, how="about")
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
     mean = _mean(row["input_ids"] for row in rows)
-    return _counted(rows, Lengths(rows.longest - counted, counted, mean), "rows")
+    return _data_size(rows, Lengths(rows.longest - counted, counted, mean), "rows")
 
 
-def _counted(rows: data.Rows[Any], lengths: Lengths, unit: str) -> Remaining:
-    count, left_out, asked = (number * rows.stride for number in (len(rows), rows.num_dropped, rows.num_expected))
-    return Remaining(lengths, unit, count, left_out, asked, "exact" if rows.stride == 1 else "about")
+def _data_size(rows: data.Rows[Any], lengths: Lengths, unit: str) -> DataSize:
+    count, left_out, asked = (number * rows.every for number in (len(rows), rows.left_out, rows.asked))
+    return DataSize(lengths, unit, count, left_out, asked, "exact" if rows.every == 1 else "about")
 
 
 def _mean(rows: Iterable[list[int]]) -> float:
@@ -107,11 +108,11 @@ def _mean(rows: Iterable[list[int]]) -> float:
     return sum(lengths) / max(1, len(lengths))
 
 
-SAMPLE = 1000  # rows that a tokenizer is trained on here
+TOKENIZER_ROWS = 1000  # rows that a tokenizer is trained on here
 
 
 @dataclass(frozen=True)
-class Start:
+class ModelSpec:
     """A model's transformers config, and its tokenizer; None where that is still to be made and no data is read.
 
     `exact`: whether the stage's tokenizer will be the very same.
@@ -122,7 +123,7 @@ class Start:
     exact: bool = True
 
 
-class Chain:
+class ModelResolver:
     """Finds what stages start from. A folder that is not finished is what the config beside it will make of it.
 
     `prompt`: tokens of the longest prompt; no data is read then, and other rows are as long as they may be.
@@ -131,23 +132,23 @@ class Chain:
     def __init__(self, configs: Sequence[Config], options: Options, prompt: int | None) -> None:
         self.options, self.prompt = options, prompt
         self.made = {config.folder: config for config in configs}
-        self.known: dict[Path, Start] = {}
-        self.read: dict[Any, Remaining] = {}
+        self.known: dict[Path, ModelSpec] = {}
+        self.read: dict[Any, DataSize] = {}
 
-    def start(self, config: Config, key: str) -> Start:
+    def start(self, config: Config, key: str) -> ModelSpec:
         """What the key of a config names; of sft.yaml what it trains. Raises RLHFError M01, M04, M07, M08, M10."""
         if not isinstance(config, SFTConfig):
             return self._named(config, key)
         start = self._fresh(config) if config.model.new else self._named(config, key)
         if start.tokenizer is None:
             return start
-        tokenizer = sft_setup.prepare_tokenizer(config, deepcopy(start.tokenizer))
+        tokenizer = sft_stage.sft_tokenizer(config, deepcopy(start.tokenizer))
         body = deepcopy(start.body)
         text = body.get_text_config()
         text.vocab_size = max(text.vocab_size, len(tokenizer))
         return replace(start, body=body, tokenizer=tokenizer)
 
-    def _named(self, config: Config, key: str) -> Start:
+    def _named(self, config: Config, key: str) -> ModelSpec:
         (reference,) = (one for one in runs.references(config) if one.key == key)
         path = Path(reference.path)
         if path not in self.known:
@@ -181,27 +182,27 @@ class Chain:
             self.made.setdefault(maker.folder, maker)  # its `run:` may lead elsewhere
         return self.made.get(folder)
 
-    def _of(self, maker: Config) -> Start:
+    def _of(self, maker: Config) -> ModelSpec:
         return self.start(maker, "model.path" if isinstance(maker, SFTConfig | RewardConfig) else "models.sft")
 
-    def _there(self, config: Config, reference: runs.Reference) -> Start:
+    def _there(self, config: Config, reference: runs.Reference) -> ModelSpec:
         parent = runs.open_reference(config, reference, hashed=False)
         with at_location(config.where(reference.key)):
             body = read_config(parent.model, self.options.trust_remote_code)
-        return Start(body, setup.load_tokenizer(config, self.options, parent))
+        return ModelSpec(body, setup.tokenizer(config, self.options, parent))
 
-    def _fresh(self, config: SFTConfig) -> Start:
+    def _fresh(self, config: SFTConfig) -> ModelSpec:
         """model.new: a tokenizer of the first rows alone, whose rows are somewhat longer."""
         assert config.model.new
         wanted = config.model.new.tokenizer.vocab_size
-        body = sft_setup.new_model_config(config, wanted)
+        body = sft_stage.new_body(config, wanted)
         if self.prompt is not None:
-            return Start(body, None)
-        source = config.sources()[sft_setup.TOKENIZER_DATA_KEY]
-        most = min(SAMPLE, source.max_rows or SAMPLE)
-        with at_location(config.where("model.new.tokenizer")):
+            return ModelSpec(body, None)
+        source = config.sources()[sft_stage.TRAINED_ON]
+        most = min(TOKENIZER_ROWS, source.max_rows or TOKENIZER_ROWS)
+        with placed(config.where("model.new.tokenizer")):
             tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=most), wanted)
-        return Start(body, tokenizer, exact=next(islice(read_rows(source), most, None), None) is None)
+        return ModelSpec(body, tokenizer, exact=next(islice(read_rows(source), most, None), None) is None)
 
     def settings(self, config: EvalConfig) -> PPOSettings | None:
         """The settings of the policy that is evaluated, where a stage of ours made it or will."""
@@ -209,7 +210,7 @@ class Chain:
         return policy.ppo if policy else None
 
     def snapshots(self, config: EvalConfig) -> int:
-        """How many policies on the way are evaluated beside PPO's last one: its best one may come on top."""
+        """Certainty many policies on the way are evaluated beside PPO's last one: its best one may come on top."""
         policy = self._trainer(config)
         return max(0, policy.output.snapshots - 1) if policy and config.eval.frontier else 0
 
@@ -220,16 +221,16 @@ class Chain:
         maker = self._maker(folder)
         return maker if isinstance(maker, PPOConfig) else None
 
-    def remaining(self, config: Config, start: Start) -> Remaining:
+    def remaining(self, config: Config, start: ModelSpec) -> DataSize:
         """What remains of the stage's data. Raises RLHFError D01-D14, D16, C13, C17."""
         response = self._response(config)
         limit = getattr(getattr(config, config.stage), "max_length", None)
         key = config.stage, limit, response  # what would save memory changes no more of it
         if key not in self.read:
             if self.prompt is not None:
-                self.read[key] = unread(config, self.prompt, response)
+                self.read[key] = max_data_size(config, self.prompt, response)
             else:
-                found = of(config, start.body, start.tokenizer, response)
+                found = measure_data(config, start.body, start.tokenizer, response)
                 self.read[key] = found if start.exact else replace(found, how="about")
         return self.read[key]
 
