@@ -8,6 +8,7 @@ import yaml
 
 from rlhf_cli.config.loading import load
 from rlhf_cli.data.datasets import Prompt
+from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.stages import ppo_setup, setup
 
 SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2}

@@ -22,8 +22,8 @@ from rlhf_cli.commands.init.sizes import (
     count_parameters,
     learning_rate,
 )
-from rlhf_cli.config.yaml_io import aligned
-from rlhf_cli.data.readers import Place
+from rlhf_cli.config.yaml_io import align_comments
+from rlhf_cli.data.readers import RowLocation
 from rlhf_cli.data.texts import Pair, split_key
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import tokenizers

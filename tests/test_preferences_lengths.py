@@ -31,7 +31,7 @@ shared = pytest.mark.skipif(not STORIES.exists(), reason="../shared, the develop
 
 def fitted(found: list[tuple[int, int, int]], context: int | None) -> tuple[list[Pair], lengths.Lengths]:
     """Pairs of these tokens of prompt, chosen and rejected answer, each of a prompt of its own, at that context."""
-    pairs = [Pair(Place(Path("x"), i), f"prompt {i}", "yes", "no", None) for i in range(len(found))]
+    pairs = [Pair(RowLocation(Path("x"), i), f"prompt {i}", "yes", "no", None) for i in range(len(found))]
     return lengths.fit_lengths(pairs, [Length(*each) for each in found], context)
 
 
@@ -244,8 +244,8 @@ def test_many_pairs_of_a_prompt(chat_model: Path, tmp_path: Path, monkeypatch: p
 
 def test_an_answer_that_is_chosen_often_is_preferred() -> None:
     said = ["a", "b", "c", "d", "e", "e", "d"]
-    pairs = [Pair(Place(Path("x"), i), "one", answer, f"no {i}", None) for i, answer in enumerate(said)]
-    pairs += [Pair(Place(Path("x"), 9), "another", "z", "no", None)]
+    pairs = [Pair(RowLocation(Path("x"), i), "one", answer, f"no {i}", None) for i, answer in enumerate(said)]
+    pairs += [Pair(RowLocation(Path("x"), 9), "another", "z", "no", None)]
     assert [(pair.prompt, pair.chosen) for pair in split.most_chosen(pairs)] == [
         ("one", "a"), ("one", "b"), ("one", "d"), ("one", "e"), ("another", "z"),
     ]  # fmt: skip

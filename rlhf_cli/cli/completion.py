@@ -67,7 +67,7 @@ def _with_typed_folder(incomplete: str, names: list[str]) -> list[str]:
 
 
 def _runs(base: Path) -> list[str]:
-    return [os.path.relpath(path, base) for path in discover.below(base, MAX_DEPTH, MAX_FOLDERS)]
+    return [os.path.relpath(path, base) for path in discover.find_run_folders(base, MAX_DEPTH, MAX_FOLDERS)]
 
 
 # Names
@@ -80,12 +80,12 @@ def stages(incomplete: str) -> list[str]:
 
 def chat_stages(incomplete: str) -> list[str]:
     """Return the stages whose models generate text."""
-    return list(discover.TALKING)
+    return list(discover.POLICY_STAGES)
 
 
 def chat_pairs(incomplete: str) -> list[str]:
     """Return the values of `rlhf chat --compare`, in both orders."""
-    return [",".join(order) for order in permutations(reversed(discover.TALKING))]
+    return [",".join(order) for order in permutations(reversed(discover.POLICY_STAGES))]
 
 
 @ignore_errors
@@ -101,7 +101,7 @@ def steps(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the values of --step for the run on the command line: last, selected and its snapshots."""
     from rlhf_cli import runs as checkpoints
 
-    ppo = next((path for run in _paths(ctx) for path in (run / "ppo", run) if discover.is_begun(path)), None)
+    ppo = next((path for run in _paths(ctx) for path in (run / "ppo", run) if discover.has_output(path)), None)
     snapshots = checkpoints.state_steps(ppo / checkpoints.SNAPSHOTS) if ppo else []
     return [checkpoints.LAST, checkpoints.SELECTED, *map(str, snapshots)]
 

@@ -49,7 +49,7 @@ RUN_ARGUMENTS = ("folder", "folders", "path")  # names of the arguments that tak
 STDOUT_ONLY = {"status", "ls", "check", "plan", "schema", "explain", "env", "verify", "replay"}  # these write no files
 COMMAND_WIDTH = 7  # characters, so that all groups of --help share one column
 MAX_LISTED_RUNS = 5
-FILE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.FULL
+FILE_ERRORS = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENXIO, errno.ETIMEDOUT} | system.DISK_FULL
 REPORT_WAIT_S = 5.0  # for another process to report its error
 
 
@@ -99,20 +99,20 @@ class CommandGroup(TyperGroup):
         """Run a command line and exit: 0 success, 2 invalid input, 1 run-time failure, 130 and 143 on signals."""
         arguments = list(sys.argv[1:] if args is None else args)
         code = 0
-        terminal.forget_warnings()
+        terminal.reset()
         previous_handler = _set_sigterm_handler(_raise_terminated)
         try:
             try:
                 code = super().main(arguments, prog_name, complete_var, False, windows_expand_args, **extra) or 0
             except Exception as error:
                 if "--debug" in arguments:
-                    terminal.say_here(traceback.format_exc().rstrip())
+                    terminal.log_from_any_rank(traceback.format_exc().rstrip())
                 code = _report_error(error, arguments, self.commands)
             stdout_only = "--dry-run" in arguments or bool(STDOUT_ONLY & {*arguments[:1]})
-            if code == 0 and stdout_only and (write_error := terminal.cut_off()):
+            if code == 0 and stdout_only and (write_error := terminal.stdout_error()):
                 text = f"stdout cannot be written: {write_error.strerror}"
                 hint = "free space on its disk, or redirect it elsewhere"
-                code = _report_error(system.OutOfRoom("E03", text, hint=hint))
+                code = _report_error(system.OutOfResources("E03", text, hint=hint))
         except Terminated:  # also while an error is reported
             code = 143
         finally:
@@ -132,7 +132,7 @@ def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Col
         error = _translate_file_error(error) or error
     if isinstance(error, RLHFError):
         if distributed.world_size() == 1 or not _reported_elsewhere(error):
-            (terminal.say if distributed.is_main_process() else terminal.say_here)(str(error))
+            (terminal.say if distributed.is_main_process() else terminal.log_from_any_rank)(str(error))
         return error.exit_code
     if isinstance(error, typer.Abort):
         return 130
@@ -144,14 +144,14 @@ def _report_error(error: Exception, arguments: Sequence[str] = (), commands: Col
         if command in ELSEWHERE and command not in commands:
             terminal.say(str(RLHFError("C11", f"there is no command {command}", hint=ELSEWHERE[command])))
             return 2
-        near = nearest(command, commands) if command not in commands else None
+        near = closest_match(command, commands) if command not in commands else None
         hint = f"did you mean rlhf {near}?" if near and not command.startswith("-") else _stage_hint(arguments)
-        hint = hint or " ".join(["rlhf", *[word for word in [command] if word in commands], "--help"])
+        hint = hint or " ".join(["rlhf", *[shell_word for shell_word in [command] if shell_word in commands], "--help"])
         terminal.say(str(RLHFError("C11", " ".join(error.format_message().split()), hint=hint)))
         return 2
     message = " ".join(str(error).split())
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    terminal.say_here(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
+    terminal.log_from_any_rank(str(RLHFError("R00", text, hint="the same command with --debug shows where")))
     return 1
 
 
@@ -166,8 +166,8 @@ def _translate_file_error(error: OSError) -> RLHFError | None:
         if not full and os.access(name, os.W_OK):
             return None  # readable and writable, so another operation failed
     except OSError as current_error:
-        if not full and current_error.errno not in NOT_THERE:
-            return unreadable(error, name)
+        if not full and current_error.errno not in NOT_FOUND:
+            return read_error(error, name)
     return RLHFError("E03", f"{shown(name)} cannot be written: {error.strerror}", hint="write to another place")
 
 
@@ -176,7 +176,7 @@ def _stage_hint(arguments: Sequence[str]) -> str | None:
     stage = arguments[0] if arguments else ""
     if stage not in STAGES or {"--config", "-c"} & set(arguments):
         return None
-    files = [file for word in arguments[1:] if (file := config_of(stage, Path(word)))]
+    files = [file for shell_word in arguments[1:] if (file := config_of(stage, Path(shell_word)))]
     return f"rlhf {stage} --config {shell_path(files[0])}" if files else None
 
 
@@ -191,7 +191,7 @@ def _run_not_given_error(arguments: Sequence[str]) -> RLHFError:
     else:
         more = f" and {len(folders) - MAX_LISTED_RUNS} more (rlhf ls)" if len(folders) > MAX_LISTED_RUNS else ""
         text = "This folder is one" if folders == ["."] else f"There are {', '.join(folders[:MAX_LISTED_RUNS])}{more}"
-        hint = " ".join(map(word, ["rlhf", command, folders[0], *options]))
+        hint = " ".join(map(shell_word, ["rlhf", command, folders[0], *options]))
     return RLHFError("C11", f"rlhf {command}: which run? {text}", hint=hint)
 
 

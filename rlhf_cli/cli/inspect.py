@@ -69,7 +69,7 @@ def report(
     from rlhf_cli.commands import report
 
     run_folders = folders or [only_run()]
-    with system.explained(out or run_folders[0]):
+    with system.translate_resource_errors(out or run_folders[0]):
         report.run(run_folders, out, step)
 
 
@@ -128,7 +128,7 @@ def export(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     repository = export.Repository(push, public) if push is not None else None
-    with system.explained(out or folder):
+    with system.translate_resource_errors(out or folder):
         export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=repository, show_prompt=show_prompt)
 
 
@@ -220,6 +220,6 @@ def verify(
     with heavy_imports():
         from rlhf_cli.commands import verify as verify_command
 
-    with system.explained(folder):
+    with system.translate_resource_errors(folder):
         code = verify_command.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
     raise typer.Exit(code)

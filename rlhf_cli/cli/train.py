@@ -79,7 +79,7 @@ def _runner(stage: str) -> Callable[[Any, Any], None]:
 def _folder_given_error(stage: str, folder: Path) -> RLHFError:
     hint = "give the stage's YAML file"
     if config_file := config_of(stage, folder):
-        hint = f"--config {quoted(config_file)}; for all stages: rlhf run {quoted(folder)}"
+        hint = f"--config {shell_path(config_file)}; for all stages: rlhf run {shell_path(folder)}"
     return RLHFError("C09", f"{shown(folder)} is a folder, --config takes a file", hint=hint)
 
 
@@ -131,6 +131,6 @@ def run(
     distributed.require_single_process("run")
     stage_filter = pipeline.StageFilter(tuple(only or ()), start, tuple(force or ()))
     options = Options(dry_run=dry_run, trust_remote_code=trust_remote_code, debug=debug, nproc=nproc)
-    with terminal.together():
+    with terminal.share_seen_messages():
         code = pipeline.run(folder, [*(set_ or []), *(assignments or [])], stage_filter, options)
     raise typer.Exit(code)

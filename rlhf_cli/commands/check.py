@@ -105,7 +105,7 @@ class StageCheck:
     parents: dict[str, Parent] = field(default_factory=dict)  # those that exist
     pending: dict[str, Path] = field(default_factory=dict)  # key -> folder that an earlier stage has yet to write
     data: set[str] = field(default_factory=set)  # keys whose files exist
-    status: Status | None = None  # of its output; None if unknown or rejected
+    status: StageStatus | None = None  # of its output; None if unknown or rejected
 
     @property
     def finished(self) -> bool:
@@ -167,10 +167,10 @@ def _find_parents(stage: StageCheck, to_make: Collection[Path], report: Report) 
 def _is_uncached_hub_id(config: Config, reference: Reference) -> bool:
     """Return True if a name can only be a hub id that is not cached, not a misspelt folder beside the config."""
     name, config_folder = reference.path, config.file.parent
-    if not MODEL_ID.fullmatch(name) or runs.is_here(name, reference.revision):
+    if not MODEL_ID.fullmatch(name) or runs.is_available_locally(name, reference.revision):
         return False
     owner, slash, _ = name.partition("/")
-    return not os.path.isdir(config_folder / owner) if slash else nearest_file(config_folder / name) is None
+    return not os.path.isdir(config_folder / owner) if slash else closest_path(config_folder / name) is None
 
 
 def _find_status(stage: StageCheck, report: Report, *, whole_run: bool) -> None:
@@ -179,8 +179,8 @@ def _find_status(stage: StageCheck, report: Report, *, whole_run: bool) -> None:
     if len(stage.parents) < len(runs.references(config)) or len(stage.data) < len(config.sources()):
         return
     with report.collecting():
-        identity = runs.identity(config, stage.parents, config.sources())
-        stage.status = (runs.examine if whole_run else runs.usable)(config, identity)
+        identity = runs.compute_identity(config, stage.parents, config.sources())
+        stage.status = (runs.stage_status if whole_run else runs.require_current)(config, identity)
 
 
 def run(
@@ -225,6 +225,6 @@ def _load_run(folder: Path, overrides: Sequence[str], report: Report) -> tuple[l
 
 def _load_stage(stage: str, path: Path, overrides: Sequence[str], report: Report) -> list[StageCheck]:
     """Return the stage, or nothing if its config cannot be read; errors are added to the report."""
-    config, problems = load_what_is_sound(stage, path, overrides)
+    config, problems = load_partial(stage, path, overrides)
     report.errors |= dict.fromkeys(problems)
     return [] if config is None else [StageCheck(config, valid=not problems)]

@@ -57,7 +57,7 @@ class StageValidator:
         model_config = start.model_config if start else None
         with self.report.collecting():
             if config.model.new is not None:
-                model_config = sft.new_body(config, config.model.new.tokenizer.vocab_size)
+                model_config = sft_setup.new_model_config(config, config.model.new.tokenizer.vocab_size)
                 tokenizer = self._new_tokenizer(stage)
             elif start and start.tokenizer and model_config:
                 lora.check_target_modules(config, model_config)
@@ -71,13 +71,13 @@ class StageValidator:
                 strategy = sft_setup.packing_strategy(config)
             rows, held_out = (
                 self._read_rows(
-                    stage, f"data.{key}", partial(sft.read_data, config, key, tokenizer, strategy, model_config)
+                    stage, f"data.{key}", partial(sft_setup.read_data, config, key, tokenizer, strategy, model_config)
                 )
                 for key in ("train", "eval")
             )
             if rows is not None:
                 with self.report.collecting():
-                    sft.check_rows(config, rows, held_out, model_config, strategy)
+                    sft_setup.check_rows(config, rows, held_out, model_config, strategy)
                 self._report_batches(config, rows, packed=strategy is not None)
         self._add_pending_output(stage, tokenizer, model_config)
 
@@ -85,7 +85,7 @@ class StageValidator:
         """Train the tokenizer of model.new and build the model if `deep`, since both take time."""
         if not self.deep:
             self.report.skip("sft model.new: its tokenizer and lengths in tokens; use --deep to train it now")
-        elif sft.TRAINED_ON in stage.data:
+        elif sft_setup.TOKENIZER_DATA_KEY in stage.data:
             config = cast(SFTConfig, stage.config)
             assert config.model.new
             tokenizer = sft_setup.prepare_tokenizer(config, None)
@@ -100,17 +100,17 @@ class StageValidator:
         model_config = start.model_config if start else None
         with self.report.collecting():
             if start and model_config is not None:
-                reward.check_body(config, model_config)
+                reward_setup.check_can_sample(config, model_config)
                 lora.check_target_modules(config, model_config)
             if start and start.tokenizer:
                 tokenizer = reward_setup.prepare_tokenizer(config, start.tokenizer, start.parent.stage)
         rows, held_out = (
-            self._read_rows(stage, f"data.{key}", partial(reward.read_data, config, key, tokenizer, model_config))
+            self._read_rows(stage, f"data.{key}", partial(reward_setup.read_data, config, key, tokenizer, model_config))
             for key in ("train", "eval")
         )
         if rows is not None:
             with self.report.collecting():
-                reward.check_rows(config, rows, held_out, model_config)
+                reward_setup.check_rows(config, rows, held_out, model_config)
             self._report_batches(config, rows, packed=False)
         self._add_pending_output(stage, tokenizer, model_config)
 
@@ -185,8 +185,8 @@ class StageValidator:
             with self.report.collecting():
                 setup.check_same_tokenization(config, options, known)
         for key, parent in stage.parents.items():
-            if key in POLICIES:
-                with self.report.collecting(), placed(config.where(key)):
+            if key in POLICY_KEYS:
+                with self.report.collecting(), at_location(config.where(key)):
                     model_config = load.read_causal_lm_config(parent.model, options.trust_remote_code)
                     if key != "models.sft":
                         self.report.add(config.stage, key, f"{shown(parent.path)}: {model_config.model_type}")
@@ -210,7 +210,7 @@ class StageValidator:
                 seen.add(parent.path)
                 with self.report.collecting(), at_location(stage.config.where(key)):
                     scorer = load.read_reward_model_config(parent.model, self.options.trust_remote_code)
-                    own_tokenizer = start and setup.own_tokenizer(stage.config, self.options, start, parent)
+                    own_tokenizer = start and setup.load_own_tokenizer(stage.config, self.options, start, parent)
                     note = "; encoded anew for it" if own_tokenizer else ""
                     text = f"{shown(parent.path)}: {scorer.model_type}, one label{note}"
                     self.report.add(stage.config.stage, key, text)
@@ -236,7 +236,7 @@ class StageValidator:
         """Check the prompts as tokenized by reward models that have their own tokenizer."""
         for key, tokenizer in own_tokenizers.items():
             with self.report.collecting():
-                setup.retold_prompts(stage.config, key, tokenizer, prompts, scorers[key])
+                setup.retokenize_prompts(stage.config, key, tokenizer, prompts, scorers[key])
 
     def _load_start(self, stage: StageCheck, key: str) -> StartModel | None:
         """Return the model that the stage starts from, with a tokenizer that the caller may modify."""
@@ -251,14 +251,14 @@ class StageValidator:
             return None
         parent = stage.parents[key]
         with self.report.collecting():
-            tokenizer = setup.tokenizer(config, options, parent)
-            with placed(config.where(key)):
+            tokenizer = setup.load_tokenizer(config, options, parent)
+            with at_location(config.where(key)):
                 model_config = load.read_config(parent.model, options.trust_remote_code)
             self.report.add(
                 config.stage, key, f"{shown(parent.path)}: {model_config.model_type}, {len(tokenizer)} tokens"
             )
             read_model_config = load.read_init_config if config.stage == "reward" else load.read_causal_lm_config
-            with self.report.collecting(), placed(config.where(key)):
+            with self.report.collecting(), at_location(config.where(key)):
                 read_model_config(parent.model, options.trust_remote_code)
             return StartModel(parent, tokenizer, model_config)
         return None
@@ -298,9 +298,14 @@ class StageValidator:
             rows = read()
             unit = "prompts" if key.endswith("prompts") else "rows"
             result = f"{len(rows)} {unit}" + (f", at most {rows.longest} tokens" if rows.longest else "")
-            if rows.left_out:
-                result += f"; {rows.told_left_out()}"
-            numbers = {"rows": len(rows), "read": rows.read, "asked": rows.asked, "left_out": rows.left_out}
+            if rows.num_dropped:
+                result += f"; {rows.dropped_text()}"
+            numbers = {
+                "rows": len(rows),
+                "read": rows.num_read,
+                "asked": rows.num_expected,
+                "left_out": rows.num_dropped,
+            }
             self.report.add(stage.config.stage, key, result, **numbers, longest=rows.longest)
             if key in ("data.train", "data.prompts") and stage.config.stage != "eval":
                 self.trained_on.append(rows)

@@ -86,7 +86,7 @@ def explain(name: str) -> None:
         _show(matches)
     elif name.startswith("trainer.") or any(name in trl_fields.fields_of(stage) for stage in trl_fields.TRAINERS):
         _show_trl_field(name.removeprefix("trainer."))
-    elif foreign(name.rpartition(".")[2]) or not (_keys_named_like(name) or _described_by(name) or _metrics(name)):
+    elif find_alias(name.rpartition(".")[2]) or not (_keys_named_like(name) or _described_by(name) or _metrics(name)):
         raise _unknown_error(name)
     else:
         terminal.out(f"no key is called {name}; this has to do with it:")
@@ -140,7 +140,7 @@ def _keys_named_like(name: str) -> list[StageKey]:
 
 def _described_by(name: str) -> list[StageKey]:
     """Return the keys whose description contains all words of `name`."""
-    return [each for each in _keys() if _words(name) <= _words(split(each[2].description or "")[0])]
+    return [each for each in _keys() if _words(name) <= _words(split_description(each[2].description or "")[0])]
 
 
 def _metrics(name: str) -> list[tuple[str, str]]:
@@ -170,12 +170,12 @@ def _key_at(stage: str, name: str) -> StageKey | None:
 def _find_alias(name: str) -> tuple[list[StageKey], str] | None:
     """Return the keys that an old or external name stands for, with a text; None if there are none."""
     section, _, last = name.rpartition(".")
-    alias = foreign(last)
+    alias = find_alias(last)
     if alias is None or alias.key is None:
         return None
     new = alias.key
-    words = ", ".join(f"{old} is {new_value}" for old, new_value in alias.words.items() if old != new_value)
-    text = "; ".join(filter(None, (f"{name} is called {new} here", alias.why, words)))
+    words = ", ".join(f"{old} is {new_value}" for old, new_value in alias.values.items() if old != new_value)
+    text = "; ".join(filter(None, (f"{name} is called {new} here", alias.note, words)))
     return (_find(f"{section}.{new}") if section else []) or _find(new), text
 
 
@@ -184,9 +184,9 @@ def _unknown_error(name: str) -> RLHFError:
         family = [code for code in CODES if code[0] == name[0].upper()]
         hint = f"there are {family[0]} to {family[-1]}" if family else "rlhf explain --all lists all codes"
         return RLHFError("C01", f"unknown code {name.upper()}", hint=hint)
-    if alias := foreign(name.rpartition(".")[2]):
-        return RLHFError("C01", f"there is no key {name}", hint=alias.why)
-    paths, renamed = [key for _, key, _ in _keys()], [old for old, alias in FOREIGN.items() if alias.key]
+    if alias := find_alias(name.rpartition(".")[2]):
+        return RLHFError("C01", f"there is no key {name}", hint=alias.note)
+    paths, renamed = [key for _, key, _ in _keys()], [old for old, alias in ALIASES.items() if alias.key]
     known = paths if "." in name else [*(path.rpartition(".")[2] for path in paths), *renamed]
     near = closest_match(name, known) or closest_match(
         name.rpartition(".")[2], [path.rpartition(".")[2] for path in paths]
@@ -229,11 +229,11 @@ def _by_files(entries: list[Entry]) -> dict[str, list[Entry]]:
 
 def _is_section(field: FieldInfo) -> bool:
     """Return True if a key has no value of its own, only keys below it."""
-    return field_shape(field).model is field.annotation
+    return field_kind(field).model is field.annotation
 
 
 def _facts(key: str, field: FieldInfo) -> KeyFacts:
-    meaning, source = split(field.description or "")
+    meaning, source = split_description(field.description or "")
     if key == "stage":  # constant in each file
         return KeyFacts(_one_of(config.CONFIGS), "the file's stage", meaning, source)
     default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
@@ -266,7 +266,7 @@ def _describe_type(annotation: Any, notes: tuple[Any, ...] = ()) -> str:
         return (", or " if any("," in word for word in words) else " or ").join(words)
     mark = next((note for note in notes if isinstance(note, PathField)), None)
     if mark:
-        return _one_of([*mark.words, PATH_TEXTS["model"]]) if mark.words else PATH_TEXTS[mark.kind]
+        return _one_of([*mark.keywords, PATH_TEXTS["model"]]) if mark.keywords else PATH_TEXTS[mark.kind]
     if origin is Literal:
         return _one_of(map(str, arguments))
     if origin is list:
@@ -369,7 +369,7 @@ def _show_trl_field(name: str) -> None:
     for number, alike in enumerate(groups):
         field = fields[alike[0]]
         facts = KeyFacts(
-            _one_of(field.get("choices") or [" or ".join(trl_fields.WORDS[kind] for kind in field["types"])]),
+            _one_of(field.get("choices") or [" or ".join(trl_fields.TYPE_NAMES[kind] for kind in field["types"])]),
             _shown(field["default"]),
             f"The field {name} of TRL's {' and '.join(map(trl_fields.TRAINERS.__getitem__, alike))}, unchanged.",
             f"TRL {version}, trl/trainer/{alike[0]}_config.py",

@@ -112,14 +112,14 @@ def run(folder: Path, overrides: Sequence[str], stage_filter: StageFilter, optio
     return 0
 
 
-def stage_status(config: Config) -> Status:
+def stage_status(config: Config) -> StageStatus:
     """Compare a stage's output with its config, data and parents as they are now."""
     parents = runs.open_parents(config)
     return runs.stage_status(config, runs.compute_identity(config, parents, config.sources()))
 
 
 def plan_stages(
-    configs: Mapping[str, Config], force: Sequence[str] = (), get_status: Callable[[Config], Status] = stage_status
+    configs: Mapping[str, Config], force: Sequence[str] = (), get_status: Callable[[Config], StageStatus] = stage_status
 ) -> dict[str, StageDecision]:
     """Return the decision on each stage. Those after a stage that would run depend on its result."""
     decisions: dict[str, StageDecision] = {}
@@ -139,7 +139,7 @@ def plan_stages(
 
 
 def decide_stage(
-    config: Config, force: Sequence[str] = (), get_status: Callable[[Config], Status] = stage_status
+    config: Config, force: Sequence[str] = (), get_status: Callable[[Config], StageStatus] = stage_status
 ) -> StageDecision:
     """Decide if a stage has to run, from its config, data and parents as they are now."""
     status = get_status(config)
@@ -149,7 +149,7 @@ def decide_stage(
     return StageDecision(describe_status(status), runs=status.state != "finished", fresh=fresh)
 
 
-def describe_status(status: Status) -> str:
+def describe_status(status: StageStatus) -> str:
     """Return the reason why a stage runs or is skipped, as printed."""
     if status.state == "finished":
         return f"up to date ({(status.sha256 or '')[:6]}), skipped"
@@ -257,7 +257,7 @@ def route_overrides(overrides: Sequence[str], stages: Sequence[str]) -> dict[str
         elif not owners:
             known = {name for stage in stages for name in CONFIGS[stage].model_fields}
             paths = [path for stage in stages for path in keys(stage) if path.endswith(f".{key}")]
-            suggestion = next(iter(paths), None) or nearest(section, sorted(known))
+            suggestion = next(iter(paths), None) or closest_match(section, sorted(known))
             reason = f"no stage that runs here ({', '.join(stages)}) has a section {section}"
             problems.append(
                 Problem("C11", reason, f"--set {key}", f"did you mean {suggestion}?" if suggestion else None)
@@ -314,7 +314,7 @@ def check_inputs_exist(configs: Mapping[str, Config], *, quick: bool = False) ->
         checks.append(partial(sources.locate, data))
         checks.append(partial(runs.open_parents, config, outputs, hashed=not quick))
         outputs += (config.folder,)
-    all_of(*checks)
+    collect_errors(*checks)
 
 
 def _run_child(command: Sequence[str]) -> int:
@@ -343,7 +343,7 @@ def _run_child(command: Sequence[str]) -> int:
     handlers = {**dict.fromkeys(forwarded, forward), signal.SIGTSTP: pause}
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        child = subprocess.Popen(command, process_group=0, preexec_fn=partial(end_with, os.getpid()))
+        child = subprocess.Popen(command, process_group=0, preexec_fn=partial(die_with_parent, os.getpid()))
         for number in list(received):
             child.send_signal(number)
         code = child.wait()

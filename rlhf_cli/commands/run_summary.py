@@ -28,10 +28,10 @@ def _show_next_commands(folder: Path, configs: Mapping[str, Config], *, met: boo
         summary = report.brief(evaluation)
         terminal.out(f"the page says: {summary.headline}")
         if not met or summary.suspect:
-            commands.append(f"open {quoted(evaluation / REPORT)} in a browser")
+            commands.append(f"open {shell_path(evaluation / REPORT)} in a browser")
     if met and "ppo" in configs:
         selected = " --step selected" if "selected_step" in render.read_report(evaluation) else ""
-        name = quoted(folder)
+        name = shell_path(folder)
         commands += [f"rlhf chat {name} --compare sft,ppo", f"rlhf export {name} --out DIR{selected}"]
     if commands:
         terminal.out(f"next: {'; '.join(commands)}")
@@ -44,12 +44,12 @@ def _show_unsaved_overrides(
     stages: dict[str, list[str]] = {}
     for stage, config in configs.items():
         if texts := _unsaved_overrides(config, overrides[stage]):
-            stages.setdefault(" ".join(f"-s {word(text)}" for text in texts), []).append(stage)
+            stages.setdefault(" ".join(f"-s {shell_word(text)}" for text in texts), []).append(stage)
     for options, names in stages.items():
         files = ", ".join(shown(configs[name].file) for name in names)
         negation, again = ("does not", "that stage") if len(names) == 1 else ("do not", "those stages")
         text = f"made with {options}, which {files} {negation} have: write it there to keep it"
-        terminal.out(f"{text}, or a plain `rlhf run {quoted(folder)}` makes {again} again")
+        terminal.out(f"{text}, or a plain `rlhf run {shell_path(folder)}` makes {again} again")
 
 
 def _unsaved_overrides(config: Config, overrides: Sequence[str]) -> list[str]:

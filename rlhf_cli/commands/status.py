@@ -13,7 +13,7 @@ from rlhf_cli import system, terminal
 from rlhf_cli.commands import status_read
 from rlhf_cli.commands.run import StageDecision
 from rlhf_cli.commands.status_read import NextAction, RunInfo, StageInfo
-from rlhf_cli.errors import quoted, shown
+from rlhf_cli.errors import shell_path, shown
 from rlhf_cli.evaluation.render import LAST_UPDATE, TRAINING, format_reward
 from rlhf_cli.runs.discover import is_run
 from rlhf_cli.statistics import with_interval
@@ -94,7 +94,7 @@ def notes(run: RunInfo) -> list[str]:
 
 def next_line(run: RunInfo) -> str:
     """Return the line on what `rlhf run` would do, and why."""
-    next_action, command = run.next, f"rlhf run {quoted(run.folder)}"
+    next_action, command = run.next, f"rlhf run {shell_path(run.folder)}"
     assert next_action, "the run was read without its configs"
     if next_action.action == "wait":
         names = " and ".join(stage_name(run, stage) for stage in run.all_stages if stage.process)
@@ -105,7 +105,7 @@ def next_line(run: RunInfo) -> str:
         and run.bases
         and {problem.code for problem in next_action.problems} <= MISSING_MODEL_CODES
     ):
-        base_commands = dict.fromkeys(f"rlhf run {quoted(stage.folder.parent)}" for stage in run.bases)
+        base_commands = dict.fromkeys(f"rlhf run {shell_path(stage.folder.parent)}" for stage in run.bases)
         return f"next: {'; '.join(base_commands)}, which {shown(run.folder)} starts from; then {command}"
     if next_action.action == "refused":
         return f"next: {command} would be refused: {problems}"

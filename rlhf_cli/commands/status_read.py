@@ -55,11 +55,11 @@ class StageInfo:
     left_s: float | None = None  # estimated time to the end, if running
     changed: float | None = None  # time of the end or the last write, in seconds since the epoch
     bytes: int = 0
-    process: Holder | None = None  # that holds the stage's lock
+    process: LockOwner | None = None  # that holds the stage's lock
     unread: tuple[str, ...] = ()  # keys of inputs assumed unchanged without hashing, see `runs.glance`
 
 
-def read_stage(stage: str, folder: Path, status: Status | None = None) -> StageInfo:
+def read_stage(stage: str, folder: Path, status: StageStatus | None = None) -> StageInfo:
     """Read a stage's folder. Without a `status`, changes of its config and inputs go unnoticed."""
     try:
         with translate_read_errors(folder):
@@ -70,8 +70,8 @@ def read_stage(stage: str, folder: Path, status: Status | None = None) -> StageI
         return StageInfo(stage, folder, "new")
 
 
-def _read(stage: str, folder: Path, status: Status | None) -> StageInfo:
-    output, process = left_in(folder), holder(folder)
+def _read(stage: str, folder: Path, status: StageStatus | None) -> StageInfo:
+    output, process = read_stage_state(folder), lock_owner(folder)
     if output.state == "unreadable":
         return StageInfo(stage, folder, "unreadable", (output.problem or "",), process=process)
     state = _state(output, status, process)
@@ -79,12 +79,16 @@ def _read(stage: str, folder: Path, status: Status | None) -> StageInfo:
     step, steps = _steps(stage, folder, state, output, rows)
     stop_reason = (output.manifest or {}).get("stopped")
     reasons = status.reasons if status else (output.problem,) if output.problem else ()
-    if status is None and state == "finished" and (changes := tuple(outdated(folder, output.manifest or {}))):
+    if (
+        status is None
+        and state == "finished"
+        and (changes := tuple(describe_changed_parents(folder, output.manifest or {})))
+    ):
         state, reasons = "stale", tuple(f"made from {change}" for change in changes)
     elif state == "finished" and stop_reason:
         reasons = (str(stop_reason),)
     elif state == "stale" and output.state != "finished" and (folder / "config.yaml").is_file():
-        reasons += (f"to resume it with its old config: rlhf {stage} --config {quoted(folder / 'config.yaml')}",)
+        reasons += (f"to resume it with its old config: rlhf {stage} --config {shell_path(folder / 'config.yaml')}",)
     headline, origin = _headline(stage, output.manifest if output.state == "finished" else None, rows)
     return StageInfo(
         stage=stage,
@@ -104,12 +108,14 @@ def _read(stage: str, folder: Path, status: Status | None) -> StageInfo:
     )
 
 
-def _state(output: Left, status: Status | None, process: Holder | None) -> State:
+def _state(output: StageState, status: StageStatus | None, process: LockOwner | None) -> State:
     state = status.state if status else output.state
     return "running" if process else STATES.get(state, state)  # type: ignore[arg-type]
 
 
-def _steps(stage: str, folder: Path, state: State, output: Left, rows: Sequence[Row]) -> tuple[int | None, int | None]:
+def _steps(
+    stage: str, folder: Path, state: State, output: StageState, rows: Sequence[Row]
+) -> tuple[int | None, int | None]:
     """Return the steps completed and the total."""
     if state == "new" or stage == "eval":
         return None, None
@@ -124,7 +130,7 @@ def _total_steps(stage: str, folder: Path, rows: Sequence[Row]) -> int | None:
     try:
         config: Config = load(stage, folder / "config.yaml")
         if isinstance(config, PPOConfig):
-            return config.ppo.across(processes_of(folder)).num_updates()
+            return config.ppo.across(recorded_num_processes(folder)).num_updates()
     except (RLHFError, ValueError):  # damaged, invalid for its number of processes, or counted in prompts
         return None
     assert isinstance(config, SFTConfig | RewardConfig)
@@ -230,12 +236,12 @@ class RunInfo:
     @property
     def bytes(self) -> int:
         """Size of the folder, including data and .old/."""
-        return system.used(self.folder)
+        return system.folder_bytes(self.folder)
 
     @property
     def old_bytes(self) -> int:
         """Size of .old/."""
-        return system.used(self.folder / ".old")
+        return system.folder_bytes(self.folder / ".old")
 
     @property
     def changed(self) -> float:
@@ -250,8 +256,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
 
     Raises RLHFError C09 if the folder is not a run, C11 for overrides that belong to no stage.
     """
-    root = folder.parent if folder.name in STAGES and is_begun(folder) else folder
-    started = [stage for stage in STAGES if is_begun(root / stage)]
+    root = folder.parent if folder.name in STAGES and has_output(folder) else folder
+    started = [stage for stage in STAGES if has_output(root / stage)]
     configs: dict[str, Config] = {}
     problems: list[Problem] = []
     try:
@@ -273,7 +279,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> RunInfo:
         if stage in files or stage in started:
             stage_folder = configs[stage].folder if stage in configs else root / stage
             status = statuses.get(stage)
-            stages.append(read_stage(stage, stage_folder, status if isinstance(status, Status) else None))
+            stages.append(read_stage(stage, stage_folder, status if isinstance(status, StageStatus) else None))
     return RunInfo(root, tuple(stages), bases, _next_action(configs, statuses, problems, [*bases, *stages]))
 
 
@@ -284,7 +290,7 @@ def _bases(root: Path, configs: Iterable[Config]) -> list[Path]:
     # A path that does not exist is still relative, since it may be a hub id.
     paths = [config.file.parent / reference.path for config, reference in references]
     inside = [path for path in paths if path.name in STAGES and run_folder in path.parent.parents]
-    return [path for path in dict.fromkeys(inside) if is_begun(path) or configs_in(path.parent)]
+    return [path for path in dict.fromkeys(inside) if has_output(path) or configs_in(path.parent)]
 
 
 def _unfinished(folders: Iterable[Path]) -> tuple[StageInfo, ...]:
@@ -292,23 +298,23 @@ def _unfinished(folders: Iterable[Path]) -> tuple[StageInfo, ...]:
     return tuple(stage for stage in stages if stage.state != "finished")
 
 
-def _get_status(config: Config) -> Status | RLHFError:
+def _get_status(config: Config) -> StageStatus | RLHFError:
     try:
-        with reading(config.folder):
-            return runs.glance(config)
+        with translate_read_errors(config.folder):
+            return runs.quick_stage_status(config)
     except RLHFError as error:
         return error
     except OSError as error:  # deleted at this moment
-        return unreadable(error, config.folder)
+        return read_error(error, config.folder)
 
 
 def _next_action(
     configs: Mapping[str, Config],
-    statuses: Mapping[str, Status | RLHFError],
+    statuses: Mapping[str, StageStatus | RLHFError],
     problems: Sequence[Problem],
     stages: Sequence[StageInfo],
 ) -> NextAction:
-    def get_status(config: Config) -> Status:
+    def get_status(config: Config) -> StageStatus:
         status = statuses[config.stage]
         if isinstance(status, RLHFError):
             raise status
@@ -318,7 +324,7 @@ def _next_action(
         return NextAction("wait", problems=tuple(problems))
     try:
         if problems:
-            raise RLHFError.of(problems)
+            raise RLHFError.from_problems(problems)
         pipeline.check_inputs_exist(configs, quick=True)
         decisions = pipeline.plan_stages(configs, get_status=get_status)
     except RLHFError as error:
@@ -348,7 +354,7 @@ def find_runs(folders: Sequence[Path], max_folders: int | None = None) -> list[R
     for folder in folders:
         if not os.path.isdir(folder):
             raise RLHFError("C09", f"no such folder: {runs.shown(folder)}")
-    paths = [path for folder in folders for path in below(folder, MAX_DEPTH, max_folders)]
+    paths = [path for folder in folders for path in find_run_folders(folder, MAX_DEPTH, max_folders)]
     run_paths = dict.fromkeys(Path(os.path.abspath(path)) for path in paths)
     outer = {path for inner in run_paths for path in inner.parents if path in run_paths}
     bases = {path: _bases(path, _valid_configs(path)) for path in outer}

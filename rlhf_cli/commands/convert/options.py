@@ -85,7 +85,7 @@ class Placing:
         for setting in self.read.settings:
             if setting.value == "":
                 setting = replace(setting, value=None)
-            shown = written(setting.value)
+            shown = to_yaml(setting.value)
             if loading.remove_secrets({setting.name: setting.value}, str) or redact(shown) != shown:
                 why = "a secret has no place in a file; the environment has, such as HF_TOKEN"
                 self.unplaced.append(Unplaced(setting.name, "[secret]", setting.where, why))
@@ -128,7 +128,7 @@ class Placing:
             self.refuse(setting, why)
 
     def done(self, setting: Setting, note: str) -> None:
-        """An option for which nothing needs to be written."""
+        """An option for which nothing needs to be to_yaml."""
         self.nothing.append(Placed("", None, setting.shown, setting.value, note, where=setting.where))
 
     def rest(self) -> None:

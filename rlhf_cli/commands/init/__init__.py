@@ -66,13 +66,13 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    lock_path = folder / "init"
-    hold(lock_path, hint="wait for it to end, or name another folder")
+    locked = folder / "init"
+    lock_folder(locked, hint="wait for it to end, or name another folder")
     try:
         yield
     finally:
-        lock_of(lock_path).unlink(missing_ok=True)
-        release(lock_path)
+        lock_path(locked).unlink(missing_ok=True)
+        release(locked)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -204,10 +204,10 @@ def init(name: str, folder: Path, *, seed: int = 0) -> None:
         terminal.say(f"init     {shown(folder)}: training its base model, once")
         result = subprocess.run([*RLHF_COMMAND, "run", str(folder / BASE)], check=False)
         if result.returncode:
-            terminal.say(f"init     not finished; resume with: rlhf run {quoted(folder / BASE)}")
+            terminal.say(f"init     not finished; resume with: rlhf run {shell_path(folder / BASE)}")
             raise SystemExit(result.returncode)
-    steps = [preset.preparation.format(folder=quoted(folder))] if preset.preparation else []
-    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {quoted(folder)}'])}")
+    steps = [preset.preparation.format(folder=shell_path(folder))] if preset.preparation else []
+    terminal.out(f"{shown(folder)} is ready; next: {'; then '.join([*steps, f'rlhf run {shell_path(folder)}'])}")
 
 
 def init_preferences(
@@ -240,7 +240,7 @@ def init_preferences(
 
     model = os.path.abspath(os.path.expanduser(base))
     request = preferences.InitRequest(
-        data=resolved_data(data, os.getcwd()),
+        data=resolve_data(data, os.getcwd()),
         base=model if os.path.exists(model) else base,
         columns=column_names,
         plain=plain,

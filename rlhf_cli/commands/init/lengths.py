@@ -80,7 +80,7 @@ def fit_lengths(pairs: Sequence[Pair], lengths: Sequence[Length], context: int |
     _report_dropped(pairs, lengths, kept, context, response, longest)
     used = [lengths[i] for i in kept]
     ended = sum(length.chosen <= response for length in used) / len(used)
-    if ended < 1 - MANY:
+    if ended < 1 - WARN_DROPPED_FRACTION:
         text = f"only {percent(ended)} of the chosen answers end within response_length {response}"
         reason = f"the others are longer than half of the {context} positions of the base model"
         terminal.warn("D10", f"{text}: {reason}", where="--data", hint="name a base model with more positions")
@@ -131,7 +131,9 @@ def _report_dropped(
     reasons = " and ".join(f"{count} {reason}" for reason, count in counts.items() if count)
     share = f"{dropped} of {len(pairs)} pairs ({percent(dropped / len(pairs))})"
     too_few = len(split_keys([pairs[i] for i in kept])) < MIN_PROMPTS <= len(split_keys(pairs))
-    hint = _suggest_context(pairs, lengths, context) if too_few or dropped > MANY * len(pairs) else None
+    hint = (
+        _suggest_context(pairs, lengths, context) if too_few or dropped > WARN_DROPPED_FRACTION * len(pairs) else None
+    )
     if too_few or dropped > MAX_DROPPED * len(pairs):
         raise RLHFError("D10", f"{share} do not fit: {reasons}", where="--data", hint=hint)
     terminal.warn("D10", f"{share} left out: {reasons}", where="--data", hint=hint)
@@ -140,7 +142,7 @@ def _report_dropped(
 def _suggest_context(pairs: Sequence[Pair], lengths: Sequence[Length], context: int) -> str:
     """Return a hint with the context length, a power of two times this one, that fits most pairs."""
     longer, kept = context, 0
-    while kept < (1 - MANY) * len(pairs):
+    while kept < (1 - WARN_DROPPED_FRACTION) * len(pairs):
         longer *= 2
         kept = len(_select(lengths, longer)[0])
     share = percent(kept / len(pairs))

@@ -61,11 +61,11 @@ def write_folder(folder: Path, templates: Path, request: InitRequest) -> None:
 
 
 def check_not_taken(folder: Path) -> None:
-    """Raise RLHFError C15 if `folder` holds a file that would be written."""
+    """Raise RLHFError C15 if `folder` holds a file that would be to_yaml."""
     names = [*(f"{stage}.yaml" for stage in STAGES), "data", json_schema.FOLDER]
     if taken := [name for name in names if (folder / name).exists()]:
         text = f"{shown(folder)} already holds {', '.join(taken)}"
-        raise RLHFError("C15", text, hint="nothing was written; name another folder")
+        raise RLHFError("C15", text, hint="nothing was to_yaml; name another folder")
 
 
 def rows_of_files(parts: split.Parts) -> dict[str, list[dict[str, Any]]]:
@@ -101,7 +101,7 @@ def write_configs(
     """Write the YAMLs from the templates of configs/preferences, and load each to validate it."""
     environment = Environment(loader=FileSystemLoader(templates), undefined=StrictUndefined, trim_blocks=True)
     values: dict[str, Any] = {
-        "base": written(base.hub or str(base.path.resolve())),
+        "base": to_yaml(base.hub or str(base.path.resolve())),
         "data": DataSource.of(request.data).shown(),
         "seed": request.seed,
         "style": formatted,
@@ -110,7 +110,10 @@ def write_configs(
         "s": sizes,
     }
     for stage in STAGES:
-        file, text = folder / f"{stage}.yaml", aligned(environment.get_template(f"{stage}.yaml.jinja").render(values))
+        file, text = (
+            folder / f"{stage}.yaml",
+            align_comments(environment.get_template(f"{stage}.yaml.jinja").render(values)),
+        )
         file.write_text(
             json_schema.with_modeline(text, file, folder / json_schema.FOLDER / f"{stage}.json"), encoding="utf-8"
         )

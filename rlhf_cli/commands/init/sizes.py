@@ -65,7 +65,7 @@ def measure_inputs(folder: Path, lengths: Lengths, parts: Parts, rows: Mapping[s
 
 def count_parameters(folder: Path) -> int:
     """Count the parameters in a folder's safetensors headers; for an adapter, those of its base model."""
-    if base := runs.base_of(folder):
+    if base := runs.find_base(folder):
         return count_parameters(base)
     total = 0
     for path in folder.glob("*.safetensors"):

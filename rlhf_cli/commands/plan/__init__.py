@@ -110,7 +110,7 @@ def run(
     plans = []
     with Progress("plan", len(configs), "stage", brief=True) as bar:
         estimates = [estimate.estimate_stage(config, chain, mode, target) for config in configs]
-        libraries = 0 if target.gpu else system.resident()  # before phases run and use memory
+        libraries = 0 if target.gpu else system.process_memory()  # before phases run and use memory
         for stage_estimate in estimates:
             plans.append(_plan(stage_estimate, flops, routed[stage_estimate.config.stage], chain, libraries))
             bar.advance()

@@ -265,7 +265,7 @@ def _eval(
     config: EvalConfig, model_configs: dict[str, Any], lengths: Lengths, mode: str, target: Target, count: Count,
     *, prompts: int, snapshots: int,
 ) -> Found:  # fmt: skip
-    section, ours, uses = config.models, config.eval, hardware.uses(config)
+    section, ours, uses = config.models, config.eval, hardware.models_in_memory(config)
     policies = {u.key: _causal(config, u.key, model_configs, section, count) for u in uses if u.role == "policy"}
     judges = {u.key: _scorer(config, u.key, model_configs, section, count) for u in uses if u.role == "judge"}
     rounds = (len(policies) + bool(section.base)) * len(ours.modes) + snapshots + max(ours.best_of, default=0)
@@ -285,7 +285,7 @@ def _scorer(config: Config, key: str, model_configs: dict[str, Any], section: An
 
 
 def _built(make: Any, config: Config, key: str, model_configs: dict[str, Any], section: Any, count: Count) -> Any:
-    with placed(config.where(key)):
+    with at_location(config.where(key)):
         how = {"dtype": section.dtype, "attn_implementation": section.attn_implementation}
         return make(model_configs[key], **how, device=count.device)
 

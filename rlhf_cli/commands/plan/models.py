@@ -20,8 +20,7 @@ from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import at_location
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
-from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward, setup
-from rlhf_cli.stages import sft as sft_stage
+from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward, setup, sft_setup
 
 MAX_TOKENIZED_ROWS = 5000  # rows of which all are tokenised; of more at most so many, spread over the file
 Certainty = Literal["exact", "about", "at most"]
@@ -86,11 +85,11 @@ def steps_go_by_rows(config: Config) -> bool:
 
 def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
     """The longest row, and the most tokens of a row that the loss counts."""
-    strategy = sft_stage.packing_strategy(config, say=False)
-    rows = sft_stage.read_data(config, "train", tokenizer, strategy, body, sample=MAX_TOKENIZED_ROWS)
+    strategy = sft_setup.packing_strategy(config, log=False)
+    rows = sft_setup.read_data(config, "train", tokenizer, strategy, body, sample=MAX_TOKENIZED_ROWS)
     if strategy:
         lengths = Lengths(1, config.sft.max_length - 1)
-        sequences = sft_stage.sequences(config, rows) * rows.every
+        sequences = sft_setup.sequences(config, rows) * rows.stride
         return replace(_data_size(rows, lengths, "sequences"), rows=sequences, how="about")
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
@@ -99,8 +98,8 @@ def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
 
 
 def _data_size(rows: data.Rows[Any], lengths: Lengths, unit: str) -> DataSize:
-    count, left_out, asked = (number * rows.every for number in (len(rows), rows.left_out, rows.asked))
-    return DataSize(lengths, unit, count, left_out, asked, "exact" if rows.every == 1 else "about")
+    count, left_out, asked = (number * rows.stride for number in (len(rows), rows.num_dropped, rows.num_expected))
+    return DataSize(lengths, unit, count, left_out, asked, "exact" if rows.stride == 1 else "about")
 
 
 def _mean(rows: Iterable[list[int]]) -> float:
@@ -142,7 +141,7 @@ class ModelResolver:
         start = self._fresh(config) if config.model.new else self._named(config, key)
         if start.tokenizer is None:
             return start
-        tokenizer = sft_stage.sft_tokenizer(config, deepcopy(start.tokenizer))
+        tokenizer = sft_setup.prepare_tokenizer(config, deepcopy(start.tokenizer))
         body = deepcopy(start.body)
         text = body.get_text_config()
         text.vocab_size = max(text.vocab_size, len(tokenizer))
@@ -189,18 +188,18 @@ class ModelResolver:
         parent = runs.open_reference(config, reference, hashed=False)
         with at_location(config.where(reference.key)):
             body = read_config(parent.model, self.options.trust_remote_code)
-        return ModelSpec(body, setup.tokenizer(config, self.options, parent))
+        return ModelSpec(body, setup.load_tokenizer(config, self.options, parent))
 
     def _fresh(self, config: SFTConfig) -> ModelSpec:
         """model.new: a tokenizer of the first rows alone, whose rows are somewhat longer."""
         assert config.model.new
         wanted = config.model.new.tokenizer.vocab_size
-        body = sft_stage.new_body(config, wanted)
+        body = sft_setup.new_body(config, wanted)
         if self.prompt is not None:
             return ModelSpec(body, None)
-        source = config.sources()[sft_stage.TRAINED_ON]
+        source = config.sources()[sft_setup.TRAINED_ON]
         most = min(TOKENIZER_ROWS, source.max_rows or TOKENIZER_ROWS)
-        with placed(config.where("model.new.tokenizer")):
+        with at_location(config.where("model.new.tokenizer")):
             tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=most), wanted)
         return ModelSpec(body, tokenizer, exact=next(islice(read_rows(source), most, None), None) is None)
 
