@@ -16,9 +16,9 @@ from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.commands import chat
 from rlhf_cli.commands.chat import COMMANDS
-from rlhf_cli.commands.chat.generate import Form, Numbers, Reply, Sampling, Turn
-from rlhf_cli.commands.chat.models import cast
-from rlhf_cli.commands.chat.session import Talk
+from rlhf_cli.commands.chat.generate import PromptFormat, Reply, ReplyMetrics, SamplingParams, Turn
+from rlhf_cli.commands.chat.models import resolve_models
+from rlhf_cli.commands.chat.session import ChatSession
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
@@ -42,10 +42,10 @@ def piped(*arguments: object, said: str = "what is a cat?\n") -> Result:
     return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=said)
 
 
-def opened(folder: Path, **wishes: Any) -> Talk:
+def opened(folder: Path, **wishes: Any) -> ChatSession:
     """All of a chat but the talking."""
-    found = cast(folder, wishes.pop("stage", None), wishes.pop("step", "last"), wishes.pop("compare", None))
-    return chat._load(found, chat._sampling(found.config, chat.Wishes(**wishes)), Options())
+    found = resolve_models(folder, wishes.pop("stage", None), wishes.pop("step", "last"), wishes.pop("compare", None))
+    return chat._load(found, chat._sampling(found.config, chat.ChatOptions(**wishes)), Options())
 
 
 def refused(result: Result, code: str, *says: str, exit_code: int = 2) -> bool:
@@ -63,7 +63,7 @@ def tree(folder: Path) -> dict[str, str]:
 def test_the_page_tells_every_command() -> None:
     page = (Path(__file__).parent.parent / "docs/commands.md").read_text(encoding="utf-8")
     for name, command in COMMANDS.items():
-        assert f"`/{name} {command.takes}`".replace(" `", "`") in page, name
+        assert f"`/{name} {command.argument}`".replace(" `", "`") in page, name
 
 
 # The numbers
@@ -71,17 +71,17 @@ def test_the_page_tells_every_command() -> None:
 
 def test_the_numbers_are_the_evaluations(run: Path) -> None:
     """Each stored answer drawn again by chat's own engine, and scored by chat's own judge."""
-    talk = opened(run, compare="sft,ppo")
+    session = opened(run, compare="sft,ppo")
     stored = [row for row in lines(run / "eval/samples.jsonl") if row["mode"] == "sampled"]
     assert {row["model"] for row in stored} == {"sft", "ppo"} and any(abs(row["kl"]) > 0.1 for row in stored)
     for row in stored:
-        voice = next(voice for voice in talk.voices if voice.name == row["model"])
-        ids = talk.form.encode(row["prompt"])
+        model = next(model for model in session.models if model.name == row["model"])
+        ids = session.prompt_format.encode(row["prompt"])
         asked = Prompts.from_lists([ids])
         asked = replace(asked, seeds=(derive_seed(0, "eval/sampled", 0, row["index"]),), response_length=12)
-        response = list(HFEngine(voice.model, talk.stop_token_id, 0, talk.how.temperature).stream(asked))
-        assert talk.form.tokenizer.decode(response, skip_special_tokens=True) == row["response"]
-        numbers = talk.judge.numbers(voice.model, row["prompt"], ids, response)
+        response = list(HFEngine(model.model, session.stop_token_id, 0, session.sampling.temperature).stream(asked))
+        assert session.prompt_format.tokenizer.decode(response, skip_special_tokens=True) == row["response"]
+        numbers = session.scorer.score(model.model, row["prompt"], ids, response)
         assert numbers.scores == pytest.approx(row["scores"], abs=1e-5) and numbers.total is None
         assert (numbers.kl or 0.0) == pytest.approx(row["kl"], abs=1e-5)
         assert (numbers.kl is None) == (row["model"] == "sft")  # 0 by definition
@@ -132,13 +132,13 @@ REFUSES += "{% endfor %}"
 IGNORES = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-def form(chat_origin: Path, written: str | None, template: str | None = None) -> Form:
+def form(chat_origin: Path, written: str | None, template: str | None = None) -> PromptFormat:
     tokenizer = tokenizers.load_tokenizer(chat_origin / "sft/model", chat_template=template)
-    return Form.of(written, tokenizer)
+    return PromptFormat.detect(written, tokenizer)
 
 
 def turns() -> list[Turn]:
-    how = Sampling(1.0, 9, 0)
+    how = SamplingParams(1.0, 9, 0)
     return [Turn(said, {"ppo": Reply(reply, 3, True, False, 1.0, how)}) for said, reply in SAID[:1]]
 
 
@@ -176,19 +176,19 @@ def test_a_prompt_has_the_ids_that_ppo_would_read(
     jsonl.write_jsonl(tmp_path / "prompts.jsonl", [row])
     made = form(chat_origin, data.prompt_form(tmp_path / "prompts.jsonl"), template)
     (wanted,) = data.prompt_rows(tmp_path / "prompts.jsonl", made.tokenizer, max_length=None)
-    before = turns() if made.has_turns else []
+    before = turns() if made.is_multi_turn else []
     if "Assistant: ok" in str(row):
         reply = replace(before[0].replies["ppo"], text="ok")
         before = [replace(before[0], replies={"ppo": reply})]
     system = "Be kind." if "messages" in row else None
     prompt = made.prompt(system, before, "ppo", "And now?")
     assert made.kind == kind and made.encode(prompt) == wanted.ids
-    assert made.prompt(system, before, "sft", "And now?") != prompt or not made.has_turns  # to each its own turns
+    assert made.prompt(system, before, "sft", "And now?") != prompt or not made.is_multi_turn  # to each its own turns
 
 
 @pytest.mark.parametrize(("template", "takes"), [("chatml", True), (REFUSES, False), (IGNORES, False), (None, False)])
 def test_whether_a_system_prompt_reaches_the_model(chat_origin: Path, template: str | None, takes: bool) -> None:
-    assert form(chat_origin, None, template).takes_system is takes
+    assert form(chat_origin, None, template).supports_system_prompt is takes
 
 
 def test_what_the_trainings_prompts_were_is_unknown(chat_origin: Path) -> None:
@@ -345,14 +345,14 @@ def test_the_first_error_ends_it(run: Path) -> None:
 def test_a_reward_that_fails_is_told_and_ends_nothing_at_a_terminal(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = opened(run)
-    talk.judge.sources["reward"] = lambda rollout: float("nan")
+    session = opened(run)
+    session.scorer.sources["reward"] = lambda rollout: float("nan")
     with pytest.raises(RLHFError, match="gave nan"):
-        talk.say("a")
-    talk.live = True
-    talk.say("a")
-    assert "error[R05]: reward `reward` gave nan" in capsys.readouterr().err and len(talk.turns) == 1
-    assert talk.turns[0].replies["ppo"].numbers == Numbers()
+        session.send("a")
+    session.live = True
+    session.send("a")
+    assert "error[R05]: reward `reward` gave nan" in capsys.readouterr().err and len(session.turns) == 1
+    assert session.turns[0].replies["ppo"].metrics == ReplyMetrics()
 
 
 def interrupted(after: int) -> Any:
@@ -366,39 +366,39 @@ def interrupted(after: int) -> Any:
 
 
 def test_ctrl_c_keeps_what_was_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    talk = opened(run, compare="sft,ppo")
+    session = opened(run, compare="sft,ppo")
     monkeypatch.setattr(HFEngine, "stream", interrupted(3))
     with pytest.raises(KeyboardInterrupt):  # through a pipe it ends the command
-        talk.say("a")
-    talk.live = True
-    talk.say("a")
-    assert talk.stopped and [list(turn.replies) for turn in talk.turns] == [["sft"]]  # the other was not asked any more
-    (reply,) = talk.turns[0].replies.values()
-    assert (reply.length, reply.ended, reply.stopped) == (3, False, True) and "reward" in reply.numbers.scores
+        session.send("a")
+    session.live = True
+    session.send("a")
+    assert session.stopped and [list(turn.replies) for turn in session.turns] == [["sft"]]
+    (reply,) = session.turns[0].replies.values()
+    assert (reply.length, reply.ended, reply.stopped) == (3, False, True) and "reward" in reply.metrics.scores
     monkeypatch.setattr(HFEngine, "stream", interrupted(0))
-    talk.say("b")
-    talk.retry()
-    assert [turn.said for turn in talk.turns] == ["a"] and talk.turns[0].replies == {"sft": reply}
+    session.send("b")
+    session.retry()
+    assert [turn.prompt for turn in session.turns] == ["a"] and session.turns[0].replies == {"sft": reply}
 
     def impatient(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(talk.judge, "numbers", impatient)
+    monkeypatch.setattr(session.scorer, "score", impatient)
     monkeypatch.setattr(HFEngine, "stream", interrupted(3))
     with pytest.raises(KeyboardInterrupt):  # the second one
-        talk.say("c")
+        session.send("c")
     monkeypatch.setattr(HFEngine, "stream", lambda *_: iter([30]))
-    talk.say("c")
-    assert talk.turns[-1].replies["sft"].numbers == Numbers() and talk.turns[-1].said == "c"
+    session.send("c")
+    assert session.turns[-1].replies["sft"].metrics == ReplyMetrics() and session.turns[-1].prompt == "c"
 
 
 def test_a_reply_has_the_room_that_the_context_leaves(run: Path) -> None:
-    talk = opened(run, stage="sft", temperature=0.0, max_new_tokens=9)
+    session = opened(run, stage="sft", temperature=0.0, max_new_tokens=9)
     for room in (9, 4):
         said = "Z" * (CONTEXT - room)  # a token each: the tokenizer has never seen one
-        assert len(talk.form.encode(said)) == CONTEXT - room
-        talk.say(said)
-    assert [turn.replies["sft"].length for turn in talk.turns] == [9, 4]
+        assert len(session.prompt_format.encode(said)) == CONTEXT - room
+        session.send(said)
+    assert [turn.replies["sft"].length for turn in session.turns] == [9, 4]
 
 
 # Which models

@@ -191,9 +191,9 @@ def chat(
     with heavy_imports():
         from rlhf_cli.commands import chat
 
-    wishes = chat.Wishes(stage, step, compare, temperature, max_new_tokens, seed)
+    chat_options = chat.ChatOptions(stage, step, compare, temperature, max_new_tokens, seed)
     with system.explained(folder):
-        chat.run(folder, wishes, Options(trust_remote_code=trust_remote_code, debug=debug))
+        chat.run(folder, chat_options, Options(trust_remote_code=trust_remote_code, debug=debug))
 
 
 def verify(
