@@ -205,9 +205,9 @@ def test_a_conversation_goes_on_and_is_saved_as_messages(chats: Path, tmp_path: 
     said = f"/system Be kind.\nHello.\n/max 4\nAnd now?\n/retry\n/save {tmp_path / 'said.jsonl'}\n/clear\nAnd now?\n"
     result = piped(chats, said=said)
     assert result.exit_code == 0, result.output
-    assert "no PPO policy: none was begun, so the SFT model answers" in result.stderr
-    assert "prompts: the chat template, with what was said before" in result.stderr
-    assert "temperature 0.7, at most 53 tokens, as PPO has it" in result.stderr  # there is no ppo.yaml
+    assert "no PPO policy: PPO was not started, so the SFT model replies" in result.stderr
+    assert "prompts: the chat template, with the earlier turns" in result.stderr
+    assert "temperature 0.7, at most 53 tokens, as in PPO" in result.stderr  # there is no ppo.yaml
     ((_, row),) = jsonl.read_jsonl(tmp_path / "said.jsonl")
     contents = [message["content"] for message in row["messages"]]
     assert contents[::2] == ["Be kind.", contents[2], contents[4]] and contents[1:4:2] == ["Hello.", "And now?"]
@@ -222,7 +222,7 @@ def test_a_conversation_goes_on_and_is_saved_as_messages(chats: Path, tmp_path: 
 
 def test_without_a_template_what_is_saved_is_prompts_and_completions(run: Path) -> None:
     result = piped(run, "--compare", "sft,ppo", said="a\nb\n/undo\n/save said.jsonl\n/save said.jsonl\n")
-    assert refused(result, "C15", "said.jsonl is there already; nothing is overwritten")
+    assert refused(result, "C15", "said.jsonl exists already and is not overwritten")
     saved = lines(Path("said.jsonl"))
     assert [(row["prompt"], row["chat"]["model"], "kl" in row["chat"]) for row in saved] == [
         ("a", "sft", False),
@@ -239,7 +239,7 @@ def test_a_talk(run: Path, tmp_path: Path) -> None:
     before = tree(run)
     with Terminal(run, cwd=tmp_path) as at:
         opening = at.until(PROMPT).replace("\r\n", " ")
-        assert "ppo: run/ppo after update 4" in opening and "temperature 0.7, at most 12 tokens, as PPO" in opening
+        assert "ppo: run/ppo after update 4" in opening and "temperature 0.7, at most 12 tokens, as in PPO" in opening
         assert "reward (run/reward), KL from run/sft at temperature 0.7, in nats" in opening
         told = at.type("what is a cat?\r")
         assert "\x1b[2mreward " in told and "  KL " in told and "tokens/s\x1b[0m" in told  # dim
@@ -259,7 +259,7 @@ def test_a_talk(run: Path, tmp_path: Path) -> None:
         assert "3 tokens, cut off" in at.type("\x1b[200~pasted\n/twice\x1b[201~\r")
         assert "3 tokens, cut off" in at.type("/retry\r")
         assert "saved: said.jsonl, 4 rows" in at.type("/save said.jsonl\r")
-        assert "is there already; nothing is overwritten" in at.type("/save said.jsonl\r")
+        assert "exists already and is not overwritten" in at.type("/save said.jsonl\r")
         at.type("half a li", "half a li")
         assert "Ctrl-C again, Ctrl-D or /quit ends the chat" in at.type("\x03")
         assert at.ends("\x04") == 0
@@ -332,14 +332,14 @@ def test_the_first_error_ends_it(run: Path) -> None:
     assert refused(said("/max 0\n"), "C06", "/max 0: a whole number from 1 up is needed")
     assert refused(said("/seed 4294967296\n"), "C06", "from 0 to 4294967295")
     assert refused(said("/temp nan\n"), "C06", "/temp nan: a number from 0 up is needed")
-    assert refused(said("/retry\n"), "C11", "/retry: nothing was said yet")
-    assert refused(said("/clear all\n"), "C11", "/clear takes nothing behind it")
+    assert refused(said("/retry\n"), "C11", "/retry: the conversation is empty")
+    assert refused(said("/clear all\n"), "C11", "/clear takes no argument: all")
     assert refused(said("/system Be kind.\n"), "C11", "there is no chat template to take it")
     assert refused(said("a\n/save nowhere/said.jsonl\n"), "E03", "nowhere/said.jsonl cannot be written")
     assert refused(said("a\n/save ~nobody/\0\n"), "E03", "cannot be written: ")
     assert refused(said(b"a\ncaf\xe9\n"), "D04", "stdin:2: byte 0xE9 at position 4")
-    assert refused(said('a\n"""b\n'), "C11", "stdin:2: the prompt that begins here has no")
-    assert refused(said("cat " * CONTEXT), "C13", f"and ppo reads {CONTEXT} with its reply", "/clear")
+    assert refused(said('a\n"""b\n'), "C11", "stdin:2: the prompt that starts here has no closing")
+    assert refused(said("cat " * CONTEXT), "C13", f"and the context of ppo has {CONTEXT}, reply included", "/clear")
 
 
 def test_a_reward_that_fails_is_told_and_ends_nothing_at_a_terminal(
@@ -429,10 +429,10 @@ def test_what_is_not_as_it_was_in_training_is_left_out_and_said(
     shutil.rmtree("reward_model")
     told = numbers()
     assert "no short: judges.py has changed since PPO was trained with it" in told
-    assert "no KL: sft_model is not the model any more that PPO was trained with" in told
+    assert "no KL: sft_model is no longer the model that PPO was trained with" in told
     assert "no reward: rewards.reward.model: no such folder reward_model" in told
     assert "below each reply" not in told and told.splitlines()[-1].split(" tok")[0].isdecimal()  # a length is left
-    assert refused(piped(".", "--compare", "sft,ppo"), "M10", "is not the model any more")
+    assert refused(piped(".", "--compare", "sft,ppo"), "M10", "is no longer the model")
     assert refused(piped(".", "--stage", "sft"), "M01", "holds no sft stage")
 
 
@@ -441,10 +441,10 @@ def test_what_cannot_be_talked_to(run: Path) -> None:
     assert refused(piped(run, "--step", "99"), "C06", "run/ppo keeps no policy of that step", "there are ")
     assert refused(piped(run, "--step", "best"), "C07", "--step best: not last, selected or a number")
     assert refused(piped(run, "--step", "selected"), "C06", "picked no policy")
-    assert refused(piped(run, "--stage", "reward"), "C11", "run/reward is a reward model, which writes no text")
+    assert refused(piped(run, "--stage", "reward"), "C11", "run/reward is a reward model, which generates no text")
     assert refused(piped(run, "--compare", "sft,pp"), "C07", "pp is not one of sft, ppo", "did you mean ppo?")
-    assert refused(piped(run, "--compare", "ppo,ppo"), "C11", "two different models are compared")
-    assert refused(piped(run, "--compare", "sft,ppo", "--stage", "sft"), "C11", "each say which models answer")
+    assert refused(piped(run, "--compare", "ppo,ppo"), "C11", "name two different models")
+    assert refused(piped(run, "--compare", "sft,ppo", "--stage", "sft"), "C11", "both select the models")
     assert refused(piped(run, "--temperature", "inf"), "C06", "--temperature inf: a number from 0 up")
     assert refused(piped(run, "--temperature", "-1"), "C11", "--temperature")
     (run / "ppo/manifest.json").unlink()

@@ -218,8 +218,8 @@ def verify(
     from rlhf_cli.config.base import Options
 
     with heavy_imports():
-        from rlhf_cli.commands import verify as replay
+        from rlhf_cli.commands import verify as verify_command
 
     with system.explained(folder):
-        code = replay.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
+        code = verify_command.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
     raise typer.Exit(code)

@@ -94,7 +94,7 @@ def run_command(session: ChatSession, line: str) -> bool:
     return True
 
 
-def number(kind: type[Number], name: str, text: str, minimum: Number, maximum: Number | None = None) -> Number:
+def parse_number(kind: type[Number], name: str, text: str, minimum: Number, maximum: Number | None = None) -> Number:
     """Parse a number between `minimum` and `maximum`. Raises RLHFError C06 for any other text."""
     try:
         value = kind(text)
@@ -125,7 +125,7 @@ def _system(session: ChatSession, text: str) -> None:
 
 def _temp(session: ChatSession, text: str) -> None:
     if text:
-        session.sampling = replace(session.sampling, temperature=number(float, "/temp", text, 0.0))
+        session.sampling = replace(session.sampling, temperature=parse_number(float, "/temp", text, 0.0))
     terminal.say(
         f"temperature {session.sampling.temperature:g}"
         + ("" if session.sampling.temperature else ": the most likely tokens")
@@ -134,13 +134,15 @@ def _temp(session: ChatSession, text: str) -> None:
 
 def _max(session: ChatSession, text: str) -> None:
     if text:
-        session.sampling = replace(session.sampling, max_new_tokens=number(int, "/max", text, 1))
+        session.sampling = replace(session.sampling, max_new_tokens=parse_number(int, "/max", text, 1))
     terminal.say(f"at most {session.sampling.max_new_tokens} tokens")
 
 
 def _seed(session: ChatSession, text: str) -> None:
     if text:
-        session.sampling = replace(session.sampling, seed=number(int, "/seed", text, 0, SEED_COUNT - 1), reply_index=0)
+        session.sampling = replace(
+            session.sampling, seed=parse_number(int, "/seed", text, 0, SEED_COUNT - 1), reply_index=0
+        )
     terminal.say(f"seed {session.sampling.seed}, {session.sampling.reply_index} replies sampled")
 
 
