@@ -12,9 +12,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_cli.commands.convert.options import home
-from rlhf_cli.commands.convert.rules import OURS, SIZES
-from rlhf_cli.commands.convert.versions import HABITS, OPTIONS, Option
+from rlhf_cli.commands.convert.options import target_key
+from rlhf_cli.commands.convert.rules import BATCH_KEYS, BATCH_OPTIONS
+from rlhf_cli.commands.convert.versions import FIXED_BEHAVIOR, OPTIONS, Option
 from rlhf_cli.config.aliases import FOREIGN
 from rlhf_cli.config.yaml_io import written
 
@@ -52,7 +52,7 @@ def _table(found: re.Match[str]) -> Iterator[str]:
         yield from (_option(name, option, version) for name, option in OPTIONS[version].items())
     elif what == "habits":
         yield from ("| here | value | what TRL did |", "|---|---|---|")
-        for key, (value, why) in HABITS[version].items():
+        for key, (value, why) in FIXED_BEHAVIOR[version].items():
             yield f"| `{_short(key)}` | {written(value)} | {why} |"
     else:
         reasons: dict[str, list[str]] = {}
@@ -64,9 +64,9 @@ def _table(found: re.Match[str]) -> Iterator[str]:
 
 
 def _option(name: str, option: Option, version: str) -> str:
-    key, foreign = home(name), FOREIGN.get(name)
-    if name in SIZES[version]:
-        key, foreign = OURS[SIZES[version].index(name)], None
+    key, foreign = target_key(name), FOREIGN.get(name)
+    if name in BATCH_OPTIONS[version]:
+        key, foreign = BATCH_KEYS[BATCH_OPTIONS[version].index(name)], None
     words = ", ".join(f"{old} is {new}" for old, new in foreign.words.items() if old != new) if foreign else ""
     remarks = ["computed by TRL itself"] if option.computed else [foreign.why if foreign else "", words, option.remark]
     here = f"`{_short(key)}`" if key and not option.computed else "-"
