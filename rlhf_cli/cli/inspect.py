@@ -127,9 +127,11 @@ def export(
         from rlhf_cli.commands import export
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
-    to = export.Repository(push, public) if push is not None else None
+    repository = export.Repository(push, public) if push is not None else None
     with system.explained(out or folder):
-        export.run(folder, out, options, stage=stage, step=step, dtype=dtype, to=to, show_prompt=show_prompt)
+        export.run(
+            folder, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt
+        )
 
 
 def chat(
