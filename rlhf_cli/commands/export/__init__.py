@@ -238,7 +238,8 @@ def _check_room(model: Parent, target: Path, dtype: torch.dtype) -> None:
     count = hardware.numbers(model)
     needed, available = count * hardware.WEIGHT, system.memory()
     if needed > available:
-        text = f"{count:,} parameters need at least {system.size(needed)} of memory, {system.size(available)} are available"
+        limit = f"{system.size(available)} are available"
+        text = f"{count:,} parameters need at least {system.size(needed)} of memory, {limit}"
         raise RLHFError("E03", text, where=shown(model.path), hint="use a larger machine: a GPU is not needed")
     needed, free = count * dtype.itemsize, system.free(target)
     if free is not None and needed > free:
