@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlhf_cli.commands.convert.options import home
-from rlhf_cli.commands.convert.rules import OURS, SIZES
-from rlhf_cli.commands.convert.versions import HABITS, OPTIONS, Option
-from rlhf_cli.config.aliases import ALIASES
-from rlhf_cli.config.yaml_io import to_yaml
+from rlhf_cli.commands.convert.options import target_key
+from rlhf_cli.commands.convert.rules import BATCH_KEYS, BATCH_OPTIONS
+from rlhf_cli.commands.convert.versions import FIXED_BEHAVIOR, OPTIONS, Option
+from rlhf_cli.config.aliases import FOREIGN
+from rlhf_cli.config.yaml_io import written
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/trl-options.md"
@@ -52,8 +52,8 @@ def _table(found: re.Match[str]) -> Iterator[str]:
         yield from (_option(name, option, version) for name, option in OPTIONS[version].items())
     elif what == "habits":
         yield from ("| here | value | what TRL did |", "|---|---|---|")
-        for key, (value, why) in HABITS[version].items():
-            yield f"| `{_short(key)}` | {to_yaml(value)} | {why} |"
+        for key, (value, why) in FIXED_BEHAVIOR[version].items():
+            yield f"| `{_short(key)}` | {written(value)} | {why} |"
     else:
         reasons: dict[str, list[str]] = {}
         for name, alias in ALIASES.items():
@@ -64,11 +64,11 @@ def _table(found: re.Match[str]) -> Iterator[str]:
 
 
 def _option(name: str, option: Option, version: str) -> str:
-    key, alias = home(name), ALIASES.get(name)
-    if name in SIZES[version]:
-        key, alias = OURS[SIZES[version].index(name)], None
-    words = ", ".join(f"{old} is {new}" for old, new in alias.values.items() if old != new) if alias else ""
-    remarks = ["computed by TRL itself"] if option.computed else [alias.note if alias else "", words, option.remark]
+    key, foreign = target_key(name), FOREIGN.get(name)
+    if name in BATCH_OPTIONS[version]:
+        key, foreign = BATCH_KEYS[BATCH_OPTIONS[version].index(name)], None
+    words = ", ".join(f"{old} is {new}" for old, new in foreign.words.items() if old != new) if foreign else ""
+    remarks = ["computed by TRL itself"] if option.computed else [foreign.why if foreign else "", words, option.remark]
     here = f"`{_short(key)}`" if key and not option.computed else "-"
     return f"| `{name}` | {to_yaml(option.default)} | {here} | {'; '.join(filter(None, remarks))} |"
 

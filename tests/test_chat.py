@@ -16,9 +16,9 @@ from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.commands import chat
 from rlhf_cli.commands.chat import COMMANDS
-from rlhf_cli.commands.chat.generate import Form, Numbers, Reply, Sampling, Turn
-from rlhf_cli.commands.chat.models import cast
-from rlhf_cli.commands.chat.session import Talk
+from rlhf_cli.commands.chat.generate import PromptFormat, Reply, ReplyMetrics, SamplingParams, Turn
+from rlhf_cli.commands.chat.models import resolve_models
+from rlhf_cli.commands.chat.session import ChatSession
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.errors import RLHFError
@@ -42,10 +42,10 @@ def piped(*arguments: object, said: str = "what is a cat?\n") -> Result:
     return CliRunner().invoke(app, ["chat", *map(str, arguments)], input=said)
 
 
-def opened(folder: Path, **wishes: Any) -> Talk:
+def opened(folder: Path, **wishes: Any) -> ChatSession:
     """All of a chat but the talking."""
-    found = cast(folder, wishes.pop("stage", None), wishes.pop("step", "last"), wishes.pop("compare", None))
-    return chat._load(found, chat._sampling(found.config, chat.Wishes(**wishes)), Options())
+    found = resolve_models(folder, wishes.pop("stage", None), wishes.pop("step", "last"), wishes.pop("compare", None))
+    return chat._load(found, chat._sampling(found.config, chat.ChatOptions(**wishes)), Options())
 
 
 def refused(result: Result, code: str, *says: str, exit_code: int = 2) -> bool:
@@ -63,7 +63,7 @@ def tree(folder: Path) -> dict[str, str]:
 def test_the_page_tells_every_command() -> None:
     page = (Path(__file__).parent.parent / "docs/commands.md").read_text(encoding="utf-8")
     for name, command in COMMANDS.items():
-        assert f"`/{name} {command.takes}`".replace(" `", "`") in page, name
+        assert f"`/{name} {command.argument}`".replace(" `", "`") in page, name
 
 
 # The numbers
@@ -71,17 +71,17 @@ def test_the_page_tells_every_command() -> None:
 
 def test_the_numbers_are_the_evaluations(run: Path) -> None:
     """Each stored answer drawn again by chat's own engine, and scored by chat's own judge."""
-    talk = opened(run, compare="sft,ppo")
+    session = opened(run, compare="sft,ppo")
     stored = [row for row in lines(run / "eval/samples.jsonl") if row["mode"] == "sampled"]
     assert {row["model"] for row in stored} == {"sft", "ppo"} and any(abs(row["kl"]) > 0.1 for row in stored)
     for row in stored:
-        voice = next(voice for voice in talk.voices if voice.name == row["model"])
-        ids = talk.form.encode(row["prompt"])
+        model = next(model for model in session.models if model.name == row["model"])
+        ids = session.prompt_format.encode(row["prompt"])
         asked = Prompts.from_lists([ids])
         asked = replace(asked, seeds=(derive_seed(0, "eval/sampled", 0, row["index"]),), response_length=12)
-        response = list(HFEngine(voice.model, talk.stop_token_id, 0, talk.how.temperature).stream(asked))
-        assert talk.form.tokenizer.decode(response, skip_special_tokens=True) == row["response"]
-        numbers = talk.judge.numbers(voice.model, row["prompt"], ids, response)
+        response = list(HFEngine(model.model, session.stop_token_id, 0, session.sampling.temperature).stream(asked))
+        assert session.prompt_format.tokenizer.decode(response, skip_special_tokens=True) == row["response"]
+        numbers = session.scorer.score(model.model, row["prompt"], ids, response)
         assert numbers.scores == pytest.approx(row["scores"], abs=1e-5) and numbers.total is None
         assert (numbers.kl or 0.0) == pytest.approx(row["kl"], abs=1e-5)
         assert (numbers.kl is None) == (row["model"] == "sft")  # 0 by definition
@@ -132,13 +132,13 @@ REFUSES += "{% endfor %}"
 IGNORES = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-def form(chat_origin: Path, written: str | None, template: str | None = None) -> Form:
+def form(chat_origin: Path, written: str | None, template: str | None = None) -> PromptFormat:
     tokenizer = tokenizers.load_tokenizer(chat_origin / "sft/model", chat_template=template)
-    return Form.of(written, tokenizer)
+    return PromptFormat.detect(written, tokenizer)
 
 
 def turns() -> list[Turn]:
-    how = Sampling(1.0, 9, 0)
+    how = SamplingParams(1.0, 9, 0)
     return [Turn(said, {"ppo": Reply(reply, 3, True, False, 1.0, how)}) for said, reply in SAID[:1]]
 
 
@@ -176,19 +176,19 @@ def test_a_prompt_has_the_ids_that_ppo_would_read(
     jsonl.write_jsonl(tmp_path / "prompts.jsonl", [row])
     made = form(chat_origin, data.prompt_form(tmp_path / "prompts.jsonl"), template)
     (wanted,) = data.prompt_rows(tmp_path / "prompts.jsonl", made.tokenizer, max_length=None)
-    before = turns() if made.has_turns else []
+    before = turns() if made.is_multi_turn else []
     if "Assistant: ok" in str(row):
         reply = replace(before[0].replies["ppo"], text="ok")
         before = [replace(before[0], replies={"ppo": reply})]
     system = "Be kind." if "messages" in row else None
     prompt = made.prompt(system, before, "ppo", "And now?")
     assert made.kind == kind and made.encode(prompt) == wanted.ids
-    assert made.prompt(system, before, "sft", "And now?") != prompt or not made.has_turns  # to each its own turns
+    assert made.prompt(system, before, "sft", "And now?") != prompt or not made.is_multi_turn  # to each its own turns
 
 
 @pytest.mark.parametrize(("template", "takes"), [("chatml", True), (REFUSES, False), (IGNORES, False), (None, False)])
 def test_whether_a_system_prompt_reaches_the_model(chat_origin: Path, template: str | None, takes: bool) -> None:
-    assert form(chat_origin, None, template).takes_system is takes
+    assert form(chat_origin, None, template).supports_system_prompt is takes
 
 
 def test_what_the_trainings_prompts_were_is_unknown(chat_origin: Path) -> None:
@@ -205,9 +205,9 @@ def test_a_conversation_goes_on_and_is_saved_as_messages(chats: Path, tmp_path: 
     said = f"/system Be kind.\nHello.\n/max 4\nAnd now?\n/retry\n/save {tmp_path / 'said.jsonl'}\n/clear\nAnd now?\n"
     result = piped(chats, said=said)
     assert result.exit_code == 0, result.output
-    assert "no PPO policy: none was begun, so the SFT model answers" in result.stderr
-    assert "prompts: the chat template, with what was said before" in result.stderr
-    assert "temperature 0.7, at most 53 tokens, as PPO has it" in result.stderr  # there is no ppo.yaml
+    assert "no PPO policy: PPO was not started, so the SFT model replies" in result.stderr
+    assert "prompts: the chat template, with the earlier turns" in result.stderr
+    assert "temperature 0.7, at most 53 tokens, as in PPO" in result.stderr  # there is no ppo.yaml
     ((_, row),) = jsonl.read_jsonl(tmp_path / "said.jsonl")
     contents = [message["content"] for message in row["messages"]]
     assert contents[::2] == ["Be kind.", contents[2], contents[4]] and contents[1:4:2] == ["Hello.", "And now?"]
@@ -222,7 +222,7 @@ def test_a_conversation_goes_on_and_is_saved_as_messages(chats: Path, tmp_path: 
 
 def test_without_a_template_what_is_saved_is_prompts_and_completions(run: Path) -> None:
     result = piped(run, "--compare", "sft,ppo", said="a\nb\n/undo\n/save said.jsonl\n/save said.jsonl\n")
-    assert refused(result, "C15", "said.jsonl is there already; nothing is overwritten")
+    assert refused(result, "C15", "said.jsonl exists already and is not overwritten")
     saved = lines(Path("said.jsonl"))
     assert [(row["prompt"], row["chat"]["model"], "kl" in row["chat"]) for row in saved] == [
         ("a", "sft", False),
@@ -239,7 +239,7 @@ def test_a_talk(run: Path, tmp_path: Path) -> None:
     before = tree(run)
     with Terminal(run, cwd=tmp_path) as at:
         opening = at.until(PROMPT).replace("\r\n", " ")
-        assert "ppo: run/ppo after update 4" in opening and "temperature 0.7, at most 12 tokens, as PPO" in opening
+        assert "ppo: run/ppo after update 4" in opening and "temperature 0.7, at most 12 tokens, as in PPO" in opening
         assert "reward (run/reward), KL from run/sft at temperature 0.7, in nats" in opening
         told = at.type("what is a cat?\r")
         assert "\x1b[2mreward " in told and "  KL " in told and "tokens/s\x1b[0m" in told  # dim
@@ -259,7 +259,7 @@ def test_a_talk(run: Path, tmp_path: Path) -> None:
         assert "3 tokens, cut off" in at.type("\x1b[200~pasted\n/twice\x1b[201~\r")
         assert "3 tokens, cut off" in at.type("/retry\r")
         assert "saved: said.jsonl, 4 rows" in at.type("/save said.jsonl\r")
-        assert "is there already; nothing is overwritten" in at.type("/save said.jsonl\r")
+        assert "exists already and is not overwritten" in at.type("/save said.jsonl\r")
         at.type("half a li", "half a li")
         assert "Ctrl-C again, Ctrl-D or /quit ends the chat" in at.type("\x03")
         assert at.ends("\x04") == 0
@@ -332,27 +332,27 @@ def test_the_first_error_ends_it(run: Path) -> None:
     assert refused(said("/max 0\n"), "C06", "/max 0: a whole number from 1 up is needed")
     assert refused(said("/seed 4294967296\n"), "C06", "from 0 to 4294967295")
     assert refused(said("/temp nan\n"), "C06", "/temp nan: a number from 0 up is needed")
-    assert refused(said("/retry\n"), "C11", "/retry: nothing was said yet")
-    assert refused(said("/clear all\n"), "C11", "/clear takes nothing behind it")
+    assert refused(said("/retry\n"), "C11", "/retry: the conversation is empty")
+    assert refused(said("/clear all\n"), "C11", "/clear takes no argument: all")
     assert refused(said("/system Be kind.\n"), "C11", "there is no chat template to take it")
     assert refused(said("a\n/save nowhere/said.jsonl\n"), "E03", "nowhere/said.jsonl cannot be written")
     assert refused(said("a\n/save ~nobody/\0\n"), "E03", "cannot be written: ")
     assert refused(said(b"a\ncaf\xe9\n"), "D04", "stdin:2: byte 0xE9 at position 4")
-    assert refused(said('a\n"""b\n'), "C11", "stdin:2: the prompt that begins here has no")
-    assert refused(said("cat " * CONTEXT), "C13", f"and ppo reads {CONTEXT} with its reply", "/clear")
+    assert refused(said('a\n"""b\n'), "C11", "stdin:2: the prompt that starts here has no closing")
+    assert refused(said("cat " * CONTEXT), "C13", f"and the context of ppo has {CONTEXT}, reply included", "/clear")
 
 
 def test_a_reward_that_fails_is_told_and_ends_nothing_at_a_terminal(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk = opened(run)
-    talk.judge.sources["reward"] = lambda rollout: float("nan")
+    session = opened(run)
+    session.scorer.sources["reward"] = lambda rollout: float("nan")
     with pytest.raises(RLHFError, match="gave nan"):
-        talk.say("a")
-    talk.live = True
-    talk.say("a")
-    assert "error[R05]: reward `reward` gave nan" in capsys.readouterr().err and len(talk.turns) == 1
-    assert talk.turns[0].replies["ppo"].numbers == Numbers()
+        session.send("a")
+    session.live = True
+    session.send("a")
+    assert "error[R05]: reward `reward` gave nan" in capsys.readouterr().err and len(session.turns) == 1
+    assert session.turns[0].replies["ppo"].metrics == ReplyMetrics()
 
 
 def interrupted(after: int) -> Any:
@@ -366,39 +366,39 @@ def interrupted(after: int) -> Any:
 
 
 def test_ctrl_c_keeps_what_was_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    talk = opened(run, compare="sft,ppo")
+    session = opened(run, compare="sft,ppo")
     monkeypatch.setattr(HFEngine, "stream", interrupted(3))
     with pytest.raises(KeyboardInterrupt):  # through a pipe it ends the command
-        talk.say("a")
-    talk.live = True
-    talk.say("a")
-    assert talk.stopped and [list(turn.replies) for turn in talk.turns] == [["sft"]]  # the other was not asked any more
-    (reply,) = talk.turns[0].replies.values()
-    assert (reply.length, reply.ended, reply.stopped) == (3, False, True) and "reward" in reply.numbers.scores
+        session.send("a")
+    session.live = True
+    session.send("a")
+    assert session.stopped and [list(turn.replies) for turn in session.turns] == [["sft"]]
+    (reply,) = session.turns[0].replies.values()
+    assert (reply.length, reply.ended, reply.stopped) == (3, False, True) and "reward" in reply.metrics.scores
     monkeypatch.setattr(HFEngine, "stream", interrupted(0))
-    talk.say("b")
-    talk.retry()
-    assert [turn.said for turn in talk.turns] == ["a"] and talk.turns[0].replies == {"sft": reply}
+    session.send("b")
+    session.retry()
+    assert [turn.prompt for turn in session.turns] == ["a"] and session.turns[0].replies == {"sft": reply}
 
     def impatient(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(talk.judge, "numbers", impatient)
+    monkeypatch.setattr(session.scorer, "score", impatient)
     monkeypatch.setattr(HFEngine, "stream", interrupted(3))
     with pytest.raises(KeyboardInterrupt):  # the second one
-        talk.say("c")
+        session.send("c")
     monkeypatch.setattr(HFEngine, "stream", lambda *_: iter([30]))
-    talk.say("c")
-    assert talk.turns[-1].replies["sft"].numbers == Numbers() and talk.turns[-1].said == "c"
+    session.send("c")
+    assert session.turns[-1].replies["sft"].metrics == ReplyMetrics() and session.turns[-1].prompt == "c"
 
 
 def test_a_reply_has_the_room_that_the_context_leaves(run: Path) -> None:
-    talk = opened(run, stage="sft", temperature=0.0, max_new_tokens=9)
+    session = opened(run, stage="sft", temperature=0.0, max_new_tokens=9)
     for room in (9, 4):
         said = "Z" * (CONTEXT - room)  # a token each: the tokenizer has never seen one
-        assert len(talk.form.encode(said)) == CONTEXT - room
-        talk.say(said)
-    assert [turn.replies["sft"].length for turn in talk.turns] == [9, 4]
+        assert len(session.prompt_format.encode(said)) == CONTEXT - room
+        session.send(said)
+    assert [turn.replies["sft"].length for turn in session.turns] == [9, 4]
 
 
 # Which models
@@ -429,10 +429,10 @@ def test_what_is_not_as_it_was_in_training_is_left_out_and_said(
     shutil.rmtree("reward_model")
     told = numbers()
     assert "no short: judges.py has changed since PPO was trained with it" in told
-    assert "no KL: sft_model is not the model any more that PPO was trained with" in told
+    assert "no KL: sft_model is no longer the model that PPO was trained with" in told
     assert "no reward: rewards.reward.model: no such folder reward_model" in told
     assert "below each reply" not in told and told.splitlines()[-1].split(" tok")[0].isdecimal()  # a length is left
-    assert refused(piped(".", "--compare", "sft,ppo"), "M10", "is not the model any more")
+    assert refused(piped(".", "--compare", "sft,ppo"), "M10", "is no longer the model")
     assert refused(piped(".", "--stage", "sft"), "M01", "holds no sft stage")
 
 
@@ -440,11 +440,11 @@ def test_what_cannot_be_talked_to(run: Path) -> None:
     assert refused(piped("nowhere"), "M01", "no such folder nowhere")
     assert refused(piped(run, "--step", "99"), "C06", "run/ppo has no policy of that step", "there are ")
     assert refused(piped(run, "--step", "best"), "C07", "--step best: not last, selected or a number")
-    assert refused(piped(run, "--step", "selected"), "C06", "selected no policy")
-    assert refused(piped(run, "--stage", "reward"), "C11", "run/reward is a reward model, which writes no text")
+    assert refused(piped(run, "--step", "selected"), "C06", "picked no policy")
+    assert refused(piped(run, "--stage", "reward"), "C11", "run/reward is a reward model, which generates no text")
     assert refused(piped(run, "--compare", "sft,pp"), "C07", "pp is not one of sft, ppo", "did you mean ppo?")
-    assert refused(piped(run, "--compare", "ppo,ppo"), "C11", "two different models are compared")
-    assert refused(piped(run, "--compare", "sft,ppo", "--stage", "sft"), "C11", "each say which models answer")
+    assert refused(piped(run, "--compare", "ppo,ppo"), "C11", "name two different models")
+    assert refused(piped(run, "--compare", "sft,ppo", "--stage", "sft"), "C11", "both select the models")
     assert refused(piped(run, "--temperature", "inf"), "C06", "--temperature inf: a number from 0 up")
     assert refused(piped(run, "--temperature", "-1"), "C11", "--temperature")
     (run / "ppo/manifest.json").unlink()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rlhf_cli import config
 from rlhf_cli.cli import app, completion
 from rlhf_cli.commands import init
-from rlhf_cli.commands.chat.models import _compared
+from rlhf_cli.commands.chat.models import _parse_compare
 from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.runs import discover
 
@@ -120,7 +120,7 @@ def test_presets_are_no_runs_and_can_be_checked(here: Path, monkeypatch: pytest.
 
 def test_what_is_offered_can_be_compared() -> None:
     for offered in completion.compared(""):
-        assert set(_compared(offered, None)) == set(completion.talking(""))
+        assert set(_parse_compare(offered, None)) == set(completion.talking(""))
 
 
 def test_shells_that_keep_words_whole_are_offered_the_key_with_its_values(here: Path) -> None:

@@ -272,9 +272,7 @@ def test_a_held_out_prompt_goes_along_only_where_it_is_asked_for(copied: Path) -
     asked = json.loads((copied / "eval/samples.jsonl").read_text().splitlines()[0])["prompt"]
     assert f"prompt = {asked!r}" in card(exported(copied, "--show-prompt"))
     shutil.rmtree(copied / "eval")
-    assert refused_two(
-        rlhf("export", copied, "--out", "out2", "--show-prompt"), "M01", "no evaluation in run, of which"
-    )
+    assert refused_two(rlhf("export", copied, "--out", "out2", "--show-prompt"), "M01", "run has no evaluation")
 
 
 def test_no_evaluation_of_other_bytes_is_told(copied: Path) -> None:
@@ -370,7 +368,7 @@ def test_m12_another_model_is_not_left_behind(copied: Path, monkeypatch: pytest.
         (folder / "chat_template.jinja").write_text("{{ messages }}")
 
     monkeypatch.setattr(save, "save_model", changed)
-    assert refused(rlhf("export", copied, "--out", "out"), "M12", "its chat template is another one", exit_code=1)
+    assert refused(rlhf("export", copied, "--out", "out"), "M12", "its chat template differs", exit_code=1)
 
 
 def test_numbers_that_a_format_cannot_hold(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +407,7 @@ def test_e03_room_is_asked_for_first(full: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", never)
     numbers = sum(tensor.numel() for tensor in load_file("ppo/model/model.safetensors").values())
-    for small, name in (("free", "the model needs"), ("memory", "of memory at least")):
+    for small, name in (("free", "the model needs"), ("memory", "of memory, ")):
         with monkeypatch.context() as patched:
             patched.setattr(system, small, lambda *_: numbers)
             assert refused(rlhf("export", ".", "--out", "out"), "E03", name)
@@ -437,7 +435,7 @@ def test_c15_another_process_is_at_it(full: Path) -> None:
 def test_a_kill_leaves_nothing_that_looks_whole(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed when all but the last step is done; the next one clears up, of this folder alone."""
     if (child := os.fork()) == 0:
-        monkeypatch.setattr(export, "require", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(export, "verify_export", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         rlhf("export", ".", "--out", "out")
         os._exit(1)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -61,7 +61,9 @@ def chosen(run: Path, stage: str = "ppo", step: int | None = None) -> ResolvedMo
 
 def written(run: Path, tokenizer: Any, stage: str = "ppo", step: int | None = None, name: str = "policy") -> str:
     model = tiny.scorer() if stage == "reward" else tiny.causal()
-    return card.write(card_context.subject(chosen(run, stage, step), model, tokenizer, "float32", name, "me/policy"))
+    return card.write(
+        card_context.build_context(chosen(run, stage, step), model, tokenizer, "float32", name, "me/policy")
+    )
 
 
 def plain(text: str) -> str:
@@ -326,7 +328,7 @@ def test_the_code_runs_and_reads_the_tokens_of_the_training(
     prompt: Any = other_formats.render_transcript(shown) if family == "transcripts" else shown
     ids = data.encode(spells, prompt, None)[0]
     asks(run, stage, prompt)
-    about = card_context.subject(chosen(run, stage), model, spells, "float32", "policy", ".", shown)
+    about = card_context.build_context(chosen(run, stage), model, spells, "float32", "policy", ".", shown)
     torch.manual_seed(0)
     space = asked(card.snippet(about), folder, monkeypatch)
     said = capsys.readouterr().out
@@ -374,7 +376,7 @@ def test_a_prompt_of_the_data_stands_in_it_where_that_was_asked_for(run: Path, t
 
 def test_the_prompt_is_written_as_the_training_wrote_them(run: Path, tokenizer: Any) -> None:
     def lines(prompts: str, shown: Any) -> str:
-        about = card_context.subject(chosen(run), tiny.causal(), tokenizer, "float32", "policy", ".", shown)
+        about = card_context.build_context(chosen(run), tiny.causal(), tokenizer, "float32", "policy", ".", shown)
         return card.snippet(replace(about, prompts=prompts))
 
     talk = [{"role": "user", "content": "Soup?"}]
@@ -389,7 +391,7 @@ def test_a_template_that_the_data_had_no_use_for_is_not_used(run: Path) -> None:
     spells = families.tokenizer(families.FAMILIES["qwen2"], TEXTS)
 
     def snippet() -> str:
-        return card.snippet(card_context.subject(chosen(run), tiny.causal(), spells, "float32", "policy", "."))
+        return card.snippet(card_context.build_context(chosen(run), tiny.causal(), spells, "float32", "policy", "."))
 
     asks(run, "ppo", "Tell me.")
     assert "apply_chat" not in snippet() and "A prompt is plain text" in written(run, spells)

@@ -13,10 +13,10 @@ from test_cli import rlhf
 from trl_files import OF_GENERATION, OF_NEW, OF_OLD, OF_SCRIPTS, SENTIMENT, TLDR
 
 from rlhf_cli import config
+from rlhf_cli.commands.convert import map_options, output
 from rlhf_cli.commands.convert import options as sizes
-from rlhf_cli.commands.convert import output, place
-from rlhf_cli.commands.convert.options import Placing
-from rlhf_cli.commands.convert.versions import NEW, OLD, OPTIONS, SOURCES, UNCLIPPED, Read, Setting
+from rlhf_cli.commands.convert.options import OptionMapping
+from rlhf_cli.commands.convert.versions import NEW, OLD, OPTIONS, SOURCES, UNCLIPPED, ParsedFile, Setting
 from rlhf_cli.config import trl_fields
 from rlhf_cli.config.json_schema import parse_source
 from rlhf_cli.config.ppo import PPOConfig
@@ -43,19 +43,19 @@ def moved(text: str, suffix: str = ".yaml", *more: str) -> tuple[PPOConfig, str,
     return config.load("ppo", f"{folder}/ppo.yaml"), Path(f"{folder}/ppo.yaml").read_text(), result.stdout
 
 
-def placed(version: str, **options: Any) -> Placing:
+def placed(version: str, **options: Any) -> OptionMapping:
     """What becomes of options that a file has."""
-    return place(
-        Read([Setting(name, value, f"f:{at}") for at, (name, value) in enumerate(options.items(), 1)]), version
+    return map_options(
+        ParsedFile([Setting(name, value, f"f:{at}") for at, (name, value) in enumerate(options.items(), 1)]), version
     )
 
 
 def numbers(version: str, **options: Any) -> dict[str, Any]:
     """The values of our keys, by their last names, that options come to."""
-    return {key.rpartition(".")[2]: each.value for key, each in placed(version, **options).placed.items()}
+    return {key.rpartition(".")[2]: each.value for key, each in placed(version, **options).mapped.items()}
 
 
-def loaded(placing: Placing) -> PPOConfig:
+def loaded(placing: OptionMapping) -> PPOConfig:
     Path("ppo.yaml").write_text(output.yaml_page(placing, "theirs"), encoding="utf-8")
     return config.load("ppo", "ppo.yaml")
 
@@ -78,7 +78,7 @@ def test_trls_example_of_0_11_in_every_form(suffix: str) -> None:
     assert (ours.temperature, ours.response_length, ours.missing_eos_penalty) == (1.0, 32, None)
     assert (ours.num_train_epochs, ours.total_episodes) == (1.0, None)
     assert "report_to: [wandb]" in text and re.search(r"\nlog_with +wandb +output.report_to ", said)
-    assert said.splitlines()[-1].endswith("ppo.yaml is written; next: rlhf check " + said.split()[-1])
+    assert said.splitlines()[-1].endswith("ppo.yaml; next: rlhf check " + said.split()[-1])
 
 
 @pytest.mark.parametrize("suffix", TLDR)
@@ -136,10 +136,10 @@ def test_what_0_11_had_by_default_is_what_runs() -> None:
 def test_only_what_differs_from_ours_is_written_for_what_a_file_left_out() -> None:
     ours = PPOSettings(total_episodes=1)
     for version in (OLD, NEW):
-        for key, each in placed(version, sft_model_path="a/b").placed.items():
+        for key, each in placed(version, sft_model_path="a/b").mapped.items():
             section, _, name = key.rpartition(".")
-            assert each.given or section != "ppo" or getattr(ours, name) != each.value, key
-    assert placed(NEW, kl_coef=0.05).placed["ppo.kl_coef"].given  # what stands in the file stays in it
+            assert each.from_file or section != "ppo" or getattr(ours, name) != each.value, key
+    assert placed(NEW, kl_coef=0.05).mapped["ppo.kl_coef"].from_file  # what stands in the file stays in it
 
 
 def test_adapters_do_not_change_the_rate_that_trl_had() -> None:
@@ -148,7 +148,7 @@ def test_adapters_do_not_change_the_rate_that_trl_had() -> None:
     assert found.models.adapters and found.models.adapters.model_dump(exclude={"use_rslora", "use_dora"}) == {
         "kind": "lora", "r": 4, "lora_alpha": 32, "target_modules": ["q_proj"]
     }  # fmt: skip
-    assert {"lora_r"} == {each.name for each in placed(NEW, kl_coef=0.1, lora_r=4).unplaced}
+    assert {"lora_r"} == {each.name for each in placed(NEW, kl_coef=0.1, lora_r=4).unsupported}
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_an_option_comes_to_a_key(version: str, options: dict[str, Any], expecte
 
 
 def test_one_of_two_that_say_how_long_is_left_with_the_reason() -> None:
-    (left,) = placed(NEW, total_episodes=100, num_train_epochs=2.0).unplaced
-    assert (left.name, left.why) == ("num_train_epochs", "total_episodes overrules it, there too")
+    (left,) = placed(NEW, total_episodes=100, num_train_epochs=2.0).unsupported
+    assert (left.name, left.reason) == ("num_train_epochs", "overridden by total_episodes, as in TRL")
 
 
 def test_an_option_of_the_other_trl_is_not_lost_on_trls_own_values() -> None:
@@ -236,10 +236,10 @@ def test_0_11s_batches_by_brute_force(batch: int) -> None:
     checked = 0
     for rows in (1, 2, 3, 4, 8, 16, 128):
         for accumulated in (1, 2, 3, 4):
-            found, said = sizes.of_old(batch, rows, accumulated)
+            found, said = sizes.convert_old_sizes(batch, rows, accumulated)
             assert found.episodes == batch
             if batch % (rows * accumulated):  # TRL refuses it
-                assert "TRL refuses" in said
+                assert "TRL rejects" in said
                 continue
             assert (found.episodes, found.minibatches) == of_the_step_api(batch, rows, accumulated)
             assert found.rows == rows
@@ -262,27 +262,27 @@ def test_1_12s_batches_by_brute_force() -> None:
                     continue
                 epochs = accumulated  # so many passes that none is left over
                 episodes, steps = of_the_newer_trainer(rows, accumulated, minibatches, epochs)
-                assert sizes.steps_made(accumulated, minibatches) * epochs == steps
-                found, said = sizes.of_new(rows, accumulated, minibatches, grown=False)
+                assert sizes.trl_optimizer_steps(accumulated, minibatches) * epochs == steps
+                found, said = sizes.convert_new_sizes(rows, accumulated, minibatches, grown=False)
                 assert (found.episodes, found.minibatches) == (episodes, minibatches)
-                assert ("as there" in said) == (steps == epochs * minibatches)
-                before, _ = sizes.of_new(rows, accumulated, minibatches, grown=True)
+                assert (said.endswith("as in TRL")) == (steps == epochs * minibatches)
+                before, _ = sizes.convert_new_sizes(rows, accumulated, minibatches, grown=True)
                 assert (before.episodes, before.minibatches) == (episodes * minibatches, minibatches)
 
 
 def test_batches_that_worked_otherwise_are_told() -> None:
     sizes_ = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 64, "num_mini_batches": 4}
     placing = placed(NEW, **sizes_)
-    assert {key: placing.placed[f"ppo.{key}"].value for key in sizes_} == sizes_
-    note = placing.placed["ppo.num_mini_batches"].note
-    assert "4 optimizer steps an epoch here; TRL since 0.17 made 1 (for that: num_mini_batches: 1)" in note
+    assert {key: placing.mapped[f"ppo.{key}"].value for key in sizes_} == sizes_
+    note = placing.mapped["ppo.num_mini_batches"].note
+    assert "4 optimizer steps per epoch here; 1 in TRL since 0.17 (for that: num_mini_batches: 1)" in note
     found, _, _ = moved("PPOv2Config(per_device_train_batch_size=2, num_mini_batches=4, kl_coef=0.1)\n", ".py")
     assert (found.ppo.episodes_per_update, found.ppo.num_mini_batches) == (8, 4)
 
 
 def test_sizes_that_are_none_are_told_and_trls_own_taken() -> None:
     placing = placed(OLD, batch_size="many", mini_batch_size=0, steps=100)
-    assert {each.name for each in placing.unplaced} == {"batch_size", "mini_batch_size"}
+    assert {each.name for each in placing.unsupported} == {"batch_size", "mini_batch_size"}
     assert loaded(placing).ppo.episodes_per_update == 128
 
 
@@ -322,10 +322,10 @@ def fate(version: str, name: str) -> str:
         given = {"early_stopping": True, **given}
     placing = placed(version, **given)
     where = f"f:{list(given).index(name) + 1}"
-    if why := next((each.why for each in placing.unplaced if each.where == where), None):
+    if why := next((each.reason for each in placing.unsupported if each.where == where), None):
         return why
-    written = [each.key for each in placing.placed.values() if each.where == where]
-    return f"placed as {written[0]}" if written else next(e.note for e in placing.nothing if e.where == where)
+    written = [each.key for each in placing.mapped.values() if each.where == where]
+    return f"placed as {written[0]}" if written else next(e.note for e in placing.skipped if e.where == where)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_every_option_is_placed_or_refused_with_a_reason(version: str, name: str
     assert told and "unknown" not in told and "Trainer" not in told, told
     option = OPTIONS[version].get(name)
     if option and option.computed:
-        assert told == f"TRL {version} computed it by itself"
+        assert told == f"TRL {version} computed it"
     ours = PPOSettings.model_fields.keys() - {"fp16"}
     if name in ours and not (option and option.computed) and (version, name) != (OLD, "gradient_accumulation_steps"):
         assert told == f"placed as ppo.{name}"
@@ -349,13 +349,13 @@ def test_every_other_field_of_trainingarguments_is_in_one_honest_class() -> None
         trl_fields.fields_of("sft").keys() & trl_fields.fields_of("reward").keys() - known
     ):  # what both have of it
         assert "unknown" not in fate(NEW, name), name
-    assert fate(NEW, "torch_compile") == "PPO does not use transformers' Trainer, whose setting it is"
+    assert fate(NEW, "torch_compile") == "a setting of transformers' Trainer, which PPO does not use"
     assert fate(NEW, "label_smoothing_factor") == fate(NEW, "torch_compile")
 
 
 def test_an_unknown_option_gets_the_nearest() -> None:
-    (left,) = placed(NEW, response_lenght=64, kl_coef=0.1).unplaced
-    assert left.why == "unknown, here and in TRL; did you mean response_length?"
+    (left,) = placed(NEW, response_lenght=64, kl_coef=0.1).unsupported
+    assert left.reason == "unknown, both here and in TRL; did you mean response_length?"
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_what_our_settings_refuse_loses_its_place_and_the_rest_loads(
 ) -> None:
     placing = placed(version, learning_rate=1e-5, **options)
     assert loaded(placing).ppo.learning_rate == 1e-5
-    (told,) = (each.why for each in placing.unplaced if each.name == name)
+    (told,) = (each.reason for each in placing.unsupported if each.name == name)
     assert why in told, told
     assert not told.startswith("ppo: ")
 
@@ -410,5 +410,5 @@ ODD = st.one_of(
 def test_whatever_was_set_the_file_loads_and_no_option_is_lost(version: str, options: dict[str, Any]) -> None:
     placing = placed(version, **options)
     assert loaded(placing)
-    told = [*placing.placed.values(), *placing.nothing, *placing.unplaced]
+    told = [*placing.mapped.values(), *placing.skipped, *placing.unsupported]
     assert {f"f:{at}" for at in range(1, len(options) + 1)} <= {each.where for each in told}

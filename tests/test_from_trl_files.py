@@ -16,7 +16,7 @@ from trl_files import SENTIMENT, TLDR
 
 from rlhf_cli import config
 from rlhf_cli.commands.convert import read as files
-from rlhf_cli.commands.convert.versions import Read
+from rlhf_cli.commands.convert.versions import ParsedFile
 from rlhf_cli.errors import RLHFError
 
 
@@ -26,10 +26,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def read(text: str, suffix: str = ".py") -> Read:
+def read(text: str, suffix: str = ".py") -> ParsedFile:
     file = Path(f"theirs{suffix}")
     file.write_text(text, encoding="utf-8")
-    return files.read(file)
+    return files.read_settings(file)
 
 
 def values(text: str, suffix: str = ".py") -> dict[str, Any]:
@@ -37,7 +37,7 @@ def values(text: str, suffix: str = ".py") -> dict[str, Any]:
 
 
 def unread(text: str, suffix: str = ".py") -> list[tuple[str, str]]:
-    return [(each.what, each.where) for each in read(text, suffix).unread]
+    return [(value.name, value.where) for value in read(text, suffix).unparsed]
 
 
 # Python
@@ -56,10 +56,8 @@ def test_a_script_is_never_run() -> None:
     assert result.exit_code == 0 and not Path("RAN").exists()
     found = config.load("ppo", "run/ppo.yaml")
     assert (found.seed, found.ppo.learning_rate, found.ppo.kl_coef) == (3, 1e-5, 0.05)
-    assert "kl_coef  train.py:4  what pathlib.Path('RAN').touch() or 0.1 is, the running script alone knows" in (
-        result.stdout
-    )
-    assert "\n# kl_coef (train.py:4): what " in Path("run/ppo.yaml").read_text()
+    assert "kl_coef  train.py:4  pathlib.Path('RAN').touch() or 0.1 is only known at run time" in (result.stdout)
+    assert "\n# kl_coef (train.py:4): pathlib" in Path("run/ppo.yaml").read_text()
 
 
 def test_plain_values_are_read() -> None:
@@ -223,8 +221,8 @@ def test_json_has_lines_too() -> None:
     [
         (".py", b"x = (\n", "C08", "theirs.py:1: not valid Python: "),
         (".py", b"\0", "C08", "theirs.py:1: not valid Python"),
-        (".py", b"x = " + b"-" * 50_000 + b"1", "C08", "no Python that a person would write"),
-        (".py", b"print(1)\n", "C09", "nothing here is an option of TRL's PPO"),
+        (".py", b"x = " + b"-" * 50_000 + b"1", "C08", "Python nested too deeply"),
+        (".py", b"print(1)\n", "C09", "the file has no option of TRL's PPO"),
         (".py", b"p = HfArgumentParser((PPOConfig,))\n", "C09", "its settings come from the command line"),
         (".py", b"x = '\xff'\n", "C09", "byte 0xFF is not UTF-8"),
         (".yaml", b"a: [1\n", "C08", "theirs.yaml:2:1: not valid YAML"),
@@ -232,12 +230,12 @@ def test_json_has_lines_too() -> None:
         (".yaml", b"a: !!python/object:os.system x\n", "S02", "is not allowed"),
         (".yaml", b"", "C09", "empty"),
         (".json", b'{"a": 1,}', "C08", "theirs.json:1: not valid JSON"),
-        (".json", b"[1]", "C09", "no keys and values"),
-        (".json", b"[" * 20_000, "C08", "no JSON that a person would write"),
-        (".sh", b"echo hello\n", "C09", "nothing here is an option of TRL's PPO"),
-        (".sh", b"python sft.py --packing\n", "C09", "nothing here is an option of TRL's PPO"),
+        (".json", b"[1]", "C09", "not a JSON object"),
+        (".json", b"[" * 20_000, "C08", "JSON nested too deeply"),
+        (".sh", b"echo hello\n", "C09", "the file has no option of TRL's PPO"),
+        (".sh", b"python sft.py --packing\n", "C09", "the file has no option of TRL's PPO"),
         (".txt", b"x" * 300_000, "S02", "larger than 250 kB"),
-        (".ipynb", b"{}", "C09", "a notebook is not read"),
+        (".ipynb", b"{}", "C09", "notebooks are not supported"),
     ],
 )
 def test_a_broken_file_is_one_error_and_nothing_is_written(suffix: str, content: bytes, code: str, told: str) -> None:
@@ -297,15 +295,16 @@ def test_which_trl_it_is_of() -> None:
         return result.stdout.splitlines()[0]
 
     assert told("init_kl_coef: 0.2\nppo_epochs: 4\n") == (
-        "a.yaml is of TRL 0.11: init_kl_coef, ppo_epochs are of that one alone"
+        "a.yaml is of TRL 0.11: init_kl_coef, ppo_epochs exist only in that version"
     )
     assert told("kl_coef: 0.1\nnum_ppo_epochs: 4\nsteps: 100\n") == (
-        "a.yaml is of TRL 1.12: kl_coef, num_ppo_epochs are of that one alone; steps of the other, --trl decides"
+        "a.yaml is of TRL 1.12: kl_coef, num_ppo_epochs exist only in that version; "
+        "steps only in the other: check, or set --trl"
     )
     assert told("learning_rate: 1e-5\n").startswith(
-        "a.yaml is of TRL 1.12: nothing tells which TRL it is of; --trl 0.11 "
+        "a.yaml is of TRL 1.12: no option is specific to a version; use --trl 0.11 "
     )
-    assert told("learning_rate: 1e-5\n", "--trl", "0.11") == "a.yaml is of TRL 0.11: --trl says so"
+    assert told("learning_rate: 1e-5\n", "--trl", "0.11") == "a.yaml is of TRL 0.11: set by --trl"
 
 
 def test_paths_lead_from_the_new_folder_to_what_they_named() -> None:
@@ -342,7 +341,7 @@ def test_what_was_not_placed_stands_at_the_end_and_breaks_no_line() -> None:
     result = rlhf("init", "--from-trl", "a.json", "run")
     assert result.exit_code == 0 and "\x1b" not in result.stdout
     text = Path("run/ppo.yaml").read_text()
-    (at,) = (number for number, line in enumerate(text.splitlines()) if line == "# Not placed:")
+    (at,) = (number for number, line in enumerate(text.splitlines()) if line == "# Not supported:")
     assert all(line.startswith("#") for line in text.splitlines()[at:]) and "\x1b" not in text
     assert config.load("ppo", "run/ppo.yaml").ppo.kl_coef == 0.1
 
@@ -371,7 +370,7 @@ def test_a_text_with_faults_put_in_is_read_or_is_an_error_of_ours(
         text = text[:at] + piece + text[at + taken :]
     Path(f"theirs{suffix}").write_text(text, encoding="utf-8", errors="replace")
     try:
-        files.read(Path(f"theirs{suffix}"))
+        files.read_settings(Path(f"theirs{suffix}"))
     except RLHFError as error:
         assert {problem.code for problem in error.problems} <= {"C03", "C08", "C09", "S02"}
 

@@ -1,4 +1,4 @@
-"""`rlhf replay`: trainer and naive update agree over every option, planted errors are found, a run is only read."""
+"""`rlhf verify`: trainer and reference agree for every option, planted errors are found, a run is not modified."""
 
 import ast
 import json
@@ -16,9 +16,8 @@ from ppo_folder import PPO, lines, ppo, rlhf, write
 from torch import nn
 
 from rlhf_cli import jsonl
-from rlhf_cli.commands.verify import Quantity, difference, only_rounding, reference_update, side_by_side, worst
-from rlhf_cli.commands.verify import reference as naive
-from rlhf_cli.commands.verify.trace import in_float64, start_of
+from rlhf_cli.commands.verify import Quantity, compare, difference, only_rounding, reference, reference_update, worst
+from rlhf_cli.commands.verify.trace import reference_state_of, run_in_float64
 from rlhf_cli.config.ppo_optimization import SCHEDULERS
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.models import forward
@@ -81,8 +80,8 @@ def prompts(trainer: PPOTrainer, seed: int) -> Any:
 def replayed(trainer: PPOTrainer) -> list[Quantity]:
     rollout = trainer.generate(prompts(trainer, 9))
     updates, stop = trainer.settings.num_updates(), trainer.engine.stop_token_id  # type: ignore[attr-defined]
-    wide, reference = in_float64(trainer, rollout, updates=updates, stop_token_id=stop)
-    return side_by_side(reference, wide)
+    float64, expected = run_in_float64(trainer, rollout, updates=updates, stop_token_id=stop)
+    return compare(expected, float64)
 
 
 def by_name(quantities: list[Quantity]) -> dict[str, Quantity]:
@@ -93,7 +92,7 @@ def first_apart(quantities: list[Quantity]) -> str | None:
     return next((quantity.name for quantity in quantities if quantity.error > EXACT), None)
 
 
-NAIVE = sorted(Path(naive.__file__).parent.glob("reference*.py"))
+REFERENCE = sorted(Path(reference.__file__).parent.glob("reference*.py"))
 
 # The naive update and the trainer agree, whatever is set
 
@@ -235,7 +234,7 @@ def test_learning_rates_of_a_whole_run(kind: str) -> None:
     warm = {} if kind == "constant" else {"warmup_steps": 3, "value_warmup_steps": 0}
     for changes in ({}, warm):
         trainer = made(steps=0, lr_scheduler_type=kind, value_learning_rate=0.03, total_episodes=40, **changes)
-        start = start_of(trainer, tiny_rollout(), updates=10, stop_token_id=tiny.EOS)
+        start = reference_state_of(trainer, tiny_rollout(), updates=10, stop_token_id=tiny.EOS)
         for start.update in range(10):
             groups = {group["name"]: group["lr"] for group in trainer.optimizer.param_groups}
             ours = {name: reference_update.learning_rate(start, name) for name in ("policy", "value")}
@@ -249,7 +248,7 @@ def tiny_rollout() -> Rollout:
 
 
 def test_every_key_is_in_the_naive_update_and_in_a_case() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in NAIVE)
+    text = "".join(path.read_text(encoding="utf-8") for path in REFERENCE)
     used = {key for case in CASES.values() for key in case} | {"lr_scheduler_type"}
     missing = [key for key in PPOSettings.model_fields if key not in NO_NUMBERS and not (key in text and key in used)]
     assert missing == []
@@ -257,12 +256,12 @@ def test_every_key_is_in_the_naive_update_and_in_a_case() -> None:
 
 def test_the_naive_update_shares_no_arithmetic_with_the_trainer() -> None:
     found = set()
-    for node in [node for path in NAIVE for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]:
+    for node in [node for path in REFERENCE for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]:
         if isinstance(node, ast.ImportFrom):
             found.add(node.module or "")
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    found -= {"rlhf_cli.commands.verify", *(f"rlhf_cli.commands.verify.{path.stem}" for path in NAIVE)}
+    found -= {f"rlhf_cli.commands.verify.{path.stem}" for path in REFERENCE}
     assert {name for name in found if name.startswith("rlhf_cli")} == {
         "rlhf_cli.data.sampling",
         "rlhf_cli.config.ppo_batches",
@@ -504,8 +503,8 @@ def test_replay_of_a_run(run_folder: Path) -> None:
         line.rpartition("  ")[0][:22].strip() for line in shown.stdout.splitlines()
     }
     wrong = rlhf("verify", run_folder, "--step", 2)
-    assert wrong.exit_code == 2 and "error[C06]" in wrong.stderr and "steps that can: 1, 3, 4" in wrong.stderr
-    assert "steps that can" in rlhf("verify", run_folder, "--step", 99).stderr
+    assert wrong.exit_code == 2 and "error[C06]" in wrong.stderr and "available steps: 1, 3, 4" in wrong.stderr
+    assert "available steps" in rlhf("verify", run_folder, "--step", 99).stderr
 
 
 @pytest.mark.training
@@ -514,7 +513,7 @@ def test_replay_exits_1_and_tells_where(ppo_run: Path, monkeypatch: pytest.Monke
     plant(monkeypatch, losses, "gae", lambda gae: lambda r, v, m, gamma, lam: gae(r, v, m, gamma, 0.5))
     result = rlhf("verify", ppo_run)
     assert result.exit_code == 1
-    assert "replay    update 3 differs: advantages is the first of" in result.stdout
+    assert "verify    update 3 differs: advantages is the first of" in result.stdout
     assert "are not the run's own, first val/explained_variance" in result.stdout
 
 
@@ -565,7 +564,7 @@ def test_replay_of_a_run_that_is_going_on(run_folder: Path) -> None:
 @pytest.mark.training
 def test_replay_refuses_what_it_cannot_stand_on(ppo_run: Path, run_folder: Path) -> None:
     nothing = rlhf("verify", run_folder)
-    assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "holds no PPO run" in nothing.stderr
+    assert nothing.exit_code == 2 and "error[M01]" in nothing.stderr and "contains no PPO run" in nothing.stderr
     shutil.copytree(ppo_run, run_folder, dirs_exist_ok=True)
     with (run_folder / "ppo/state/step_000002/tensors.safetensors").open("r+b") as file:
         file.seek(2000)

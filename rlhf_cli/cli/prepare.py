@@ -100,7 +100,7 @@ def convert(
     """Convert TRL PPO settings to a ppo.yaml; the script is not run."""
     from rlhf_cli.commands import convert as convert_command
 
-    convert_command.init(file, folder, trl)
+    commands_convert.convert(file, folder, trl)
 
 
 def check(

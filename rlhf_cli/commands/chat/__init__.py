@@ -1,6 +1,6 @@
-"""`rlhf chat RUN`: talk to what a run made, each reply with its reward and its distance from the SFT model.
+"""`rlhf chat RUN`: chat with a run's model; each reply is shown with its rewards and its KL from the SFT model.
 
-Reads only: nothing in RUN changes, and no lock keeps a stage from running beside it.
+RUN is not modified or locked: a stage may run at the same time.
 """
 
 import math
@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.chat import session
-from rlhf_cli.commands.chat.generate import Form, Sampling, Voice
-from rlhf_cli.commands.chat.models import Cast, cast
-from rlhf_cli.commands.chat.session import Judge, Talk
+from rlhf_cli.commands.chat.generate import LoadedModel, PromptFormat, SamplingParams
+from rlhf_cli.commands.chat.models import ChatModels, resolve_models
+from rlhf_cli.commands.chat.session import ChatSession, ReplyScorer, export_rows
 from rlhf_cli.config.base import Options
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.errors import RLHFError, closest_match, shown
@@ -25,145 +24,153 @@ from rlhf_cli.rewards.function import no_bytecode_files
 from rlhf_cli.runs.references import LAST
 from rlhf_cli.stages import ppo_setup
 
-BLOCK = '"""'
+QUOTES = '"""'
 
 
-class Lines:
-    """The lines of stdin, told apart by their number in messages."""
+class InputReader:
+    """Reader of prompts and commands from stdin; counts lines for error messages."""
 
     def __init__(self) -> None:
         self.number = 0
 
-    def next(self) -> str | None:
-        """The next prompt or command; None at the end.
+    def read(self) -> str | None:
+        """Return the next prompt or command, or None at the end of the input.
 
-        A line that begins with three quotes begins a prompt, which goes on to the next three at a line's end; that one
-        is no command, whatever it begins with.
-        Raises RLHFError D04 for what is not UTF-8, C11 for a prompt without an end.
+        A prompt between two triple quotes may span lines and is never a command.
+        Raises RLHFError D04 if the input is not UTF-8, C11 if the closing quotes are missing.
         """
-        line = self._line("> ")
-        if line is None or not line.startswith(BLOCK):
+        line = self._read_line("> ")
+        if line is None or not line.startswith(QUOTES):
             return line
-        lines, first = [line.removeprefix(BLOCK)], self.number
-        while not lines[-1].endswith(BLOCK):
-            more = self._line("... ")
+        lines, first = [line.removeprefix(QUOTES)], self.number
+        while not lines[-1].endswith(QUOTES):
+            more = self._read_line("... ")
             if more is None:
-                raise RLHFError("C11", f"the prompt that begins here has no {BLOCK} at its end", where=f"stdin:{first}")
+                raise RLHFError("C11", f"the prompt that starts here has no closing {QUOTES}", where=f"stdin:{first}")
             lines.append(more)
-        text = "\n".join(lines).removesuffix(BLOCK).strip("\n")
+        text = "\n".join(lines).removesuffix(QUOTES).strip("\n")
         return f"/{text}" if text.startswith("/") else text
 
-    def _line(self, prompt: str) -> str | None:
+    def _read_line(self, prompt: str) -> str | None:
         line = terminal.ask(prompt)
         self.number += 1
         return None if line is None else decode(line.encode("utf-8", "surrogateescape"), Path("stdin"), self.number)
 
 
 Number = TypeVar("Number", int, float)
-SEEDS = 2**32
+SEED_COUNT = 2**32
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what stands behind its name, what it does in words, and the function. One without ends the chat."""
+    """A slash command. `function` None ends the chat."""
 
-    takes: str
-    does: str
-    run: Callable[[Talk, str], None] | None
+    argument: str  # its placeholder in /help; empty if the command has none
+    description: str
+    function: Callable[[ChatSession, str], None] | None
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is a command; of one that begins with // the second / begins a prompt."""
+    """Return True if a line is a command. A line that starts with // is a prompt that starts with /."""
     return line.startswith("/") and not line.startswith("//")
 
 
-def obey(talk: Talk, line: str) -> bool:
-    """Do what a command says; whether the chat goes on. Raises RLHFError C07 for an unknown one, and what it raises."""
+def run_command(session: ChatSession, line: str) -> bool:
+    """Run a command line; return False if it ends the chat.
+
+    Raises RLHFError C07 for an unknown command, C11 for an unexpected argument, and the errors of the command.
+    """
     name, _, rest = line[1:].strip().partition(" ")
     if name not in COMMANDS:
-        near, known = closest_match(name, COMMANDS), ", ".join(f"/{each}" for each in COMMANDS)
-        hint = f"did you mean /{near}?" if near else "a prompt that begins with / is written with two: //"
-        raise RLHFError("C07", f"/{name}: not one of {known}", hint=hint)
+        near, names = nearest(name, COMMANDS), ", ".join(f"/{known_name}" for known_name in COMMANDS)
+        hint = f"did you mean /{near}?" if near else "to send a prompt that starts with /, type //"
+        raise RLHFError("C07", f"/{name}: not one of {names}", hint=hint)
     command = COMMANDS[name]
-    if command.run is None:
+    if command.function is None:
         return False
-    if rest and not command.takes:
-        raise RLHFError("C11", f"/{name} takes nothing behind it, and there is: {rest}")
-    command.run(talk, rest.strip())
+    if rest and not command.argument:
+        raise RLHFError("C11", f"/{name} takes no argument: {rest}")
+    command.function(session, rest.strip())
     return True
 
 
-def number(kind: type[Number], name: str, text: str, least: Number, most: Number | None = None) -> Number:
-    """The number in a text, `least` to `most`. Raises RLHFError C06 for anything else."""
+def parse_number(kind: type[Number], name: str, text: str, minimum: Number, maximum: Number | None = None) -> Number:
+    """Parse a number between `minimum` and `maximum`. Raises RLHFError C06 for any other text."""
     try:
-        found = kind(text)
+        value = kind(text)
     except ValueError:
-        found = kind(least - 1)
-    if not least <= found < math.inf or (most is not None and found > most):
-        what = "a whole number" if kind is int else "a number"
-        bounds = f"from {least:g} up" if most is None else f"from {least} to {most}"
-        raise RLHFError("C06", f"{name} {text}: {what} {bounds} is needed")
-    return found
+        value = kind(minimum - 1)
+    if not minimum <= value < math.inf or (maximum is not None and value > maximum):
+        noun = "a whole number" if kind is int else "a number"
+        bounds = f"from {minimum:g} up" if maximum is None else f"from {minimum} to {maximum}"
+        raise RLHFError("C06", f"{name} {text}: {noun} {bounds} is needed")
+    return value
 
 
-def _help(talk: Talk, text: str) -> None:
-    lines = {f"/{name} {command.takes}": command.does for name, command in COMMANDS.items()}
-    lines[f"{BLOCK}TEXT{BLOCK}"] = "a prompt of several lines"
-    for begins, does in lines.items():
-        terminal.say(f"{begins:<14}{does}")
+def _help(session: ChatSession, text: str) -> None:
+    lines = {f"/{name} {command.argument}": command.description for name, command in COMMANDS.items()}
+    lines[f"{QUOTES}TEXT{QUOTES}"] = "a prompt of several lines"
+    for usage, description in lines.items():
+        terminal.say(f"{usage:<14}{description}")
 
 
-def _system(talk: Talk, text: str) -> None:
-    if not talk.form.takes_system:
-        why = "the chat template takes none" if talk.form.kind == "template" else "there is no chat template to take it"
-        raise RLHFError("C11", f"/system: {why}")
-    talk.system = text or None
+def _system(session: ChatSession, text: str) -> None:
+    if not session.prompt_format.supports_system_prompt:
+        is_template = session.prompt_format.kind == "template"
+        reason = "the chat template takes none" if is_template else "there is no chat template to take it"
+        raise RLHFError("C11", f"/system: {reason}")
+    session.system = text or None
     terminal.say("system prompt: " + (text or "none"))
 
 
-def _temp(talk: Talk, text: str) -> None:
+def _temp(session: ChatSession, text: str) -> None:
     if text:
-        talk.how = replace(talk.how, temperature=number(float, "/temp", text, 0.0))
-    terminal.say(f"temperature {talk.how.temperature:g}" + ("" if talk.how.temperature else ": the most likely tokens"))
+        session.sampling = replace(session.sampling, temperature=parse_number(float, "/temp", text, 0.0))
+    terminal.say(
+        f"temperature {session.sampling.temperature:g}"
+        + ("" if session.sampling.temperature else ": the most likely tokens")
+    )
 
 
-def _max(talk: Talk, text: str) -> None:
+def _max(session: ChatSession, text: str) -> None:
     if text:
-        talk.how = replace(talk.how, max_new_tokens=number(int, "/max", text, 1))
-    terminal.say(f"at most {talk.how.max_new_tokens} tokens")
+        session.sampling = replace(session.sampling, max_new_tokens=parse_number(int, "/max", text, 1))
+    terminal.say(f"at most {session.sampling.max_new_tokens} tokens")
 
 
-def _seed(talk: Talk, text: str) -> None:
+def _seed(session: ChatSession, text: str) -> None:
     if text:
-        talk.how = replace(talk.how, seed=number(int, "/seed", text, 0, SEEDS - 1), draws=0)
-    terminal.say(f"seed {talk.how.seed}, {talk.how.draws} replies drawn")
+        session.sampling = replace(
+            session.sampling, seed=parse_number(int, "/seed", text, 0, SEED_COUNT - 1), reply_index=0
+        )
+    terminal.say(f"seed {session.sampling.seed}, {session.sampling.reply_index} replies sampled")
 
 
-def _retry(talk: Talk, text: str) -> None:
-    _need_turn(talk, "/retry")
-    talk.retry()
+def _retry(session: ChatSession, text: str) -> None:
+    _require_turn(session, "/retry")
+    session.retry()
 
 
-def _undo(talk: Talk, text: str) -> None:
-    _need_turn(talk, "/undo")
-    terminal.say(f"taken back: {' '.join(talk.turns.pop().said.split())}")
+def _undo(session: ChatSession, text: str) -> None:
+    _require_turn(session, "/undo")
+    terminal.say(f"removed: {' '.join(session.turns.pop().prompt.split())}")
 
 
-def _clear(talk: Talk, text: str) -> None:
-    talk.turns = []
+def _clear(session: ChatSession, text: str) -> None:
+    session.turns = []
     terminal.say("a new conversation")
 
 
-def _save(talk: Talk, text: str) -> None:
-    _need_turn(talk, "/save")
+def _save(session: ChatSession, text: str) -> None:
+    _require_turn(session, "/save")
     if not text:
         raise RLHFError("C11", "/save needs the name of a file, e.g. /save chat.jsonl")
-    path, rows = Path(os.path.expanduser(text)), list(session.rows(talk))
+    path, rows = Path(os.path.expanduser(text)), list(export_rows(session))
     try:
         path.touch(exist_ok=False)
     except FileExistsError:
-        raise RLHFError("C15", f"{shown(path)} is there already; nothing is overwritten") from None
-    except (OSError, ValueError) as error:  # the latter for what cannot be a name
+        raise RLHFError("C15", f"{shown(path)} exists already and is not overwritten") from None
+    except (OSError, ValueError) as error:  # ValueError: not a valid file name
         reason = getattr(error, "strerror", error)
         raise RLHFError("E03", f"{shown(path)} cannot be written: {reason}") from error
     try:
@@ -174,28 +181,28 @@ def _save(talk: Talk, text: str) -> None:
     terminal.say(f"saved: {shown(path)}, {len(rows)} row{'s' * (len(rows) != 1)}")
 
 
-def _need_turn(talk: Talk, name: str) -> None:
-    if not talk.turns:
-        raise RLHFError("C11", f"{name}: nothing was said yet")
+def _require_turn(session: ChatSession, name: str) -> None:
+    if not session.turns:
+        raise RLHFError("C11", f"{name}: the conversation is empty")
 
 
 COMMANDS: dict[str, Command] = {
     "help": Command("", "this list", _help),
-    "system": Command("TEXT", "the system prompt, in force from the conversation's start; none without TEXT", _system),
-    "temp": Command("X", "the sampling temperature; 0: always the most likely token", _temp),
-    "max": Command("N", "the most tokens of a reply", _max),
-    "seed": Command("N", "the seed of the draws", _seed),
-    "retry": Command("", "another reply to the last prompt, in place of the one there", _retry),
-    "undo": Command("", "take the last prompt and its reply back", _undo),
-    "clear": Command("", "begin a new conversation; the system prompt stays", _clear),
-    "save": Command("FILE", "write what was said since the last /clear, with its numbers, as JSON Lines", _save),
+    "system": Command("TEXT", "set the system prompt of the whole conversation; without TEXT: remove it", _system),
+    "temp": Command("X", "set the sampling temperature; 0: always the most likely token", _temp),
+    "max": Command("N", "set the maximum number of tokens of a reply", _max),
+    "seed": Command("N", "set the sampling seed", _seed),
+    "retry": Command("", "replace the last reply with another one", _retry),
+    "undo": Command("", "remove the last prompt and its reply", _undo),
+    "clear": Command("", "start a new conversation; keep the system prompt", _clear),
+    "save": Command("FILE", "save the conversation since the last /clear, with rewards and KL, as JSON Lines", _save),
     "quit": Command("", "end the chat", None),
 }
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a command line says of a chat; None: as the run has it."""
+class ChatOptions:
+    """Options of the command line; None: as in the run's config."""
 
     stage: str | None = None
     step: str = LAST
@@ -205,110 +212,123 @@ class Wishes:
     seed: int = 0
 
 
-def run(folder: Path, wishes: Wishes, options: Options) -> None:
-    """Talk until the input ends, /quit, or a second Ctrl-C.
+def run(folder: Path, chat_options: ChatOptions, options: Options) -> None:
+    """Chat until the input ends, /quit, or a second Ctrl-C.
 
-    Off a terminal each line of stdin is a prompt or a command; replies go to stdout, all else to stderr, and the first
-    error ends it. Raises RLHFError as `cast` does for the models, M01, M06-M08 for one that cannot be loaded, and off a
-    terminal what `Talk.say` and the commands raise, and D04.
+    Off a terminal each line of stdin is a prompt or a command, replies go to stdout, everything else to stderr, and the
+    first error ends the chat. Raises RLHFError as `resolve_models` does, M01 and M06-M08 if a model cannot be loaded,
+    and off a terminal D04 and the errors of `ChatSession.send` and of the commands.
     """
     with no_bytecode_files():
-        found = cast(folder, wishes.stage, wishes.step, wishes.compare)
-        talk = _load(found, _sampling(found.config, wishes), options)
-        for line in _opening(found, talk):
+        chat_models = resolve_models(folder, chat_options.stage, chat_options.step, chat_options.compare)
+        session = _load(chat_models, _sampling(chat_models.config, chat_options), options)
+        for line in _start_lines(chat_models, session):
             terminal.say(f"chat     {line}")
-        _converse(talk)
+        _run_loop(session)
 
 
-def _sampling(config: PPOConfig, wishes: Wishes) -> Sampling:
-    """How replies are drawn at first: as in PPO's training, where nothing else is wished."""
-    temperature, length = wishes.temperature, wishes.max_new_tokens
+def _sampling(config: PPOConfig, chat_options: ChatOptions) -> SamplingParams:
+    """Return the initial sampling parameters: those of PPO's training, unless the command line overrides them."""
+    temperature, length = chat_options.temperature, chat_options.max_new_tokens
     if temperature is not None and not math.isfinite(temperature):
         raise RLHFError("C06", f"--temperature {temperature}: a number from 0 up is needed")
-    return Sampling(
+    return SamplingParams(
         config.ppo.temperature if temperature is None else temperature, length or config.ppo.max_response_length,
-        wishes.seed,
+        chat_options.seed,
     )  # fmt: skip
 
 
-def _load(found: Cast, how: Sampling, options: Options) -> Talk:
-    """All models in memory: those that answer, the SFT model, and the sources of reward."""
-    first, trust = found.roles[0].model, options.trust_remote_code
+def _load(chat_models: ChatModels, sampling: SamplingParams, options: Options) -> ChatSession:
+    """Load the models that reply, the SFT model and the reward sources."""
+    first, trust = chat_models.models[0].parent, options.trust_remote_code
     tokenizer = tokenizers.load_tokenizer(first.model, trust_remote_code=trust)
-    parents = {role.model.model: role.model for role in found.roles}
-    parents |= {found.sft.model: found.sft} if found.sft else {}
-    loaded: dict[Path, Any] = {}
-    with Progress("chat", len(parents) + len(found.rewards), "model", brief=True) as bar:
+    parents = {info.parent.model: info.parent for info in chat_models.models}
+    parents |= {chat_models.sft.model: chat_models.sft} if chat_models.sft else {}
+    weights: dict[Path, Any] = {}
+    with Progress("chat", len(parents) + len(chat_models.rewards), "model", brief=True) as bar:
         for folder, parent in parents.items():
-            model = load.load_causal_lm(folder, **load.load_kwargs(found.config.models, trust))
+            model = load.load_causal_lm(folder, **load.load_kwargs(chat_models.config.models, trust))
             tokenizers.check_vocabulary(model, tokenizer, shown(parent.path))
-            loaded[folder] = model.to(devices.device()).eval()
+            weights[folder] = model.to(devices.device()).eval()
             bar.advance(note=shown(parent.path))
         stop = ppo_setup.stop_token_id(
-            found.config, tokenizer, loaded[first.model].get_input_embeddings().weight.shape[0]
+            chat_models.config, tokenizer, weights[first.model].get_input_embeddings().weight.shape[0]
         )
-        judge = Judge(found, options, tokenizer, stop, loaded[found.sft.model] if found.sft else None)
-        bar.advance(len(found.rewards), note="rewards")
-    voices = [Voice(role, loaded[role.model.model]) for role in found.roles]
-    return Talk(voices, judge, Form.of(found.written, tokenizer), stop, how, live=terminal.is_interactive())
+        scorer = ReplyScorer(
+            chat_models, options, tokenizer, stop, weights[chat_models.sft.model] if chat_models.sft else None
+        )
+        bar.advance(len(chat_models.rewards), note="rewards")
+    loaded_models = [LoadedModel(info, weights[info.parent.model]) for info in chat_models.models]
+    return ChatSession(
+        loaded_models,
+        scorer,
+        PromptFormat.detect(chat_models.written, tokenizer),
+        stop,
+        sampling,
+        live=terminal.is_talk(),
+    )
 
 
-def _opening(found: Cast, talk: Talk) -> Iterator[str]:
-    """Who talks, how prompts are written and replies drawn, and what the numbers are."""
-    for role in found.roles:
-        yield f"{role.name}: {role.told}"
-    how, ppo, seed = talk.how, found.config.ppo, f"seed {talk.how.seed}"
-    trained = f"temperature {ppo.temperature:g}, at most {ppo.max_response_length} tokens"
-    drawn = f"temperature {how.temperature:g}, at most {how.max_new_tokens} tokens"
-    yield f"{drawn}, as PPO has it; {seed}" if drawn == trained else f"{drawn}, {seed} (PPO: {trained})"
-    yield _of_prompts(talk.form, found.written)
-    told = [f"{name} ({_place(found.config.rewards[name])})" for name in talk.judge.sources]
-    if found.sft and any(role.model is not found.sft for role in found.roles):
-        name = found.sft.hub or shown(found.sft.path)
-        told.append(f"KL from {name} at temperature {ppo.temperature:g}, in nats")
-    yield from [f"below each reply: {', '.join(told)}"] if told else []
-    yield from talk.judge.missing
-    if talk.live:
+def _start_lines(chat_models: ChatModels, session: ChatSession) -> Iterator[str]:
+    """Yield the start-up lines: models, sampling, prompt format, and the metrics below each reply."""
+    for info in chat_models.models:
+        yield f"{info.name}: {info.description}"
+    ppo = chat_models.config.ppo
+    seed, training = f"seed {session.sampling.seed}", _limits(ppo.temperature, ppo.max_response_length)
+    limits = _limits(session.sampling.temperature, session.sampling.max_new_tokens)
+    yield f"{limits}, as in PPO; {seed}" if limits == training else f"{limits}, {seed} (PPO: {training})"
+    yield _describe_prompts(session.prompt_format, chat_models.written)
+    metrics = [f"{name} ({_source_name(chat_models.config.rewards[name])})" for name in session.scorer.sources]
+    if chat_models.sft and any(info.parent is not chat_models.sft for info in chat_models.models):
+        name = chat_models.sft.hub or shown(chat_models.sft.path)
+        metrics.append(f"KL from {name} at temperature {ppo.temperature:g}, in nats")
+    yield from [f"below each reply: {', '.join(metrics)}"] if metrics else []
+    yield from session.scorer.missing
+    if session.live:
         yield "/help lists the commands; Ctrl-C stops a reply, Ctrl-D ends the chat"
 
 
-def _of_prompts(form: Form, written: str | None) -> str:
-    if form.kind == "text":
-        unused = "; the chat template was not used there" if form.tokenizer.chat_template else ""
-        seen = "as in training" if written else "as there is no chat template"
-        return f"prompts: plain text, {seen}{unused}; each stands by itself, without what was said before"
-    what = "the chat template" if form.kind == "template" else "dialogues in one text (Human:, Assistant:)"
-    return f"prompts: {what}, with what was said before" + ("" if written else "; those of the training are not here")
+def _limits(temperature: float, max_new_tokens: int) -> str:
+    return f"temperature {temperature:g}, at most {max_new_tokens} tokens"
 
 
-def _place(source: Any) -> str:
-    """Where a source of reward comes from."""
+def _describe_prompts(prompt_format: PromptFormat, written: str | None) -> str:
+    if prompt_format.kind == "text":
+        unused = "; training did not use the chat template" if prompt_format.tokenizer.chat_template else ""
+        reason = "as in training" if written else "since there is no chat template"
+        return f"prompts: plain text, {reason}{unused}; each without the earlier turns"
+    style = "the chat template" if prompt_format.kind == "template" else "transcripts (Human:, Assistant:)"
+    return f"prompts: {style}, with the earlier turns" + ("" if written else "; the training prompts are not available")
+
+
+def _source_name(source: Any) -> str:
+    """Return the models, function, built-in rule or URL of a reward source."""
     models = [source.model, source.pipeline, *source.models.values()]
-    named = [shown(path) if os.path.isabs(path) else path for path in models if path]  # else a hub id
-    return ", ".join(named) or source.function or source.builtin or source.url
+    names = [shown(path) if os.path.isabs(path) else path for path in models if path]  # else a hub id
+    return ", ".join(names) or source.function or source.builtin or source.url
 
 
-def _converse(talk: Talk) -> None:
-    lines = Lines()
-    while terminal.is_stdout_open():
+def _run_loop(session: ChatSession) -> None:
+    reader = InputReader()
+    while terminal.is_heard():
         try:
-            if (line := lines.next()) is None:
+            if (line := reader.read()) is None:
                 return
-            talk.stopped = False
+            session.stopped = False
             if is_command(line):
-                if not obey(talk, line):
+                if not run_command(session, line):
                     return
             elif line.strip():
-                talk.say(line[1:] if line.startswith("//") else line)
+                session.send(line[1:] if line.startswith("//") else line)
         except RLHFError as error:
-            if not talk.live:
+            if not session.live:
                 raise
             terminal.say(str(error))
         except KeyboardInterrupt:
-            if not talk.live:
+            if not session.live:
                 raise
             terminal.out()
-            if talk.stopped:
+            if session.stopped:
                 return
-            talk.stopped = True
+            session.stopped = True
             terminal.say("Ctrl-C again, Ctrl-D or /quit ends the chat")

@@ -1,4 +1,4 @@
-"""What was said so far, and how it becomes the prompt of the next reply: as the training's data would have it."""
+"""Conversation history, prompts in the format of the training data, and streaming generation."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf_cli import data
-from rlhf_cli.commands.chat.models import Role
+from rlhf_cli.commands.chat.models import ChatModel
 from rlhf_cli.data import other_formats
 from rlhf_cli.data.sampling import derive_seed
 from rlhf_cli.data.tokens import Conversation, render
@@ -16,151 +16,160 @@ from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
 from rlhf_cli.stages.setup import PromptForm, PromptFormat, prompt_format
 
-_MARK = "a-system-prompt-stands-here"
+_MARKER = "a-system-prompt-stands-here"
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a reply is drawn. `draws` counts the replies of a seed, so that each has noise of its own."""
+class SamplingParams:
+    """Sampling parameters of a reply. Its noise depends on the seed and `reply_index`, the number of the reply."""
 
     temperature: float
     max_new_tokens: int
     seed: int
-    draws: int = 0
+    reply_index: int = 0
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What is known of a reply. Empty where nothing is."""
+class ReplyMetrics:
+    """Scores and KL of a reply; empty if they could not be computed."""
 
     scores: Mapping[str, float] = field(default_factory=dict)  # raw, by source
-    total: float | None = None  # the sources by weight, where that is not one of them alone
+    total: float | None = None  # weighted sum of the sources; None if it equals the only score
     kl: float | None = None  # sum over the tokens of log pi - log pi_sft, nats
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a model said, how it was drawn, and what is to be known of it."""
+    """A model's reply, its sampling parameters and its metrics."""
 
     text: str
     length: int  # tokens
-    ended: bool  # by itself, with the stop token
+    ended: bool  # with the stop token
     stopped: bool  # by Ctrl-C
     seconds: float
-    how: Sampling
-    numbers: Numbers = field(default_factory=Numbers)
+    sampling: SamplingParams
+    metrics: ReplyMetrics = field(default_factory=ReplyMetrics)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Something said, and each model's reply to it, by name; a model that was stopped before it spoke has none."""
+    """A prompt and the models' replies to it, by name. A model stopped before its first token has no reply."""
 
-    said: str
+    prompt: str
     replies: dict[str, Reply]
 
 
 @dataclass(frozen=True)
-class Form:
-    """How prompts are written: by the chat template, as a transcript ("Human:", "Assistant:"), or as they are typed.
+class PromptFormat:
+    """Format of prompts: the chat template, a transcript ("Human:", "Assistant:"), or plain text.
 
-    Plain text has no turns: each prompt stands by itself, as PPO saw them.
+    Plain text is single-turn: each prompt is sent without the history, as in PPO.
     """
 
     kind: PromptFormat
     tokenizer: Any
 
     @classmethod
-    def of(cls, written: PromptForm | None, tokenizer: Any) -> "Form":
-        """The form in which prompts `written` in a way (None: unknown) go to a model."""
-        return cls(prompt_format(written, tokenizer), tokenizer)
+    def detect(cls, written: Written | None, tokenizer: Any) -> "PromptFormat":
+        """Return the format for a model whose training prompts were `written` in a way (None: unknown)."""
+        return cls(kind(written, tokenizer), tokenizer)
 
     @property
-    def has_turns(self) -> bool:
+    def is_multi_turn(self) -> bool:
         return self.kind != "text"
 
     @property
-    def takes_system(self) -> bool:
-        """Whether a system prompt reaches the model."""
+    def supports_system_prompt(self) -> bool:
+        """Return True if the chat template renders a system prompt."""
         if self.kind != "template":
             return False
-        messages = [{"role": "system", "content": _MARK}, {"role": "user", "content": "text"}]
+        messages = [{"role": "system", "content": _MARKER}, {"role": "user", "content": "text"}]
         try:
-            return _MARK in render(self.tokenizer, messages, generation_prompt=True)
-        except RLHFError:  # some templates refuse one
+            return _MARKER in render(self.tokenizer, messages, generation_prompt=True)
+        except RLHFError:  # some templates reject one
             return False
 
     def conversation(self, system: str | None, turns: Sequence[Turn], name: str) -> Conversation:
-        """The turns as a model has had them, as messages."""
+        """Return the turns that model `name` replied to, as messages."""
         messages = [{"role": "system", "content": system}] if system else []
         for turn in turns:
             if name in turn.replies:
-                messages.append({"role": "user", "content": turn.said})
+                messages.append({"role": "user", "content": turn.prompt})
                 messages.append({"role": "assistant", "content": turn.replies[name].text})
         return messages
 
-    def prompt(self, system: str | None, turns: Sequence[Turn], name: str, said: str) -> str | Conversation:
-        """A row's prompt: what `said` is, to a model that has had these turns."""
+    def prompt(self, system: str | None, turns: Sequence[Turn], name: str, text: str) -> str | Conversation:
+        """Return the prompt of the next reply of model `name`: the history and the new `text`."""
         if self.kind == "text":
-            return said
-        messages = [*self.conversation(system, turns, name), {"role": "user", "content": said}]
+            return text
+        messages = [*self.conversation(system, turns, name), {"role": "user", "content": text}]
         if self.kind == "template":
             return messages
-        return other_formats.render_transcript([{**each, "content": each["content"].strip()} for each in messages])
+        return other_formats.render([{**message, "content": message["content"].strip()} for message in messages])
 
     def encode(self, prompt: str | Conversation) -> list[int]:
-        """The ids that every stage makes of a prompt. Raises RLHFError D06, D08."""
+        """Return the prompt's token ids, as in every stage. Raises RLHFError D06, D08."""
         ids, _ = data.encode(self.tokenizer, prompt, None)
         if not ids:
-            raise RLHFError("D08", "the tokenizer leaves nothing of the prompt")
+            raise RLHFError("D08", "the prompt has no tokens")
         return ids
 
 
 @dataclass(frozen=True)
-class Voice:
-    """A model that answers, loaded."""
+class LoadedModel:
+    """A model that replies, with its weights."""
 
-    role: Role
+    info: ChatModel
     model: Any
 
     @property
     def name(self) -> str:
-        return self.role.name
+        return self.info.name
 
 
-class Speech:
-    """A reply to a prompt, as text by iterating; its tokens so far are `ids`, the seconds that they took `seconds`.
+class StreamingReply:
+    """A reply as it is generated: iterate over its text. `ids` are its tokens so far, `seconds` the time they took.
 
-    Drawn by PPO's own engine: the full softmax at the temperature, through the stop token. The noise depends on seed
-    and draw alone, so that two models get the same.
-    Raises RLHFError C13 where the context leaves no room, D06 and D08 as `Form.encode` does.
+    Sampled by PPO's engine: the full softmax at the temperature, including the stop token. The noise depends only on
+    the seed and the number of the reply, so that compared models get the same.
+    Raises RLHFError C13 if the context has no room for a reply, D06 and D08 as `PromptFormat.encode` does.
     """
 
     def __init__(
-        self, voice: Voice, form: Form, prompt: str | Conversation, stop_token_id: int | None, how: Sampling
+        self,
+        model: LoadedModel,
+        prompt_format: PromptFormat,
+        prompt: str | Conversation,
+        stop_token_id: int | None,
+        sampling: SamplingParams,
     ) -> None:
-        self.voice, self.tokenizer, self.prompt, self.stop_token_id, self.how = (
-            voice, form.tokenizer, prompt, stop_token_id, how,
-        )  # fmt: skip
-        self.prompt_ids, self.ids = form.encode(prompt), list[int]()
+        self.model, self.tokenizer, self.prompt = model, prompt_format.tokenizer, prompt
+        self.stop_token_id, self.sampling = stop_token_id, sampling
+        self.prompt_ids, self.ids = prompt_format.encode(prompt), list[int]()
         self.seconds = 0.0
-        context = load.context_length(voice.model.config)
-        room = how.max_new_tokens if context is None else min(how.max_new_tokens, context - len(self.prompt_ids))
+        context = load.context_length(model.model.config)
+        room = (
+            sampling.max_new_tokens if context is None else min(sampling.max_new_tokens, context - len(self.prompt_ids))
+        )
         if room < 1:
-            text = f"the prompt has {len(self.prompt_ids)} tokens, and {voice.name} reads {context} with its reply"
-            raise RLHFError("C13", text, hint="/clear begins anew, /undo takes the last turn back")
-        asked = Prompts.from_lists([self.prompt_ids])
-        asked = replace(asked, seeds=(derive_seed(how.seed, "chat", how.draws),), response_length=room)
-        engine = HFEngine(voice.model, stop_token_id, self.tokenizer.pad_token_id or 0, how.temperature)
-        self._stream = engine.stream(asked)
+            limit = f"the context of {model.name} has {context}, reply included"
+            text = f"the prompt has {len(self.prompt_ids)} tokens, and {limit}"
+            raise RLHFError("C13", text, hint="/clear starts a new conversation, /undo removes the last turn")
+        prompts = Prompts.from_lists([self.prompt_ids])
+        prompts = replace(
+            prompts, seeds=(derive_seed(sampling.seed, "chat", sampling.reply_index),), response_length=room
+        )
+        engine = HFEngine(model.model, stop_token_id, self.tokenizer.pad_token_id or 0, sampling.temperature)
+        self._stream = engine.stream(prompts)
 
     def __iter__(self) -> Iterator[str]:
         return data.decode_stream(self.tokenizer, self._tokens())
 
     def _tokens(self) -> Iterator[int]:
         while True:
-            began = time.perf_counter()
+            start = time.perf_counter()
             token = next(self._stream, None)
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - start
             if token is None:
                 return
             self.ids.append(token)
@@ -168,10 +177,10 @@ class Speech:
 
     @property
     def ended(self) -> bool:
-        """By itself, with the stop token."""
+        """Return True if the last token is the stop token."""
         return self.ids[-1:] == [self.stop_token_id]
 
     @property
     def text(self) -> str:
-        """What was said so far, without special tokens."""
+        """Return the text so far, without special tokens."""
         return self.tokenizer.decode(self.ids, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Which models take part in a chat, and what the run tells of them. Loads no weights."""
+"""The models of a chat, resolved from a run without loading weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,60 +21,59 @@ REFERENCE = "models.sft"
 
 
 @dataclass(frozen=True)
-class Role:
-    """A model that answers: its name in the chat, where its weights are, and what it is in words."""
+class ChatModel:
+    """A model that replies."""
 
     name: str  # ppo or sft
-    model: Parent
-    told: str
-    sha256: str | None  # of its files; None for a point on PPO's way
+    parent: Parent
+    description: str
+    sha256: str | None  # of its files; None for a PPO snapshot
 
 
 @dataclass(frozen=True)
-class Cast:
-    """All that takes part. `config` says how PPO treats a reply."""
+class ChatModels:
+    """The models that reply, and everything their replies are scored with."""
 
-    roles: list[Role]
-    config: PPOConfig
-    sft: Parent | None  # what PPO's KL is measured from; None: nothing is
+    models: list[ChatModel]
+    config: PPOConfig  # the sampling defaults and the rewards
+    sft: Parent | None  # the reference of PPO's KL; None: no KL is measured
     parents: dict[str, Parent]  # of the rewards, by config key
-    rewards: list[str]  # those of the config's that can be asked
-    missing: list[str]  # what of all this is not there, and why: a line each
-    written: PromptForm | None  # how the prompts in training were written; None: that cannot be seen
+    rewards: list[str]  # names of the config's rewards that are available
+    missing: list[str]  # what is not available and why, a line per item
+    written: Written | None  # how the training prompts were formatted; None: unknown
 
 
-def cast(folder: Path, stage: str | None, step: str, compare: str | None) -> Cast:
-    """The models that a command line names. In a comparison `sft` is the model that PPO started from.
+def resolve_models(folder: Path, stage: str | None, step: str, compare: str | None) -> ChatModels:
+    """Return the models that the command line selects. In a comparison `sft` is the model that PPO started from.
 
-    Raises RLHFError as `checkpoints.choose` does, and as `config.load` for the run's config; C07, C11 for what cannot
-    be talked to or compared; in a comparison also where PPO's SFT model is gone (M01) or another by now (M10).
+    Raises RLHFError as `references.choose` and `config.load` do; C07, C11 for models that cannot chat or be compared;
+    in a comparison also M01 or M10 if PPO's SFT model is missing or has changed.
     """
-    names = _compared(compare, stage)
-    found = resolve_model(folder, "ppo" if names else stage, step)
-    if found.model.stage not in POLICY_STAGES:
-        text = f"{shown(found.model.path)} is a {found.model.stage} model, which writes no text"
-        raise RLHFError("C11", text, hint="leave --stage out, or name sft or ppo; its scores stand below each reply")
-    config = _config(found.model)
-    parents, problems = _parents(config, found.model)
-    own = Role(found.model.stage, found.model, str(found), found.model.sha256 if found.last else None)
-    roles = [own]
+    names = _parse_compare(compare, stage)
+    chosen = choose(folder, "ppo" if names else stage, step)
+    model = chosen.model
+    if model.stage not in TALKING:
+        text = f"{shown(model.path)} is a {model.stage} model, which generates no text"
+        raise RLHFError("C11", text, hint="leave --stage out, or name sft or ppo; its scores are below each reply")
+    config = _config(model)
+    parents, problems = _parents(config, model)
+    main = ChatModel(model.stage, model, str(chosen), model.sha256 if chosen.last else None)
+    models = [main]
     if names:
         if REFERENCE in problems:
             raise problems[REFERENCE]
         sft = parents[REFERENCE]
-        roles = [own if name == "ppo" else Role("sft", sft, _named(sft), sft.sha256) for name in names]
-    rewards, missing = _rewards(config, found.model, problems)
-    if own.name == "sft" and stage is None and found.model.path != folder:
-        missing.insert(0, "no PPO policy: none was begun, so the SFT model answers")
+        models = [main if name == "ppo" else ChatModel("sft", sft, _name(sft), sft.sha256) for name in names]
+    rewards, missing = _rewards(config, model, problems)
+    if main.name == "sft" and stage is None and model.path != folder:
+        missing.insert(0, "no PPO policy: PPO was not started, so the SFT model replies")
     if REFERENCE in problems:
         missing.append(f"no KL: {problems[REFERENCE].problems[0].text}")
-    return Cast(
-        roles, config, parents.pop(REFERENCE, None), parents, rewards, missing, setup.training_prompt_form(found.model)
-    )
+    return ChatModels(models, config, parents.pop(REFERENCE, None), parents, rewards, missing, setup.written(model))
 
 
-def _compared(compare: str | None, stage: str | None) -> list[str]:
-    """The names in --compare, in its order; none without. Raises RLHFError C07, C11."""
+def _parse_compare(compare: str | None, stage: str | None) -> list[str]:
+    """Return the models that --compare names, in its order. Raises RLHFError C07, C11."""
     if compare is None:
         return []
     names = compare.split(",")
@@ -83,15 +82,15 @@ def _compared(compare: str | None, stage: str | None) -> list[str]:
             near = closest_match(name, POLICY_STAGES)
             hint = f"did you mean {near}?" if near else "--compare sft,ppo"
             raise RLHFError("C07", f"--compare {compare}: {name or 'nothing'} is not one of sft, ppo", hint=hint)
-    if sorted(names) != sorted(POLICY_STAGES):
-        raise RLHFError("C11", f"--compare {compare}: two different models are compared", hint="--compare sft,ppo")
+    if sorted(names) != sorted(TALKING):
+        raise RLHFError("C11", f"--compare {compare}: name two different models", hint="--compare sft,ppo")
     if stage is not None:
-        raise RLHFError("C11", "--compare and --stage each say which models answer", hint="leave --stage out")
+        raise RLHFError("C11", "--compare and --stage both select the models", hint="leave --stage out")
     return names
 
 
 def _config(model: Parent) -> PPOConfig:
-    """The config that PPO was run with; for an SFT model that of its run, begun or written, else every default."""
+    """Return PPO's config of the model's run: of its ppo/, else of its ppo.yaml, else the defaults."""
     if model.stage == "ppo":
         return load_run_config(model.path)
     run = model.path.resolve().parent
@@ -100,18 +99,18 @@ def _config(model: Parent) -> PPOConfig:
     if (run / "ppo.yaml").is_file():
         return configs.load("ppo", run / "ppo.yaml")
     models = {"sft": str(run / "sft"), "reward": str(run / "reward")}
-    needed = {"data": {"prompts": "none"}, "ppo": {"total_episodes": 1}}  # nothing here reads these two
+    needed = {"data": {"prompts": "none"}, "ppo": {"total_episodes": 1}}  # required, but not used by a chat
     config = PPOConfig.model_validate({"run": str(run), "models": models, **needed})
     config._origin = Origin(run / "ppo.yaml", shown(run / "ppo.yaml"))
     return config
 
 
 def _parents(config: PPOConfig, model: Parent) -> tuple[dict[str, Parent], dict[str, RLHFError]]:
-    """The SFT model, which an SFT model itself does not need, and those of the rewards; and what is wrong with others.
+    """Open the reference (not for an SFT model) and the reward models; return them and the errors, by config key.
 
-    Of PPO's policy they must be the ones that it was trained with.
+    For a PPO policy they must be the models that it was trained with.
     """
-    found: dict[str, Parent] = {}
+    parents: dict[str, Parent] = {}
     problems: dict[str, RLHFError] = {}
     trained_with: dict[str, Any] = model.manifest["parents"] if model.stage == "ppo" else {}
     for reference in runs.references(config):
@@ -125,29 +124,32 @@ def _parents(config: PPOConfig, model: Parent) -> tuple[dict[str, Parent], dict[
             problems[key] = error
             continue
         if trained_with.get(key, {}).get("sha256", parent.sha256) == parent.sha256:
-            found[key] = parent
+            parents[key] = parent
         else:
-            text = f"{_named(parent)} is not the model any more that PPO was trained with"
-            problems[key] = RLHFError("M10", text, hint=f"run PPO again, or bring the old {key} back")
-    return found, problems
+            text = f"{_name(parent)} is no longer the model that PPO was trained with"
+            problems[key] = RLHFError("M10", text, hint=f"run PPO again, or restore the old {key}")
+    return parents, problems
 
 
 def _rewards(config: PPOConfig, model: Parent, problems: dict[str, RLHFError]) -> tuple[list[str], list[str]]:
-    """The names of the rewards that can be asked, and why others cannot."""
+    """Return the names of the available rewards, and a line on each other one."""
     rewards: list[str] = []
     missing: list[str] = []
-    data_then, code = model.manifest.get("data", {}), config.code()
+    trained_with, code = model.manifest.get("data", {}), config.code()
     for name, source in config.rewards.items():
-        keys = [f"rewards.{name}.{inner}" for inner in ("model", "pipeline", *(f"models.{m}" for m in source.models))]
+        keys = [
+            f"rewards.{name}.{inner}"
+            for inner in ("model", "pipeline", *(f"models.{member}" for member in source.models))
+        ]
         function = f"rewards.{name}.function"
-        if wrong := [problems[key] for key in keys if key in problems]:
-            missing.append(f"no {name}: {wrong[0].problems[0].text}")
-        elif function in code and data_then.get(function, now := file_sha256(code[function])) != now:
+        if errors := [problems[key] for key in keys if key in problems]:
+            missing.append(f"no {name}: {errors[0].problems[0].text}")
+        elif function in code and trained_with.get(function, sha256 := file_sha256(code[function])) != sha256:
             missing.append(f"no {name}: {shown(code[function])} has changed since PPO was trained with it")
         else:
             rewards.append(name)
     return rewards, missing
 
 
-def _named(parent: Parent) -> str:
+def _name(parent: Parent) -> str:
     return parent.hub or shown(parent.path)

@@ -1,4 +1,4 @@
-"""The state of a chat, and one turn of it: replies that are shown while they are made, and their numbers."""
+"""A chat session: generates and shows replies, scores them, and exports the conversation."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,8 +9,16 @@ from typing import Any
 import torch
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.chat.generate import Form, Numbers, Reply, Sampling, Speech, Turn, Voice
-from rlhf_cli.commands.chat.models import Cast
+from rlhf_cli.commands.chat.generate import (
+    LoadedModel,
+    PromptFormat,
+    Reply,
+    ReplyMetrics,
+    SamplingParams,
+    StreamingReply,
+    Turn,
+)
+from rlhf_cli.commands.chat.models import ChatModels
 from rlhf_cli.config.base import Options
 from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
@@ -22,40 +30,47 @@ from rlhf_cli.stages import ppo_setup, setup
 from rlhf_cli.stages.eval import sequence_kl
 
 
-class Judge:
+class ReplyScorer:
     """Scores replies as PPO and the evaluation do. `sft` is the loaded SFT model; None: no KL is measured.
 
-    Raises RLHFError as the stages do for reward models that cannot be loaded.
+    Raises RLHFError as the stages do if a reward model cannot be loaded.
     """
 
-    def __init__(self, cast: Cast, options: Options, tokenizer: Any, stop_token_id: int | None, sft: Any) -> None:
-        self.config, self.sft, self.stop_token_id, self.missing = cast.config, sft, stop_token_id, [*cast.missing]
-        texts, rewards = self._texts(cast, options)
-        config = cast.config.model_copy(update={"rewards": rewards})
-        writing = setup.PolicyText(cast.roles[0].model, tokenizer, stop_token_id, [])
-        cache = ppo_setup.RewardModelCache(config, options, cast.parents, writing)
+    def __init__(
+        self, chat_models: ChatModels, options: Options, tokenizer: Any, stop_token_id: int | None, sft: Any
+    ) -> None:
+        self.config, self.sft, self.stop_token_id, self.missing = (
+            chat_models.config,
+            sft,
+            stop_token_id,
+            [*chat_models.missing],
+        )
+        texts, rewards = self._texts(chat_models, options)
+        config = chat_models.config.model_copy(update={"rewards": rewards})
+        writing = setup.Writing(chat_models.models[0].parent, tokenizer, stop_token_id, [])
+        cache = ppo_setup.RewardModelCache(config, options, chat_models.parents, writing)
         self.sources: dict[str, RewardSource] = ppo_setup.build_reward_sources(config, texts, cache)
 
-    def _texts(self, cast: Cast, options: Options) -> tuple[dict[str, RewardFn], dict[str, Any]]:
-        """The sources that read text, and the config's sections of all that can be asked."""
+    def _texts(self, chat_models: ChatModels, options: Options) -> tuple[dict[str, RewardFn], dict[str, Any]]:
+        """Build the sources that read text; return them, and the config sections of all available sources."""
         texts: dict[str, RewardFn] = {}
         rewards: dict[str, Any] = {}
-        for name in cast.rewards:
-            alone = {name: cast.config.rewards[name]}
+        for name in chat_models.rewards:
+            section = {name: chat_models.config.rewards[name]}
             try:
                 texts |= ppo_setup.build_reward_fns(
-                    cast.config.model_copy(update={"rewards": alone}), options, cast.parents
+                    chat_models.config.model_copy(update={"rewards": section}), options, chat_models.parents
                 )
             except RLHFError as error:
                 self.missing.append(f"no {name}: {error.problems[0].text}")
             else:
-                rewards |= alone
+                rewards |= section
         return texts, rewards
 
-    def numbers(self, policy: Any, prompt: str | Conversation, ids: list[int], response: list[int]) -> Numbers:
-        """Of one reply of `policy` to a prompt, both as token ids. KL is read at the temperature of the training.
+    def score(self, policy: Any, prompt: str | Conversation, ids: list[int], response: list[int]) -> ReplyMetrics:
+        """Return the metrics of one reply of `policy`, given as token ids. The KL is at the training temperature.
 
-        Raises RLHFError R05 where a source fails or gives no finite number, R01 where KL is none.
+        Raises RLHFError R05 if a source fails or returns no finite number, R01 if the KL is not finite.
         """
         for source in self.sources.values():
             for model in source.members.values() if isinstance(source, EnsembleReward) else [source]:
@@ -67,87 +82,95 @@ class Judge:
         if self.sft is not None and policy is not self.sft:
             (kl,) = sequence_kl(policy, self.sft, rollout, self.config.ppo.temperature, max_rows=1)
             if not math.isfinite(kl):
-                raise RLHFError("R01", f"the KL of the reply is {kl}: a model gives no finite logits for it")
-        return Numbers(scores, self._total(scores), kl)
+                raise RLHFError("R01", f"the KL of the reply is {kl}: the logits of a model are not finite")
+        return ReplyMetrics(scores, self._total(scores), kl)
 
     def _score(self, name: str, source: RewardSource, rollout: Rollout) -> float:
-        said = source(rollout)
-        score = float(said.score if isinstance(said, EnsembleScores) else said)
+        scores = source(rollout)
+        score = float(scores.score if isinstance(scores, EnsembleScores) else scores)
         if not math.isfinite(score):
             raise RLHFError("R05", f"reward `{name}` gave {score}", hint="return a finite number")
         return score
 
     def _total(self, scores: Mapping[str, float]) -> float | None:
-        """The sum that PPO maximises; None where it is the only score that counts, or one of its parts is missing."""
-        parts_of_it = {name: source for name, source in self.config.rewards.items() if source.weight}
-        alone = len(parts_of_it) == 1 and all(each.weight == 1 and not each.clip for each in parts_of_it.values())
-        if alone or not parts_of_it.keys() <= scores.keys():
+        """Return the weighted sum that PPO maximizes; None if it equals the only score, or a term is missing."""
+        terms = {name: source for name, source in self.config.rewards.items() if source.weight}
+        is_plain = len(terms) == 1 and all(term.weight == 1 and not term.clip for term in terms.values())
+        if is_plain or not terms.keys() <= scores.keys():
             return None
-        raw = {name: torch.tensor([scores[name]]) for name in parts_of_it}
-        weights = {name: source.weight for name, source in parts_of_it.items()}
-        clips = {name: source.clip for name, source in parts_of_it.items() if source.clip is not None}
+        raw = {name: torch.tensor([scores[name]]) for name in terms}
+        weights = {name: source.weight for name, source in terms.items()}
+        clips = {name: source.clip for name, source in terms.items() if source.clip is not None}
         return float(weighted_sum(raw, weights, clips))
 
 
-class Talk:
-    """Who talks, how replies are drawn, and what was said since the last /clear.
+class ChatSession:
+    """The models, their sampling parameters, and the turns since the last /clear.
 
-    `live`: a person types, who may stop a reply with Ctrl-C; else whatever is wrong ends the command.
+    `live`: on a terminal, where Ctrl-C stops a reply and errors are printed; otherwise both end the command.
     """
 
     def __init__(
-        self, voices: list[Voice], judge: Judge, form: Form, stop_token_id: int | None, how: Sampling, *, live: bool
+        self,
+        models: list[LoadedModel],
+        scorer: ReplyScorer,
+        prompt_format: PromptFormat,
+        stop_token_id: int | None,
+        sampling: SamplingParams,
+        *,
+        live: bool,
     ) -> None:
-        self.voices, self.judge, self.form, self.stop_token_id, self.live = voices, judge, form, stop_token_id, live
-        self.how = how
+        self.models, self.scorer, self.prompt_format = models, scorer, prompt_format
+        self.stop_token_id, self.live = stop_token_id, live
+        self.sampling = sampling
         self.system: str | None = None
         self.turns: list[Turn] = []
-        self.stopped = False  # whether Ctrl-C has ended the last reply
+        self.stopped = False  # Ctrl-C ended the last reply
 
-    def say(self, said: str) -> None:
-        """The next turn. Raises RLHFError C13, D06, D08 for what cannot be answered, R05 as `Judge.numbers` does."""
-        if turn := self._answered(said, self.turns):
+    def send(self, prompt: str) -> None:
+        """Add a turn. Raises RLHFError C13, D06, D08 for an invalid prompt, and as `ReplyScorer.score` does."""
+        if turn := self._generate_turn(prompt, self.turns):
             self.turns.append(turn)
 
     def retry(self) -> None:
-        """Another reply in place of the last one. Raises RLHFError as `say` does."""
-        *before, last = self.turns
-        if turn := self._answered(last.said, before):
+        """Replace the last reply. Raises RLHFError as `send` does."""
+        *history, last = self.turns
+        if turn := self._generate_turn(last.prompt, history):
             self.turns[-1] = turn
 
-    def _answered(self, said: str, before: Sequence[Turn]) -> Turn | None:
-        """The turn with all replies, each shown as it comes; None where Ctrl-C came before the first word."""
-        speeches = []
-        for voice in self.voices:
-            prompt = self.form.prompt(self.system, before, voice.name, said)
-            speeches.append(Speech(voice, self.form, prompt, self.stop_token_id, self.how))
-        self.how, self.stopped = replace(self.how, draws=self.how.draws + 1), False
-        turn, compared = Turn(said, {}), len(speeches) > 1
-        together = compared and terminal.fits_side_by_side(len(speeches))
-        if together:
-            self._hear_together(speeches)
-        for speech in speeches:
-            if not together and not self.stopped:
-                terminal.print_partial(f"{speech.voice.name}: " if compared else "")
-                self._hear(speech)
-            self._take(speech, turn, compared=compared)
+    def _generate_turn(self, text: str, history: Sequence[Turn]) -> Turn | None:
+        """Generate and show all replies; None if Ctrl-C came before the first token."""
+        replies = []
+        for model in self.models:
+            prompt = self.prompt_format.prompt(self.system, history, model.name, text)
+            replies.append(StreamingReply(model, self.prompt_format, prompt, self.stop_token_id, self.sampling))
+        self.sampling, self.stopped = replace(self.sampling, reply_index=self.sampling.reply_index + 1), False
+        turn, compared = Turn(text, {}), len(replies) > 1
+        side_by_side = compared and terminal.has_room(len(replies))
+        if side_by_side:
+            self._show_side_by_side(replies)
+        for reply in replies:
+            if not side_by_side and not self.stopped:
+                terminal.piece(f"{reply.model.name}: " if compared else "")
+                self._show(reply)
+            self._finish(reply, turn, compared=compared)
         if self.live:
             terminal.out()
         return turn if turn.replies else None
 
-    def _hear(self, speech: Speech) -> None:
+    def _show(self, reply: StreamingReply) -> None:
         try:
-            for piece in speech:
-                terminal.print_partial(piece)
+            for piece in reply:
+                terminal.piece(piece)
         except KeyboardInterrupt:
             self._stop()
         terminal.out()
 
-    def _hear_together(self, speeches: list[Speech]) -> None:
-        """A token of each in turn, beside one another."""
-        with terminal.Columns([speech.voice.name for speech in speeches]) as columns:
+    def _show_side_by_side(self, replies: list[StreamingReply]) -> None:
+        """Show the replies in columns, generating one token of each in turn."""
+        with terminal.Columns([reply.model.name for reply in replies]) as columns:
             try:
-                for pieces in zip_longest(*speeches, fillvalue=""):
+                for pieces in zip_longest(*replies, fillvalue=""):
                     for column, piece in enumerate(pieces):
                         columns.add(column, piece)
             except KeyboardInterrupt:
@@ -158,15 +181,15 @@ class Talk:
             raise KeyboardInterrupt
         self.stopped = True
 
-    def _take(self, speech: Speech, turn: Turn, *, compared: bool) -> None:
-        """Keep what was said, and tell its numbers."""
-        if not speech.ids:
+    def _finish(self, stream: StreamingReply, turn: Turn, *, compared: bool) -> None:
+        """Add a reply to the turn, and show its metrics."""
+        if not stream.ids:
             return
-        stopped = self.stopped and not speech.ended
-        reply = Reply(speech.text, len(speech.ids), speech.ended, stopped, speech.seconds, speech.how)
+        stopped = self.stopped and not stream.ended
+        reply = Reply(stream.text, len(stream.ids), stream.ended, stopped, stream.seconds, stream.sampling)
         try:
-            numbers = self.judge.numbers(speech.voice.model, speech.prompt, speech.prompt_ids, speech.ids)
-            reply = replace(reply, numbers=numbers)
+            metrics = self.scorer.score(stream.model.model, stream.prompt, stream.prompt_ids, stream.ids)
+            reply = replace(reply, metrics=metrics)
         except RLHFError as error:
             if not self.live:
                 raise
@@ -175,55 +198,55 @@ class Talk:
             if self.stopped:  # the second one
                 raise
             self._stop()
-        turn.replies[speech.voice.name] = reply
-        terminal.log_dim((f"{speech.voice.name}  " if compared else "") + told(reply))
+        turn.replies[stream.model.name] = reply
+        terminal.aside((f"{stream.model.name}  " if compared else "") + format_metrics(reply))
 
 
-def told(reply: Reply) -> str:
-    """The numbers of a reply in a line."""
-    numbers = reply.numbers
-    scores = numbers.scores if numbers.total is None else {**numbers.scores, "sum": numbers.total}
-    said = [f"{name} {score:.3f}" for name, score in scores.items()]
-    said += [f"KL {numbers.kl:.2f}"] if numbers.kl is not None else []
-    how = "ended" if reply.ended else "stopped" if reply.stopped else "cut off"
-    said.append(f"{reply.length} token{'s' * (reply.length != 1)}, {how}")
-    return "  ".join([*said, f"{reply.length / reply.seconds:.0f} tokens/s"])
+def format_metrics(reply: Reply) -> str:
+    """Return the metrics of a reply as one line."""
+    metrics = reply.metrics
+    scores = metrics.scores if metrics.total is None else {**metrics.scores, "sum": metrics.total}
+    parts = [f"{name} {score:.3f}" for name, score in scores.items()]
+    parts += [f"KL {metrics.kl:.2f}"] if metrics.kl is not None else []
+    ending = "ended" if reply.ended else "stopped" if reply.stopped else "cut off"
+    parts.append(f"{reply.length} token{'s' * (reply.length != 1)}, {ending}")
+    return "  ".join([*parts, f"{reply.length / reply.seconds:.0f} tokens/s"])
 
 
-def rows(talk: Talk) -> Iterator[dict[str, Any]]:
-    """Of each model one row {messages}; of plain text, which has no turns, a row {prompt, completion} a reply.
+def export_rows(session: ChatSession) -> Iterator[dict[str, Any]]:
+    """Yield a row {messages} per model; in the single-turn plain-text format, a row {prompt, completion} per reply.
 
-    Under `chat` stands which model it was, how each reply was drawn, and its numbers.
+    The key `chat` holds the model, and the sampling parameters and metrics of each reply.
     """
-    for voice in talk.voices:
-        turns = [turn for turn in talk.turns if voice.name in turn.replies]
-        if not talk.form.has_turns:
-            yield from (_alone(voice, turn, turn.replies[voice.name]) for turn in turns)
+    for model in session.models:
+        turns = [turn for turn in session.turns if model.name in turn.replies]
+        if not session.prompt_format.is_multi_turn:
+            yield from (_single_turn_row(model, turn, turn.replies[model.name]) for turn in turns)
         elif turns:
-            messages = talk.form.conversation(talk.system, turns, voice.name)
-            replies = [_reply(turn.replies[voice.name]) for turn in turns]
-            yield {"messages": messages, "chat": {**_model(voice), "replies": replies}}
+            messages = session.prompt_format.conversation(session.system, turns, model.name)
+            replies = [_reply_fields(turn.replies[model.name]) for turn in turns]
+            yield {"messages": messages, "chat": {**_model_fields(model), "replies": replies}}
 
 
-def _alone(voice: Voice, turn: Turn, reply: Reply) -> dict[str, Any]:
-    return {"prompt": turn.said, "completion": reply.text, "chat": {**_model(voice), **_reply(reply)}}
+def _single_turn_row(model: LoadedModel, turn: Turn, reply: Reply) -> dict[str, Any]:
+    return {"prompt": turn.prompt, "completion": reply.text, "chat": {**_model_fields(model), **_reply_fields(reply)}}
 
 
-def _model(voice: Voice) -> dict[str, Any]:
-    role = voice.role
-    return {"model": role.name, "from": role.told} | ({"sha256": role.sha256} if role.sha256 else {})
+def _model_fields(model: LoadedModel) -> dict[str, Any]:
+    info = model.info
+    return {"model": info.name, "from": info.description} | ({"sha256": info.sha256} if info.sha256 else {})
 
 
-def _reply(reply: Reply) -> dict[str, Any]:
-    """How a reply was drawn, and its numbers; what is not known is absent."""
-    how, numbers = reply.how, reply.numbers
-    known = {"scores": numbers.scores or None, "sum": numbers.total, "kl": numbers.kl}
+def _reply_fields(reply: Reply) -> dict[str, Any]:
+    """Return the sampling parameters and metrics of a reply; unknown metrics are left out."""
+    sampling, metrics = reply.sampling, reply.metrics
+    optional = {"scores": metrics.scores or None, "sum": metrics.total, "kl": metrics.kl}
     return {
-        "temperature": how.temperature,
-        "max_new_tokens": how.max_new_tokens,
-        "seed": how.seed,
-        "draw": how.draws,
+        "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_new_tokens,
+        "seed": sampling.seed,
+        "draw": sampling.reply_index,
         "length": reply.length,
         "ended": reply.ended,
-        **{name: value for name, value in known.items() if value is not None},
+        **{name: value for name, value in optional.items() if value is not None},
     }

@@ -1,4 +1,4 @@
-"""What the names of a Python script stand for, as far as its text tells: constants, and defaults of arguments."""
+"""Static evaluation of expressions in a Python script: constants, defaults of parameters and fields."""
 
 import ast
 import operator
@@ -10,100 +10,100 @@ OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
 }  # fmt: skip
-LARGEST = 1e15  # of a number in a sum: beyond it is no setting, and may take long
-DEEPEST = 20
+LARGEST = 1e15  # operand of an expression; larger ones are not settings, and may be slow
+MAX_DEPTH = 20
 
 
-class NotPlain(Exception):
-    """A value that is not to be had without running the script; its text is the expression."""
+class DynamicValueError(Exception):
+    """A value that requires running the script; the message is the expression."""
 
 
-class Names:
-    """The names of a script. `holders` are the classes whose calls hold settings: `config = PPOConfig(...)`."""
+class ScriptNames:
+    """The names of a script and their values. `holders` are classes whose instances hold settings, e.g. PPOConfig."""
 
     def __init__(self, tree: ast.Module, holders: Iterable[str]) -> None:
         nodes = list(ast.walk(tree))
         stored = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        given = list(_given(nodes))
-        fields = [each for node in nodes if isinstance(node, ast.ClassDef) for each in _given(node.body)]
+        assignments = list(_given(nodes))
+        fields = [field for node in nodes if isinstance(node, ast.ClassDef) for field in _given(node.body)]
         stored.subtract(field for field, _ in fields)
-        twice = Counter(field for field, _ in fields)
-        self.targets = {value: target for target, value in given}
+        field_counts = Counter(field for field, _ in fields)
+        self.targets = {value: target for target, value in assignments}
         self.constants = {target: value for target, value in _given(tree.body) if stored[target] == 1}
         parameters = [(name, value) for name, value in _parameters(nodes) if not stored[name]]
         names = Counter(name for name, _ in parameters)
         self.constants |= {name: value for name, value in parameters if names[name] == 1}
-        self.held = {
-            target: value for target, value in given if isinstance(value, ast.Call) and called(value) in holders
+        self.configs = {
+            target: value for target, value in assignments if isinstance(value, ast.Call) and called(value) in holders
         }
-        self.defaults = {field: _default(value) for field, value in fields if twice[field] == 1}
+        self.defaults = {field: _default(value) for field, value in fields if field_counts[field] == 1}
 
     def target(self, node: ast.expr) -> str:
-        """The variable that a value is given to, in lower case; "" where there is none."""
+        """Return the variable that a value is assigned to, in lower case; empty if there is none."""
         return self.targets.get(node, "").lower()
 
     def keywords(self, node: ast.Call) -> dict[str, ast.expr]:
-        """The arguments of a call that have names, those of a constant dict behind `**` among them."""
-        found: dict[str, ast.expr] = {}
-        for each in node.keywords:
-            value = self.constants.get(each.value.id) if isinstance(each.value, ast.Name) else each.value
-            if each.arg:
-                found[each.arg] = each.value
+        """Return the keyword arguments of a call, including those of a constant dict after `**`."""
+        arguments: dict[str, ast.expr] = {}
+        for keyword in node.keywords:
+            value = self.constants.get(keyword.value.id) if isinstance(keyword.value, ast.Name) else keyword.value
+            if keyword.arg:
+                arguments[keyword.arg] = keyword.value
             elif isinstance(value, ast.Dict):
-                found |= entries(value)
-        return found
+                arguments |= entries(value)
+        return arguments
 
     def value(self, node: ast.expr, depth: int = 0) -> Any:
-        """What an expression is. Raises NotPlain with the expression where only a run would tell."""
+        """Evaluate an expression. Raises DynamicValueError if that requires running the script."""
         inner = depth + 1
-        if depth > DEEPEST:
-            raise NotPlain(shown(node))
+        if depth > MAX_DEPTH:
+            raise DynamicValueError(shown(node))
         if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float | str | None):
             return node.value
         if isinstance(node, ast.List | ast.Tuple):
-            return [self.value(each, inner) for each in node.elts]
-        if isinstance(node, ast.Dict) and len(found := entries(node)) == len(node.keys):
-            return {key: self.value(value, inner) for key, value in found.items()}
+            return [self.value(item, inner) for item in node.elts]
+        if isinstance(node, ast.Dict) and len(items := entries(node)) == len(node.keys):
+            return {key: self.value(value, inner) for key, value in items.items()}
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -_number(self.value(node.operand, inner), node)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return _computed(node, *(_number(self.value(each, inner), node) for each in (node.left, node.right)))
-        if named := self._named(node):
-            return self.value(named, inner)
+            return _computed(node, *(_number(self.value(operand, inner), node) for operand in (node.left, node.right)))
+        if definition := self._named(node):
+            return self.value(definition, inner)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return node.attr
-        raise NotPlain(shown(node))
+        raise DynamicValueError(shown(node))
 
     def _named(self, node: ast.expr) -> ast.expr | None:
-        """What a constant's name stands for, or an attribute: a config's argument, or the default of a field."""
+        """Return the expression that defines a constant, an argument of a config, or the default of a field."""
         if isinstance(node, ast.Name):
             return self.constants.get(node.id)
         if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
             return None
-        held = self.held.get(node.value.id)
-        return self.keywords(held).get(node.attr) if held else self.defaults.get(node.attr)
+        call = self.configs.get(node.value.id)
+        return self.keywords(call).get(node.attr) if call else self.defaults.get(node.attr)
 
 
 def called(node: ast.AST) -> str:
-    """The last name of what is called; "" where nothing is."""
+    """Return the last part of the name of a called function; empty if the node is not a call."""
     name = node.func if isinstance(node, ast.Call) else None
     return name.id if isinstance(name, ast.Name) else name.attr if isinstance(name, ast.Attribute) else ""
 
 
 def entries(node: ast.Dict) -> dict[str, ast.expr]:
-    """The entries of a dict whose keys are texts."""
+    """Return the entries of a dict with string keys."""
     pairs = zip(node.keys, node.values, strict=True)
     return {key.value: value for key, value in pairs if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
 def shown(node: ast.expr) -> str:
-    """An expression, short enough for a line."""
+    """Return the source of an expression, shortened to 50 characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 50 else f"{text[:47]}..."
 
 
 def _given(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
-    """(variable, value) of each assignment to one name among the nodes."""
+    """Yield (variable, value) of each assignment to a single name."""
     for node in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             yield node.targets[0].id, node.value
@@ -112,35 +112,35 @@ def _given(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _parameters(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
-    """(parameter, default) of functions, where no call of the script gives another value."""
-    for each in nodes:
-        if not isinstance(each, ast.FunctionDef):
+    """Yield (parameter, default) of functions, unless a call in the script sets the parameter."""
+    for function in nodes:
+        if not isinstance(function, ast.FunctionDef):
             continue
-        calls = [node for node in nodes if isinstance(node, ast.Call) and called(node) == each.name]
-        given = {keyword.arg for node in calls for keyword in node.keywords}
-        places = max((len(node.args) for node in calls), default=0)
-        names = [argument.arg for argument in each.args.args]
-        defaults = list(zip(names[::-1], each.args.defaults[::-1], strict=False))
-        yield from ((name, value) for name, value in defaults if name not in given and names.index(name) >= places)
+        calls = [node for node in nodes if isinstance(node, ast.Call) and called(node) == function.name]
+        passed = {keyword.arg for node in calls for keyword in node.keywords}
+        positional = max((len(node.args) for node in calls), default=0)
+        names = [argument.arg for argument in function.args.args]
+        defaults = list(zip(names[::-1], function.args.defaults[::-1], strict=False))
+        yield from ((name, value) for name, value in defaults if name not in passed and names.index(name) >= positional)
 
 
 def _default(value: ast.expr) -> ast.expr:
-    """The default in a dataclass's `field(default=...)`, or the value itself."""
+    """Return the default in a dataclass's `field(default=...)`, or the value itself."""
     if isinstance(value, ast.Call) and called(value) == "field":
-        return next((each.value for each in value.keywords if each.arg == "default"), value)
+        return next((keyword.value for keyword in value.keywords if keyword.arg == "default"), value)
     return value
 
 
 def _number(value: Any, node: ast.expr) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > LARGEST:
-        raise NotPlain(shown(node))
+        raise DynamicValueError(shown(node))
     return value
 
 
 def _computed(node: ast.BinOp, left: Any, right: Any) -> Any:
     if isinstance(node.op, ast.Pow) and (abs(right) > 20 or abs(left) > 1000):
-        raise NotPlain(shown(node))
+        raise DynamicValueError(shown(node))
     try:
         return _number(OPERATORS[type(node.op)](left, right), node)
     except ArithmeticError as error:
-        raise NotPlain(shown(node)) from error
+        raise DynamicValueError(shown(node)) from error

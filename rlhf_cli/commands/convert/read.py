@@ -1,4 +1,4 @@
-"""Reads what TRL was told out of a file: YAML, JSON, a Python script, or a command line in a script or a text."""
+"""Parse TRL settings from a file: YAML, JSON, a Python script, or a command line in a shell script or text."""
 
 import ast
 import json
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_cli.commands.convert.names import Names, NotPlain, called, entries
-from rlhf_cli.commands.convert.versions import Read, value_of
+from rlhf_cli.commands.convert.names import DynamicValueError, ScriptNames, called, entries
+from rlhf_cli.commands.convert.versions import ParsedFile, value_of
 from rlhf_cli.config import yaml_io
 from rlhf_cli.errors import RLHFError
 
@@ -19,7 +19,7 @@ USED = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 OPTION = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
 REDIRECTION = re.compile(r"\s\d*(?:>>?|<)(?:&\d|\s*[^\s\\]+)")
 NEXT = {";", "&&", "||", "|", "&"}
-# Launchers' options that say something of the run; the first three are names of one thing.
+# Options of launchers that are converted; the first three are synonyms.
 LAUNCHER = {
     "num_processes": "num_processes",
     "nproc_per_node": "num_processes",
@@ -27,32 +27,32 @@ LAUNCHER = {
     "mixed_precision": "mixed_precision",
 }
 
-Command = list[tuple[str, int]]  # words, each with the line that it stands on
+Command = list[tuple[str, int]]  # words with their line numbers
 
 
-def read_command_line(text: str, name: str) -> Read:
-    """The options of the first command that runs PPO; of a text that names no such script, of the first one at all."""
-    found, variables = Read(), dict[str, str]()
-    asked = [each for each in _commands(text, variables) if any(OPTION.fullmatch(word) for word, _ in each)]
-    ours = [each for each in asked if "ppo" in each[_script(each)][0].lower()] or asked
-    for other in ours[1:]:
-        word, line = other[_script(other)]
-        found.lose(word, f"{name}:{line}", "another command; the first one is read")
-    if ours:
-        _options(ours[0], name, variables, found)
-    return found
+def read_command_line(text: str, name: str) -> ParsedFile:
+    """Parse the options of the first command that runs a PPO script, or else of the first command."""
+    source, variables = ParsedFile(), dict[str, str]()
+    commands = [words for words in _commands(text, variables) if any(OPTION.fullmatch(word) for word, _ in words)]
+    commands = [words for words in commands if "ppo" in words[_script(words)][0].lower()] or commands
+    for command in commands[1:]:
+        word, line = command[_script(command)]
+        source.add_unparsed(word, f"{name}:{line}", "another command; only the first one is converted")
+    if commands:
+        _options(commands[0], name, variables, source)
+    return source
 
 
 def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
-    """Commands over continued lines; a line that begins with `--` goes on with the one before, `\\` or not."""
+    """Yield commands, joining continued lines; a line that starts with `--` continues the previous one without `\\`."""
     words: Command = []
-    going_on = False
+    continues = False
     for number, line in enumerate(text.splitlines(), 1):
-        if words and not going_on and not line.lstrip().startswith("--"):
+        if words and not continues and not line.lstrip().startswith("--"):
             yield words
             words = []
         bare = line.rstrip().rstrip("\\")
-        going_on = line.rstrip() != bare
+        continues = line.rstrip() != bare
         if not words and (assigned := VARIABLE.fullmatch(bare.strip())):
             variables[assigned[1]] = assigned[2].strip("'\"")
             continue
@@ -68,48 +68,48 @@ def _commands(text: str, variables: dict[str, str]) -> Iterator[Command]:
 def _split(line: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
-    except ValueError:  # a quote that this line does not close
+    except ValueError:  # an unclosed quote
         return line.split()
 
 
 def _script(command: Command) -> int:
-    """Where the Python file or the module stands that the options behind it are for."""
+    """Return the index of the Python file or module that the following options are for."""
     words = [word for word, _ in command]
-    files = [at for at, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
-    modules = [at + 1 for at, word in enumerate(words[:-1]) if word == "-m"]
+    files = [i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
+    modules = [i + 1 for i, word in enumerate(words[:-1]) if word == "-m"]
     return (files or modules[-1:] or [0])[0]
 
 
-def _options(command: Command, name: str, variables: dict[str, str], found: Read) -> None:
-    script, at = _script(command), 0
-    while at < len(command):
-        (word, line), at = command[at], at + 1
+def _options(command: Command, name: str, variables: dict[str, str], source: ParsedFile) -> None:
+    script, i = _script(command), 0
+    while i < len(command):
+        (word, line), i = command[i], i + 1
         if not OPTION.fullmatch(word):
             continue
-        launcher = at <= script
+        is_launcher = i <= script
         option, equals, rest = word[2:].partition("=")
         values = [rest] if equals else []
-        while not equals and at < len(command) and at != script and not OPTION.fullmatch(command[at][0]):
-            values.append(command[at][0])
-            at += 1
+        while not equals and i < len(command) and i != script and not OPTION.fullmatch(command[i][0]):
+            values.append(command[i][0])
+            i += 1
         option = option.replace("-", "_")
         where = f"{name}:{line}"
-        if launcher and option not in LAUNCHER:
-            found.lose(f"--{option}", where, "an option of the launcher; docs/scaling.md has ours")
+        if is_launcher and option not in LAUNCHER:
+            source.add_unparsed(f"--{option}", where, "a launcher option; see docs/scaling.md")
         else:
-            _add(LAUNCHER[option] if launcher else option.rpartition(".")[2], values, where, variables, found)
+            _add(LAUNCHER[option] if is_launcher else option.rpartition(".")[2], values, where, variables, source)
 
 
-def _add(name: str, texts: list[str], where: str, variables: dict[str, str], found: Read) -> None:
-    told = [USED.sub(lambda used: variables.get(used[1] or used[2], used[0]), text) for text in texts]
-    if unknown := next((text for text in told if "$" in text or "`" in text), None):
-        found.lose(name, where, f"what {unknown} is, the shell alone knows")
+def _add(name: str, texts: list[str], where: str, variables: dict[str, str], source: ParsedFile) -> None:
+    expanded = [USED.sub(lambda match: variables.get(match[1] or match[2], match[0]), text) for text in texts]
+    if unknown := next((text for text in expanded if "$" in text or "`" in text), None):
+        source.add_unparsed(name, where, f"{unknown} is only known to the shell")
         return
-    values: list[Any] = [value_of(text) for text in told]
+    values: list[Any] = [value_of(text) for text in expanded]
     if values:
-        found.add(name, values[0] if len(values) == 1 else values, where)
-    else:  # transformers' parser has --no_NAME for what is on by default
-        found.add(name.removeprefix("no_"), not name.startswith("no_"), where)
+        source.add(name, values[0] if len(values) == 1 else values, where)
+    else:  # transformers' parser has --no_NAME to turn an option off
+        source.add(name.removeprefix("no_"), not name.startswith("no_"), where)
 
 
 CONFIGS = ("PPOConfig", "PPOv2Config")
@@ -121,7 +121,7 @@ def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
 
 
-# Of calls that hold more than settings, the arguments that are some, and what they are called as settings.
+# Arguments of other calls that are settings, and their names as settings.
 OF_TRAINER = _same("num_shared_layers", "optimizer", "optimizers", "lr_scheduler", "callbacks")
 OF_GENERATE = _same(
     "max_new_tokens", "temperature", "top_k", "top_p", "do_sample", "num_beams", "min_length", "repetition_penalty",
@@ -143,54 +143,54 @@ OF_LORA = {
 OF_DATASET = {
     "path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split", "data_dir": "data_dir",
 }  # fmt: skip
-FILES = ("json", "csv", "parquet", "text")  # what load_dataset calls its readers of files
-LENGTHS = ("out", "resp", "gen")  # in the name of what samples the responses' lengths, not the prompts'
+FILES = ("json", "csv", "parquet", "text")  # file formats of load_dataset
+LENGTHS = ("out", "resp", "gen")  # in the variable of a sampler of response lengths, not prompt lengths
 
 
-def read_script(text: str, name: str) -> Read:
-    """The settings of a script. Raises RLHFError C08 for what is no Python, C09 for a script without a config."""
+def read_script(text: str, name: str) -> ParsedFile:
+    """Parse a script. Raises RLHFError C08 if it is not valid Python, C09 if it contains no config."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's own, about escapes in the script
+            warnings.simplefilter("ignore")  # of Python, about escapes in the script
             tree = ast.parse(text)
         return _Script(tree, name).settings()
     except SyntaxError as error:
         raise RLHFError("C08", f"not valid Python: {error.msg}", where=f"{name}:{error.lineno or 1}") from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise RLHFError("C08", "no Python that a person would write", where=name) from error
+        raise RLHFError("C08", "Python nested too deeply", where=name) from error
 
 
 class _Script:
-    """One pass over a script."""
+    """Parser of one script."""
 
     def __init__(self, tree: ast.Module, name: str) -> None:
         self.tree, self.name = tree, name
-        self.names, self.read = Names(tree, HOLDERS), Read()
+        self.names, self.parsed = ScriptNames(tree, HOLDERS), ParsedFile()
 
-    def settings(self) -> Read:
-        """All that the script tells, in its order."""
+    def settings(self) -> ParsedFile:
+        """Return the settings of the script, in order."""
         nodes = list(ast.walk(self.tree))
         words = {node.id for node in nodes if isinstance(node, ast.Name)}
-        self.read.signs = words & set(SIGNS)
-        told = [node for node in nodes if isinstance(node, ast.Call | ast.Assign)]
+        self.parsed.signs = words & set(SIGNS)
+        statements = [node for node in nodes if isinstance(node, ast.Call | ast.Assign)]
         configs = 0
-        for node in sorted(told, key=lambda node: (node.lineno, node.col_offset)):
+        for node in sorted(statements, key=lambda node: (node.lineno, node.col_offset)):
             configs += called(node) in CONFIGS
             if isinstance(node, ast.Assign):
                 self._assigned(node)
             elif called(node) in CONFIGS and configs > 1:
-                self._lost(f"{called(node)}(...)", node, "another config; the first one is read")
+                self._lost(f"{called(node)}(...)", node, "another config; only the first one is converted")
             else:
                 self._call(node, called(node))
         if not configs and words & {"HfArgumentParser", "TrlParser"}:
-            text, hint = "its settings come from the command line", "write that command into a file, and read that one"
+            text, hint = "its settings come from the command line", "save that command in a file, and convert that file"
             raise RLHFError("C09", text, where=self.name, hint=hint)
-        if any(setting.call == "LengthSampler" for setting in self.read.settings):  # what it draws is no secret
-            self.read.unread = [each for each in self.read.unread if each.what != "max_new_tokens"]
-        return self.read
+        if any(setting.call == "LengthSampler" for setting in self.parsed.settings):  # it sets max_new_tokens
+            self.parsed.unparsed = [value for value in self.parsed.unparsed if value.name != "max_new_tokens"]
+        return self.parsed
 
     def _assigned(self, node: ast.Assign) -> None:
-        """`generation_kwargs = {...}` and `generation_kwargs["temperature"] = ...`."""
+        """Read `generation_kwargs = {...}` and `generation_kwargs["temperature"] = ...`."""
         target, key = node.targets[0], None
         if isinstance(target, ast.Subscript):
             key, target = target.slice, target.value
@@ -209,9 +209,9 @@ class _Script:
             for option, value in keywords.items():
                 self._add(option, value)
             if node.args:
-                self._lost(f"{name}(...)", node, "options stand there without their names")
+                self._lost(f"{name}(...)", node, "positional arguments are not converted")
         elif name == "LoraConfig":
-            self.read.add("use_peft", True, self._where(node), name)
+            self.parsed.add("use_peft", True, self._where(node), name)
             self._some(keywords, OF_LORA, name)
         elif name in ("PPOTrainer", "PPOv2Trainer"):
             self._some(keywords, OF_TRAINER)
@@ -234,8 +234,8 @@ class _Script:
                 self._add(names[option], value, f"{call}.{option}" if names[option] != option else "")
 
     def _dataset(self, node: ast.Call, keywords: dict[str, ast.expr]) -> None:
-        if any(setting.name == "dataset_name" for setting in self.read.settings):
-            self._lost("load_dataset(...)", node, "another dataset; the first one is read")
+        if any(setting.name == "dataset_name" for setting in self.parsed.settings):
+            self._lost("load_dataset(...)", node, "another dataset; only the first one is converted")
             return
         path = keywords.get("path")
         if isinstance(path, ast.Constant) and path.value in FILES and "data_files" in keywords:
@@ -245,29 +245,29 @@ class _Script:
     def _pipeline(self, node: ast.Call, keywords: dict[str, ast.expr]) -> None:
         try:
             task, model = (self.names.value(keywords[name]) for name in ("task", "model"))
-            self.read.add("reward_model", f"{task}:{model}", self._where(node), "pipeline")
-        except (NotPlain, KeyError):
-            self._lost("pipeline(...)", node, "the running script alone knows its task and model")
+            self.parsed.add("reward_model", f"{task}:{model}", self._where(node), "pipeline")
+        except (DynamicValueError, KeyError):
+            self._lost("pipeline(...)", node, "its task and model are only known at run time")
 
     def _lengths(self, node: ast.Call, keywords: dict[str, ast.expr]) -> None:
         if not any(word in self.names.target(node) for word in LENGTHS):
-            self._lost("LengthSampler(...)", node, "it cuts the prompts; data.first_words does so, by words")
+            self._lost("LengthSampler(...)", node, "it truncates prompts; use data.first_words, which counts words")
             return
         try:
-            least, beyond = (self.names.value(keywords[name]) for name in ("min_value", "max_value"))
-            self.read.add("response_length", {"min": least, "max": beyond - 1}, self._where(node), "LengthSampler")
-        except (NotPlain, KeyError, TypeError):
-            self._lost("LengthSampler(...)", node, "the running script alone knows the lengths")
+            minimum, end = (self.names.value(keywords[name]) for name in ("min_value", "max_value"))
+            self.parsed.add("response_length", {"min": minimum, "max": end - 1}, self._where(node), "LengthSampler")
+        except (DynamicValueError, KeyError, TypeError):
+            self._lost("LengthSampler(...)", node, "the lengths are only known at run time")
 
     def _model(self, node: ast.Call, keywords: dict[str, ast.expr]) -> None:
-        """A model's name; its class, and the variable that it is given to, tell which model it is."""
+        """Read a model's name; its class and variable determine its role."""
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
         kind, target = owner.id if isinstance(owner, ast.Name) else "", self.names.target(node)
         path = keywords.get("pretrained_model_name_or_path")
-        if "model" not in kind.lower() or path is None:  # a tokenizer's, or a config's
+        if "model" not in kind.lower() or path is None:  # of a tokenizer or config
             return
         if "Seq2Seq" in kind:
-            self.read.add("is_encoder_decoder", True, self._where(node), kind)
+            self.parsed.add("is_encoder_decoder", True, self._where(node), kind)
         if "value" in target or "critic" in target:
             self._add("value_model_path", path, kind)
         elif "Classification" in kind or "reward" in target:
@@ -280,34 +280,34 @@ class _Script:
 
     def _add(self, name: str, node: ast.expr, call: str = "") -> None:
         try:
-            self.read.add(name, self.names.value(node), self._where(node), call)
-        except NotPlain as error:
-            if not (name.endswith("token_id") and isinstance(node, ast.Attribute)):  # the tokenizer's own
-                self._lost(name, node, f"what {error} is, the running script alone knows")
+            self.parsed.add(name, self.names.value(node), self._where(node), call)
+        except DynamicValueError as error:
+            if not (name.endswith("token_id") and isinstance(node, ast.Attribute)):  # of the tokenizer
+                self._lost(name, node, f"{error} is only known at run time")
 
-    def _lost(self, what: str, node: ast.expr, why: str) -> None:
-        self.read.lose(what, self._where(node), why)
+    def _lost(self, name: str, node: ast.expr, reason: str) -> None:
+        self.parsed.add_unparsed(name, self._where(node), reason)
 
     def _where(self, node: ast.expr) -> str:
         return f"{self.name}:{node.lineno}"
 
 
 def _named(node: ast.Call, keywords: dict[str, ast.expr], *names: str) -> dict[str, ast.expr]:
-    """The arguments by name, also those that stand without one."""
+    """Return all arguments by name, including positional ones."""
     return {**dict(zip(names, node.args, strict=False)), **keywords}
 
 
-# Options whose values are keys and values themselves; any other such key is a section.
+# Options with a dict as value; other keys with a dict are sections.
 HOLDS_KEYS = re.compile(r"(?!.*gen).*_kwargs|accelerator_config|fsdp_config|deepspeed|quantization_config")
-PEFT = ("peft_config", "lora_config", "peft", "lora")  # sections of peft's own names
+PEFT = ("peft_config", "lora_config", "peft", "lora")  # sections with peft's option names
 
 
-def read(path: Path) -> Read:
-    """The settings in a file. Raises RLHFError C08, C09 or S02 where it cannot be read."""
+def read_settings(path: Path) -> ParsedFile:
+    """Parse a file. Raises RLHFError C08, C09 or S02 if it cannot be read."""
     name, suffix = str(path), path.suffix.lower()
     if suffix == ".ipynb":
         hint = f"save it as a script: jupyter nbconvert --to script {name}"
-        raise RLHFError("C09", "a notebook is not read", where=name, hint=hint)
+        raise RLHFError("C09", "notebooks are not supported", where=name, hint=hint)
     if suffix in yaml_io.SUFFIXES:
         source = yaml_io.read(path)
         if source.problems:
@@ -319,39 +319,39 @@ def read(path: Path) -> Read:
     return read_script(text, name) if suffix == ".py" else read_command_line(text, name)
 
 
-def _json(text: str, name: str) -> Read:
+def _json(text: str, name: str) -> ParsedFile:
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise RLHFError("C08", f"not valid JSON: {error.msg}", where=f"{name}:{error.lineno}") from error
     except (ValueError, RecursionError) as error:
-        raise RLHFError("C08", "no JSON that a person would write", where=name) from error
+        raise RLHFError("C08", "JSON nested too deeply", where=name) from error
     if not isinstance(tree, dict):
-        raise RLHFError("C09", "this holds no keys and values", where=name)
+        raise RLHFError("C09", "the file is not a JSON object", where=name)
 
     def where(key: str) -> str:
-        at = text.find(json.dumps(key.rpartition(".")[2]))
-        return f"{name}:{text.count(chr(10), 0, at) + 1}" if at >= 0 else name
+        position = text.find(json.dumps(key.rpartition(".")[2]))
+        return f"{name}:{text.count(chr(10), 0, position) + 1}" if position >= 0 else name
 
     return _tree(tree, where)
 
 
-def _tree(tree: Mapping[str, Any], where: Callable[[str], str]) -> Read:
-    """Keys and values, those of sections one level below too."""
-    found = Read()
+def _tree(tree: Mapping[str, Any], where: Callable[[str], str]) -> ParsedFile:
+    """Return the keys and values, including those of sections."""
+    source = ParsedFile()
     for key, value in tree.items():
         if not isinstance(value, dict) or HOLDS_KEYS.fullmatch(key):
-            found.add(key, _typed(value), where(key))
+            source.add(key, _typed(value), where(key))
             continue
         if key in PEFT:
-            found.signs.add("LoraConfig")
-            found.add("use_peft", True, where(key))
+            source.signs.add("LoraConfig")
+            source.add("use_peft", True, where(key))
         for inner, below in value.items():
             name = OF_LORA.get(str(inner), str(inner)) if key in PEFT else str(inner)
-            found.add(name, _typed(below), where(f"{key}.{inner}"))
-    return found
+            source.add(name, _typed(below), where(f"{key}.{inner}"))
+    return source
 
 
 def _typed(value: Any) -> Any:
-    """A text of YAML 1.1 or of a form such as "3e-6", which TRL's parser would have turned into a value."""
+    """Parse strings such as "3e-6" that TRL's parser converts to a value."""
     return value_of(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""What a reader finds in a file of TRL's: options by their names there, and what it could not read."""
+"""The options of TRL 0.11 and 1.12 with their defaults, and the settings parsed from a file."""
 
 import json
 import re
@@ -11,9 +11,9 @@ WORDS = {"True": True, "true": True, "False": False, "false": False, "None": Non
 
 @dataclass(frozen=True)
 class Setting:
-    """An option as the file has it, by TRL's name. `where` is FILE:LINE.
+    """An option of the file, by TRL's name. `where` is FILE:LINE.
 
-    `call` is the function whose argument says it, where that has another name.
+    `call` is the function call that sets it, if its name there differs.
     """
 
     name: str
@@ -23,39 +23,39 @@ class Setting:
 
     @property
     def shown(self) -> str:
-        """What the file calls it."""
+        """Return its name in the file."""
         return self.call or self.name
 
 
 @dataclass(frozen=True)
-class Unread:
-    """Something that belongs to the settings, and whose value the text alone does not tell."""
+class UnparsedValue:
+    """A setting whose value cannot be determined without running the file."""
 
-    what: str
+    name: str
     where: str
-    why: str
+    reason: str
 
 
 @dataclass
-class Read:
-    """All that a file tells. `signs` are the classes of TRL's that it names."""
+class ParsedFile:
+    """The settings of a file. `signs` are the TRL classes that it names."""
 
     settings: list[Setting] = field(default_factory=list)
-    unread: list[Unread] = field(default_factory=list)
+    unparsed: list[UnparsedValue] = field(default_factory=list)
     signs: set[str] = field(default_factory=set)
 
     def add(self, name: str, value: Any, where: str, call: str = "") -> None:
-        """An option and its value."""
+        """Add an option and its value."""
         self.settings.append(Setting(name, value, where, call))
 
-    def lose(self, what: str, where: str, why: str) -> None:
-        """Something that could not be read; told once."""
-        if (lost := Unread(what, where, why)) not in self.unread:
-            self.unread.append(lost)
+    def add_unparsed(self, name: str, where: str, reason: str) -> None:
+        """Add a setting that could not be parsed, once."""
+        if (value := UnparsedValue(name, where, reason)) not in self.unparsed:
+            self.unparsed.append(value)
 
 
 def value_of(text: str) -> Any:
-    """The value that a text stands for, as transformers' argument parser and Python's JSON read it."""
+    """Parse a text as transformers' argument parser and Python's JSON do."""
     if text in WORDS:
         return WORDS[text]
     try:
@@ -67,34 +67,34 @@ def value_of(text: str) -> Any:
 
 
 OLD, NEW = "0.11", "1.12"
-UNCLIPPED = 1e9  # a limit of the gradient's norm that is never reached
+UNCLIPPED = 1e9  # max_grad_norm without effect
 SOURCES = {
-    OLD: "TRL 0.11, trl/trainer/ppo_config.py; where a remark stands, ppo_trainer.py",
-    NEW: "TRL 1.12, trl/experimental/ppo/ppo_config.py; where a remark stands, ppo_trainer.py",
+    OLD: "TRL 0.11, trl/trainer/ppo_config.py; remarks: ppo_trainer.py",
+    NEW: "TRL 1.12, trl/experimental/ppo/ppo_config.py; remarks: ppo_trainer.py",
 }
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option's default, and what TRL made of the option where its name does not say so."""
+    """The default of a TRL option, and a remark on its effect."""
 
     default: Any
     remark: str = ""
-    computed: bool = False  # by TRL itself, whatever the user said
-    ignored: bool = False  # accepted, and without effect
+    computed: bool = False  # by TRL, overriding the user's value
+    ignored: bool = False  # accepted, without effect
 
 
 def _computed() -> Option:
     return Option(None, computed=True)
 
 
-# Names that tell the version: classes, and options that came with the newer scripts.
+# ScriptNames that identify the version: classes, and options of the newer scripts.
 SIGNS = {
     "PPOv2Config": NEW,
     "AutoModelForCausalLMWithValueHead": OLD,
     "AutoModelForSeq2SeqLMWithValueHead": OLD,
 }
-OF_NEW = {"model_name_or_path", "dataset_train_split", "dataset_test_split", "eval_strategy", "use_peft"}
+NEW_OPTIONS = {"model_name_or_path", "dataset_train_split", "dataset_test_split", "eval_strategy", "use_peft"}
 _LOGGED = "only logged"
 OPTIONS: dict[str, dict[str, Option]] = {
     OLD: {
@@ -151,7 +151,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "dataset_num_proc": Option(None),
     },
     NEW: {
-        # PPOConfig's own
+        # PPOConfig
         "dataset_num_proc": Option(None),
         "num_mini_batches": Option(1, "split a batch, mostly without more optimizer steps"),
         "total_episodes": Option(None),
@@ -184,7 +184,7 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "gamma": Option(1.0),
         "lam": Option(0.95),
         "ds3_gather_for_generation": Option(True),
-        # TrainingArguments', as far as they touched PPO
+        # TrainingArguments that affect PPO
         "learning_rate": Option(3e-6),
         "per_device_train_batch_size": Option(8),
         "gradient_accumulation_steps": Option(1),
@@ -209,8 +209,8 @@ OPTIONS: dict[str, dict[str, Option]] = {
         "save_total_limit": Option(None),
     },
 }
-# What a trainer did whatever its config said, by our keys, with the reason.
-HABITS: dict[str, dict[str, tuple[Any, str]]] = {
+# Fixed behavior of each TRL trainer, by key, with the reason.
+FIXED_BEHAVIOR: dict[str, dict[str, tuple[Any, str]]] = {
     OLD: {
         "models.value": ("policy_head", "AutoModelForCausalLMWithValueHead"),
         "ppo.num_train_epochs": (1.0, "your own loop; TRL's examples make one pass over the prompts"),
@@ -230,19 +230,22 @@ HABITS: dict[str, dict[str, tuple[Any, str]]] = {
 }
 
 
-def version_of(read: Read) -> tuple[str, str]:
-    """Which of the two a file is of, and what tells so."""
-    theirs = {OLD: OPTIONS[OLD].keys() - OPTIONS[NEW].keys(), NEW: (OPTIONS[NEW].keys() | OF_NEW) - OPTIONS[OLD].keys()}
+def detect_version(read: ParsedFile) -> tuple[str, str]:
+    """Return the TRL version of a file, and the reason."""
+    specific = {
+        OLD: OPTIONS[OLD].keys() - OPTIONS[NEW].keys(),
+        NEW: (OPTIONS[NEW].keys() | NEW_OPTIONS) - OPTIONS[OLD].keys(),
+    }
     names = dict.fromkeys(setting.name for setting in read.settings if not setting.call)
-    found = {version: [name for name in names if name in theirs[version]] for version in (OLD, NEW)}
+    evidence = {version: [name for name in names if name in specific[version]] for version in (OLD, NEW)}
     for sign in sorted(read.signs & SIGNS.keys()):
-        found[SIGNS[sign]].insert(0, sign)
-    version = OLD if len(found[OLD]) > len(found[NEW]) else NEW
-    other = found[NEW if version == OLD else OLD]
-    if not found[version]:
-        return version, "nothing tells which TRL it is of; --trl 0.11 takes it for the older one"
-    told = f"{_listed(found[version])} {'are' if len(found[version]) > 1 else 'is'} of that one alone"
-    return version, told + (f"; {_listed(other)} of the other, --trl decides" if other else "")
+        evidence[SIGNS[sign]].insert(0, sign)
+    version = OLD if len(evidence[OLD]) > len(evidence[NEW]) else NEW
+    contrary = evidence[NEW if version == OLD else OLD]
+    if not evidence[version]:
+        return version, "no option is specific to a version; use --trl 0.11 for the older one"
+    reason = f"{_listed(evidence[version])} {'exist' if len(evidence[version]) > 1 else 'exists'} only in that version"
+    return version, reason + (f"; {_listed(contrary)} only in the other: check, or set --trl" if contrary else "")
 
 
 def _listed(names: list[str]) -> str:

@@ -1,8 +1,7 @@
-"""`rlhf export RUN --out DIR --push OWNER/NAME`: a model of a run as a plain Hugging Face folder, which needs nothing
-else of the run, on this machine or on the hub.
+"""`rlhf export RUN --out DIR --push OWNER/NAME`: export a run's model as a self-contained Hugging Face folder.
 
-Adapters are added into their base's weights, in full precision. What was written is loaded again as anybody would, and
-held against the run's own model, before it takes its place.
+Adapters are merged into their base in full precision. The written folder is loaded again with transformers and compared
+with the run's model before it is moved into place.
 """
 
 import sys
@@ -30,45 +29,45 @@ from rlhf_cli.runs.parents import Parent
 from rlhf_cli.runs.references import LAST, ResolvedModel
 from rlhf_cli.stages import hardware
 
-STORED, DRAWN, LENGTH = 6, 2, 64  # rows, rows, tokens
+STORED_ROWS, RANDOM_ROWS, ROW_LENGTH = 6, 2, 64
 TOLERANCE = 1e-4  # of the largest logit
-ROUNDINGS = 10  # what fewer digits may do, in roundings of a number: 0.8 % each in bfloat16, 0.1 % in float16
+ROUNDINGS = 10  # tolerance of lower precision, in rounding errors: 0.8 % each in bfloat16, 0.1 % in float16
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens to compare on: `stored` of them are of texts that the run has left."""
+    """Rows of tokens to compare models on; the first `stored` are texts of the run."""
 
     ids: list[list[int]]
     stored: int
 
     def __str__(self) -> str:
-        drawn = len(self.ids) - self.stored
-        return f"{self.stored} stored rows and {drawn} of random tokens" if self.stored else f"{drawn} random rows"
+        random = len(self.ids) - self.stored
+        return f"{self.stored} stored rows and {random} of random tokens" if self.stored else f"{random} random rows"
 
 
 def rows_of(model: Parent, tokenizer: Any, config: Any) -> Rows:
-    """Held-out rows that the run has left, and some of random tokens: they reach what no text holds."""
+    """Return rows of the run's held-out texts, and rows of random tokens, which cover the vocabulary better."""
     stored = _probes(model) or _answers(model, tokenizer)
-    length = min(LENGTH, load.context_length(config) or LENGTH)
+    length = min(ROW_LENGTH, load.context_length(config) or ROW_LENGTH)
     generator = torch.Generator().manual_seed(0)
-    size = (DRAWN if stored else STORED + DRAWN, length)
-    drawn = torch.randint(config.get_text_config().vocab_size, size, generator=generator).tolist()
-    return Rows([*(ids[-length:] for ids in stored), *drawn], len(stored))
+    size = (RANDOM_ROWS if stored else STORED_ROWS + RANDOM_ROWS, length)
+    random = torch.randint(config.get_text_config().vocab_size, size, generator=generator).tolist()
+    return Rows([*(ids[-length:] for ids in stored), *random], len(stored))
 
 
 def _probes(model: Parent) -> list[list[int]]:
-    """What a reward stage has stored, with its scores."""
-    return [probe["prompt_ids"] + probe["response_ids"] for probe in model.manifest.get("probes", [])[:STORED]]
+    """Return the probe rows in a reward model's manifest."""
+    return [probe["prompt_ids"] + probe["response_ids"] for probe in model.manifest.get("probes", [])[:STORED_ROWS]]
 
 
 def _answers(model: Parent, tokenizer: Any) -> list[list[int]]:
-    """Prompts and answers of the evaluation, held-out ones, else of PPO's training."""
+    """Return prompts and responses of the evaluation, or else of PPO's training."""
     run = model.path.resolve().parent
     for path in (run / "eval/samples.jsonl", run / "ppo/samples.jsonl"):
-        with suppress(RLHFError):  # not there, or half written
-            found = [row for _, row in islice(read_jsonl(path), STORED)]
-            texts = [row["prompt"] + row["response"] for row in found if {"prompt", "response"} <= row.keys()]
+        with suppress(RLHFError):  # missing or incomplete
+            samples = [row for _, row in islice(read_jsonl(path), STORED_ROWS)]
+            texts = [row["prompt"] + row["response"] for row in samples if {"prompt", "response"} <= row.keys()]
             if ids := [ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"] if ids]:
                 return ids
     return []
@@ -76,50 +75,52 @@ def _answers(model: Parent, tokenizer: Any) -> list[list[int]]:
 
 @torch.no_grad()
 def logits(model: Any, rows: Rows) -> list[Tensor]:
-    """What the model makes of each row, by itself: no padding has a say."""
+    """Return the model's logits of each row, computed without padding."""
     return [model(input_ids=torch.tensor([ids])).logits[0] for ids in rows.ids]
 
 
-def require(folder: Path, rows: Rows, own: list[Tensor], written: torch.dtype, tokenizer: Any, trust: bool) -> float:
-    """The largest difference between a folder's logits and the run's `own`, as a share of the largest of these.
+def verify_export(
+    folder: Path, rows: Rows, expected: list[Tensor], dtype: torch.dtype, tokenizer: Any, trust: bool
+) -> float:
+    """Return the largest difference between a folder's and the `expected` logits, relative to the largest of these.
 
-    Both in float32, so that it is the weights that are compared. Raises RLHFError M12 where it is more than rounding
-    to the format `written` makes, or where weights or tokens are others.
+    Both are in float32, so that only the weights are compared. Raises RLHFError M12 if the difference exceeds the
+    rounding to `dtype`, or if weights or tokenizer differ.
     """
-    kind = AutoModelForSequenceClassification if own[0].shape == (1,) else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if expected[0].shape == (1,) else AutoModelForCausalLM
     model, report = kind.from_pretrained(
         folder, dtype=torch.float32, use_safetensors=True, local_files_only=True, trust_remote_code=trust,
         output_loading_info=True,
     )  # fmt: skip
-    if odd := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
-        raise _another(f"the weights of {', '.join(odd[:3])} are missing, or not in the model")
-    again = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-    for name, read in (("tokenizer", tokenizer_sha256), ("chat template", template_sha256)):
-        if read(again) != read(tokenizer):
-            raise _another(f"its {name} is another one")
-    if apart := tokenizer_diff.first_difference(tokenizer, again, PAD):
-        raise _another(f"its tokenizer is another one: {apart}")
-    theirs = logits(model.eval(), rows)
-    difference = max(float((ours - other).abs().max()) for ours, other in zip(own, theirs, strict=True))
-    difference /= max(float(each.abs().max()) for each in own)
-    allowed = TOLERANCE if written == torch.float32 else ROUNDINGS * torch.finfo(written).eps
-    if not difference <= allowed:  # nan, too
-        raise _another(f"its logits differ by {difference:.1e} of the largest, {allowed:.1e} is allowed")
+    if mismatched := sorted({*report["missing_keys"], *report["unexpected_keys"]}):
+        raise _mismatch(f"the weights of {', '.join(mismatched[:3])} are missing or unexpected")
+    exported = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+    for name, sha256_of in (("tokenizer", tokenizer_sha256), ("chat template", template_sha256)):
+        if sha256_of(exported) != sha256_of(tokenizer):
+            raise _mismatch(f"its {name} differs")
+    if token_difference := tokenizer_diff.first_difference(tokenizer, exported, PAD):
+        raise _mismatch(f"its tokenizer differs: {token_difference}")
+    pairs = zip(expected, logits(model.eval(), rows), strict=True)
+    difference = max(float((row - exported_row).abs().max()) for row, exported_row in pairs)
+    difference /= max(float(row.abs().max()) for row in expected)
+    allowed = TOLERANCE if dtype == torch.float32 else ROUNDINGS * torch.finfo(dtype).eps
+    if not difference <= allowed:  # also true of nan
+        raise _mismatch(f"its logits differ by {difference:.1e} of the largest, {allowed:.1e} is allowed")
     return difference
 
 
-def _another(text: str) -> RLHFError:
-    hint = "nothing was left; other versions of transformers or peft may help, or without --dtype the run's own format"
+def _mismatch(text: str) -> RLHFError:
+    hint = "nothing was written; try other versions of transformers or peft, or leave --dtype out"
     return RLHFError("M12", f"loaded again, the exported folder is not the run's model: {text}", hint=hint)
 
 
-FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HERE = "."  # what the card of a folder calls it: its code is run there
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HERE = "."  # the address of a folder in its model card: code runs in the folder
 
 
 @dataclass(frozen=True)
 class Repository:
-    """Where on the hub a model goes."""
+    """The target of a push: a repository on the Hugging Face Hub."""
 
     name: str  # OWNER/NAME
     public: bool
@@ -133,112 +134,115 @@ def run(
     stage: str | None = None,
     step: str = LAST,
     dtype: str | None = None,
-    to: Repository | None = None,
+    repository: Repository | None = None,
     show_prompt: bool = False,
 ) -> None:
-    """Export, push where there is a repository to push `to`, and say what was done.
+    """Export a model, push it if there is a repository, and print what was done.
 
-    The folder holds no path of this machine and no pickle; without `out` it lies in the run, until it is pushed. Only
-    with `show_prompt` its card holds a text of the run's data, a held-out prompt.
-    Raises RLHFError as `checkpoints.choose` does for the model; C07 for an unknown `dtype`; C15 where `out` is not
-    empty, or another process is writing it; E03 where there is no room; M12 where what was written gives other logits
-    or tokens; M01, M07, M08 for a model that cannot be loaded; C05, C17 and E07 where the repository cannot be pushed
-    to, before any work; R17 where the push fails.
+    The folder contains no local paths and no pickles; without `out` it is a temporary folder in the run. Its card shows
+    a text of the run's data, a held-out prompt, only with `show_prompt`.
+    Raises RLHFError as `runs.choose` does; C07 for an unknown `dtype`; C15 if `out` is not empty or in use; E03 if
+    memory or disk do not suffice; M12 if the exported logits or tokens differ; M01, M07, M08 if the model cannot be
+    loaded; C05, C17 and E07, before any work, if the repository cannot be pushed to; R17 if the push fails.
     """
-    chosen = list[ResolvedModel]()
-    collect_errors(
-        partial(_check_format, dtype),
-        *([partial(runs.require_empty, out.resolve())] if out else []),
-        lambda: chosen.append(runs.resolve_model(folder, stage, step)),
-        *([partial(hub.require_access, to.name, public=to.public)] if to else []),
+    chosen = list[Chosen]()
+    all_of(
+        partial(_check_dtype, dtype),
+        *([partial(runs.require_free, out.resolve())] if out else []),
+        lambda: chosen.append(runs.choose(folder, stage, step)),
+        *([partial(hub.require_access, repository.name, public=repository.public)] if repository else []),
     )
-    (found,) = chosen
-    example = card.held_out(found) if show_prompt else None
-    passing = runs.scratch_folder(found.model.path.resolve().parent)
-    with nullcontext(out.resolve()) if out else passing as target:
-        what, same = _write(found, target, options, dtype, to, example)
-        terminal.out(f"export   {what}" + (f": {shown(out)}" if out else ""))
-        terminal.out(f"export   {same}")
-        if to:
-            _push(found, target, to)
+    (model,) = chosen
+    example = card.held_out(model) if show_prompt else None
+    temporary = runs.passing_folder(model.model.path.resolve().parent)
+    with nullcontext(out.resolve()) if out else temporary as target:
+        description, check = _write(model, target, options, dtype, repository, example)
+        terminal.out(f"export   {description}" + (f": {shown(out)}" if out else ""))
+        terminal.out(f"export   {check}")
+        if repository:
+            _push(model, target, repository)
 
 
 def _write(
-    found: ResolvedModel,
+    chosen: Chosen,
     target: Path,
     options: Options,
     dtype: str | None,
-    to: Repository | None,
+    repository: Repository | None,
     example: str | Conversation | None,
 ) -> tuple[str, str]:
-    """Make the folder, held against the run's own model; returns what it is, and how it was checked, in words."""
-    source = found.model.model
+    """Write the folder and compare it with the run's model; return a description of the model and of the check."""
+    source = chosen.model.model
     with Progress("export", 4, "part") as bar:
-        kept = load.read_config(source, options.trust_remote_code).dtype or torch.float32
-        written = FORMATS[dtype] if dtype else kept
-        _check_room(found.model, target, written)
+        original = load.read_config(source, options.trust_remote_code).dtype or torch.float32
+        export_dtype = DTYPES[dtype] if dtype else original
+        _check_room(chosen.model, target, export_dtype)
         tokenizer = tokenizers.load_tokenizer(source, trust_remote_code=options.trust_remote_code)
         model = load.load_unmerged(source, trust_remote_code=options.trust_remote_code).eval()
         bar.advance(note="loaded")
-        rows = rows_of(found.model, tokenizer, lora.unwrap(model).config)
-        own = logits(lora.unwrap(model), rows)
+        rows = rows_of(chosen.model, tokenizer, lora.unwrap(model).config)
+        expected = logits(lora.unwrap(model), rows)
         bar.advance(note="the run's own logits")
-        model = lora.merge_and_unload(model).to(written)
-        run_name = found.model.path.resolve().parent.name
-        name, address = (to.name.partition("/")[2], to.name) if to else (f"{run_name}-{found.model.stage}", HERE)
-        about = card_context.subject(found, model, tokenizer, _named(written), name, address, example)
-        numbers = model.num_parameters()
+        model = lora.merge_and_unload(model).to(export_dtype)
+        run_name = chosen.model.path.resolve().parent.name
+        name, address = f"{run_name}-{chosen.model.stage}", HERE
+        if repository:
+            name, address = repository.name.partition("/")[2], repository.name
+        context = card_context.build_context(
+            chosen, model, tokenizer, _dtype_name(export_dtype), name, address, example
+        )
+        parameters = model.num_parameters()
         with runs.new_folder(target) as scratch:
-            save.save_model(model, tokenizer, scratch, card.write(about))
-            for path in scratch.glob("*.safetensors"):  # safetensors lets nobody else read them
+            save.save_model(model, tokenizer, scratch, card.write(context))
+            for path in scratch.glob("*.safetensors"):  # safetensors makes them readable only by the owner
                 path.chmod((scratch / "README.md").stat().st_mode)
-            del model, about  # the folder's is loaded in its place
+            del model, context  # frees memory for the exported model
             bar.advance(note="written")
-            difference = require(scratch, rows, own, written, tokenizer, options.trust_remote_code)
+            difference = verify_export(scratch, rows, expected, export_dtype, tokenizer, options.trust_remote_code)
             bar.advance(note="loaded again")
-    merged = " with its adapters merged" if found.model.base else ""
-    alike = f"to {difference:.1e} of the largest" if difference else "to the last bit"
+    merged = " with its adapters merged" if chosen.model.base else ""
+    precision = f"to {difference:.1e} of the largest" if difference else "to the last bit"
     return (
-        f"{found}{merged}, {numbers:,} parameters in {_named(written)}",
-        f"loaded again with transformers, its logits are the run's own {alike}, on {rows}",
+        f"{chosen}{merged}, {parameters:,} parameters in {_dtype_name(export_dtype)}",
+        f"loaded again with transformers, its logits are the run's own {precision}, on {rows}",
     )
 
 
-def _push(found: ResolvedModel, target: Path, to: Repository) -> None:
+def _push(chosen: Chosen, target: Path, repository: Repository) -> None:
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    terminal.say(f"push     {system.format_bytes(size)} to {to.name}")
-    at = f" after PPO update {found.step}" if found.step is not None else ""
-    run_name = found.model.path.resolve().parent.name
-    message = f"{found.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
-    done = hub.push(target, to.name, message, public=to.public, bars=terminal.is_terminal(sys.stderr))
-    seen = "private" if done.private else "public"
-    what = f"commit {done.commit[:12]}" if done.changed else f"unchanged since commit {done.commit[:12]}"
-    terminal.out(f"push     {done.url} ({seen}), {what}, each file's hash the same there as here")
+    terminal.say(f"push     {system.size(size)} to {repository.name}")
+    at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
+    run_name = chosen.model.path.resolve().parent.name
+    message = f"{chosen.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
+    done = hub.push(target, repository.name, message, public=repository.public, bars=terminal.is_terminal(sys.stderr))
+    visibility = "private" if done.private else "public"
+    commit = f"commit {done.commit[:12]}" if done.changed else f"unchanged since commit {done.commit[:12]}"
+    terminal.out(f"push     {done.url} ({visibility}), {commit}; file hashes verified")
     if done.removed:
-        terminal.out(f"push     removed there, of an older upload: {', '.join(done.removed)}")
+        terminal.out(f"push     removed files of an older upload: {', '.join(done.removed)}")
 
 
-def _named(number_format: torch.dtype) -> str:
-    return str(number_format).removeprefix("torch.")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _check_format(dtype: str | None) -> None:
-    if dtype is not None and dtype not in FORMATS:
-        near = closest_match(dtype, FORMATS)
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        near = nearest(dtype, DTYPES)
         hint = near and f"did you mean {near}?"
-        raise RLHFError("C07", f"--dtype {dtype}: not one of {', '.join(FORMATS)}", hint=hint)
+        raise RLHFError("C07", f"--dtype {dtype}: not one of {', '.join(DTYPES)}", hint=hint)
 
 
-def _check_room(model: Parent, target: Path, written: torch.dtype) -> None:
-    """Raises RLHFError E03 where memory or disk cannot hold the model. A lower bound: heads are not counted."""
-    count = hardware.count_parameters(model)
-    needed, there = count * hardware.WEIGHT_BYTES, system.total_memory()
-    if needed > there:
-        room = system.format_bytes(there)
-        text = f"{count:,} numbers need {system.format_bytes(needed)} of memory at least, this machine has {room}"
+def _check_room(model: Parent, target: Path, dtype: torch.dtype) -> None:
+    """Raise RLHFError E03 if memory or disk cannot hold the model. A lower bound: heads are not counted."""
+    count = hardware.numbers(model)
+    needed, available = count * hardware.WEIGHT, system.memory()
+    if needed > available:
+        limit = f"{system.size(available)} are available"
+        text = f"{count:,} parameters need at least {system.size(needed)} of memory, {limit}"
         raise RLHFError("E03", text, where=shown(model.path), hint="use a larger machine: a GPU is not needed")
-    needed, free = count * written.itemsize, system.free_disk_bytes(target)
+    needed, free = count * dtype.itemsize, system.free(target)
     if free is not None and needed > free:
-        text = f"the model needs {system.format_bytes(needed)} at least, {system.format_bytes(free)} are free"
-        hint = "make room there, or name a folder on another disk"
+        text = f"the model needs at least {system.size(needed)}, {system.size(free)} are free"
+        hint = "free disk space, or use a folder on another disk"
         raise RLHFError("E03", text, where=shown(target), hint=hint)

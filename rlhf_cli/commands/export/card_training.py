@@ -1,10 +1,10 @@
-"""How a model was made: its stages, their data and settings, and the course of PPO."""
+"""Sections of the model card on training and evaluation."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from rlhf_cli.commands.export.card_context import Subject, data_name, report_card, sha256_of
+from rlhf_cli.commands.export.card_context import ModelCardContext, data_name, report_card, sha256_of
 from rlhf_cli.commands.export.markdown import bullets, code, table, text
 from rlhf_cli.commands.report import run_tables, summary, tables
 from rlhf_cli.commands.report.health import readings
@@ -23,7 +23,7 @@ SHORT = 12  # hex digits of a hash
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "tokenizers", "safetensors")
 COURSE = ("objective/scores", "objective/kl_k1", "objective/response_length", "objective/eos_fraction")
 _TRAINING = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps")
-# Told also where they are at their default: what a reader asks for first.
+# Main settings, shown even at their default.
 HEADLINE = {
     "sft": tuple(f"sft.{key}" for key in (*_TRAINING, "max_length")),
     "reward": tuple(f"reward.{key}" for key in (*_TRAINING, "max_length")),
@@ -36,9 +36,9 @@ HEADLINE = {
         )
     ),
 }  # fmt: skip
-# Of no interest elsewhere, or of this machine alone: what is logged and saved, who is asked over the network.
-UNTOLD = {"output", "run", "logging_steps", "num_sample_generations", "push_to_hub_if_best"}
-UNTOLD |= {"url", "headers", "timeout", "retries", "batch_size"}
+# Settings that are hidden: logging, saving, network services.
+HIDDEN = {"output", "run", "logging_steps", "num_sample_generations", "push_to_hub_if_best"}
+HIDDEN |= {"url", "headers", "timeout", "retries", "batch_size"}
 SOURCES = {
     "model": "a reward model",
     "models": "several reward models together",
@@ -49,41 +49,43 @@ SOURCES = {
 }
 
 
-def training_section(about: Subject) -> Iterator[str]:
-    """The section, part by part."""
+def training_section(context: ModelCardContext) -> Iterator[str]:
+    """Yield the parts of the training section."""
     yield "## How it was made"
     yield table(
         ("stage", "starts from", "trained for", "time", "device", "seed", "model, sha256"),
-        (_stage(about, each) for each in about.stages),
+        (_stage(context, stage) for stage in context.stages),
     )
-    if rewards := list(_rewards(about)):
+    if rewards := list(_rewards(context)):
         yield "What PPO was trained to raise:"
         yield bullets(rewards)
     yield "### Data"
-    yield table(("stage", "key", "data", "rows", "sha256"), _data(about))
+    yield table(("stage", "key", "data", "rows", "sha256"), _data(context))
     yield "Rows are all that a file holds: fewer were used where some are too long, or `data.max_rows` is set."
     yield "### Settings"
     yield "Those that differ from the defaults, and the main ones."
-    yield table(("stage", "key", "value", "default"), (row for each in about.stages for row in _settings(about, each)))
-    versions = run_tables.versions(about.stages)
+    yield table(
+        ("stage", "key", "value", "default"), (row for stage in context.stages for row in _settings(context, stage))
+    )
+    versions = run_tables.versions(context.stages)
     libraries = [("rlhf-cli", versions.get("rlhf")), *((name, versions.get(name)) for name in LIBRARIES)]
     made_with = ", ".join(f"{name} {text(version)}" for name, version in libraries if version)
-    git = (about.stage.manifest or {}).get("git")
+    git = (context.stage.manifest or {}).get("git")
     where = f" The git repository around its folder stood at revision {code(str(git))} then." if git else ""
     yield f"Trained with {made_with}.{where}"
-    if course := list(_course(about.stage)):
+    if course := list(_course(context.stage)):
         yield "### Course of PPO"
         yield bullets(course)
 
 
-def _stage(about: Subject, stage: Stage) -> list[str]:
+def _stage(context: ModelCardContext, stage: Stage) -> list[str]:
     row, manifest = run_tables.stage_row(stage), stage.manifest or {}
-    started = [parent(about, told) for key, told in stage.told("parents").items() if not key.startswith("rewards.")]
+    started = [parent(context, entry) for key, entry in stage.told("parents").items() if not key.startswith("rewards.")]
     started = started or ["fresh weights"]
-    of_the_end = "" if stage is not about.stage or about.chosen.last else " at its end"
+    of_the_end = "" if stage is not context.stage or context.chosen.last else " at its end"
     made = _short(sha256_of(stage)) + of_the_end
     return [
-        _label(about, stage),
+        _label(context, stage),
         "; ".join(started),
         row.steps,
         row.time,
@@ -93,29 +95,29 @@ def _stage(about: Subject, stage: Stage) -> list[str]:
     ]
 
 
-def _label(about: Subject, stage: Stage) -> str:
-    return about.labels.get(sha256_of(stage), stage.name)
+def _label(context: ModelCardContext, stage: Stage) -> str:
+    return context.labels.get(sha256_of(stage), stage.name)
 
 
-def parent(about: Subject, told: Mapping[str, Any]) -> str:
-    """A model that a stage read, without a place of this machine."""
-    if told["stage"] != FOREIGN:
-        return f"{about.labels.get(told['sha256'], told['stage'])} {_short(told['sha256'])}"
-    name = told["path"] if is_hub_id(told["path"]) else PurePosixPath(told["path"]).name
-    return code(name + (f" at {told['revision']}" if "revision" in told else "")) + f" {_short(told['sha256'])}"
+def parent(context: ModelCardContext, entry: Mapping[str, Any]) -> str:
+    """Return the name and hash of an input model, without local paths."""
+    if entry["stage"] != FOREIGN:
+        return f"{context.labels.get(entry['sha256'], entry['stage'])} {_short(entry['sha256'])}"
+    name = entry["path"] if is_hub_id(entry["path"]) else PurePosixPath(entry["path"]).name
+    return code(name + (f" at {entry['revision']}" if "revision" in entry else "")) + f" {_short(entry['sha256'])}"
 
 
 def _short(sha256: Any) -> str:
     return code(str(sha256)[:SHORT])
 
 
-def _rewards(about: Subject) -> Iterator[str]:
-    """The terms of PPO's reward; none of another stage."""
-    stage = about.stage
+def _rewards(context: ModelCardContext) -> Iterator[str]:
+    """Yield the terms of PPO's reward; nothing for other stages."""
+    stage = context.stage
     for name, source in (stage.setting("rewards") or {}).items():
         kind = next(kind for kind in KINDS if source.get(kind))
-        models = [told for key, told in stage.told("parents").items() if key.startswith(f"rewards.{name}.")]
-        named = f" ({', '.join(parent(about, told) for told in models)})" if models else ""
+        models = [entry for key, entry in stage.told("parents").items() if key.startswith(f"rewards.{name}.")]
+        named = f" ({', '.join(parent(context, entry) for entry in models)})" if models else ""
         weight = f"weight {source['weight']:g}" if source["weight"] else "not optimised: a judge that was only watched"
         yield f"{code(name)}: {SOURCES[kind]}{named}, {weight}"
     kl_coef, start = stage.setting("ppo.kl_coef"), " at the start" if stage.setting("ppo.adap_kl_ctrl") else ""
@@ -123,21 +125,21 @@ def _rewards(about: Subject) -> Iterator[str]:
         yield f"less {kl_coef:g}{start} times the KL divergence from the SFT model, in nats"
 
 
-def _data(about: Subject) -> Iterator[list[str]]:
-    for stage in [*about.stages, *([about.run.stages["eval"]] if about.is_evaluated else [])]:
+def _data(context: ModelCardContext) -> Iterator[list[str]]:
+    for stage in [*context.stages, *([context.run.stages["eval"]] if context.is_evaluated else [])]:
         for row in run_tables.data_rows([stage]):
-            yield [_label(about, stage), code(row.key), code(data_name(stage, row.key)), row.rows, _short(row.sha256)]
+            yield [_label(context, stage), code(row.key), code(data_name(stage, row.key)), row.rows, _short(row.sha256)]
 
 
-def _settings(about: Subject, stage: Stage) -> Iterator[list[str]]:
+def _settings(context: ModelCardContext, stage: Stage) -> Iterator[list[str]]:
     set_otherwise = {each.key: each for each in from_defaults(stage)}
     main = {key: value for key, value in flat(stage.config or {}).items() if key in HEADLINE.get(stage.name, ())}
     for key in [*main, *(key for key in set_otherwise if key not in main)]:
         each = set_otherwise.get(key)
         value = each.value if each else said(main[key])
-        if UNTOLD.isdisjoint(key.split(".")) and not _is_place(stage.name, key) and "/" not in value:
+        if HIDDEN.isdisjoint(key.split(".")) and not _is_place(stage.name, key) and "/" not in value:
             default = value if each is None else (each.default or "").removeprefix("-")
-            yield [_label(about, stage), code(key), code(value), code(default)]
+            yield [_label(context, stage), code(key), code(value), code(default)]
 
 
 def _is_place(stage: str, key: str) -> bool:
@@ -146,48 +148,50 @@ def _is_place(stage: str, key: str) -> bool:
 
 
 def _course(stage: Stage) -> Iterator[str]:
-    """Where PPO's main metrics began and ended, and how that is to be read."""
+    """Yield the course of PPO's main metrics, with an interpretation."""
     if stage.name == "ppo":
         for reading in readings(stage):
             if reading.key in COURSE:
                 yield f"{reading.title} ({code(reading.key)}): {text(reading.sentence)}"
 
 
-# What a judge may be, if no Python function.
+# Descriptions of judges that are not Python functions.
 MODEL = "a reward model"
 OWN = "the reward model that PPO was trained on: a win by it alone proves nothing"
 
 
-def results_section(about: Subject) -> Iterator[str]:
-    """The sections, part by part."""
-    if about.stage.name != "reward":
+def results_section(context: ModelCardContext) -> Iterator[str]:
+    """Yield the parts of the evaluation sections."""
+    if context.stage.name != "reward":
         yield "## Evaluation"
-        yield from _evaluation(about)
-    for stage in about.reward_models:
-        yield "## Evaluation" if stage is about.stage else "## The reward model"
+        yield from _evaluation(context)
+    for stage in context.reward_models:
+        yield "## Evaluation" if stage is context.stage else "## The reward model"
         yield from _report_card(stage)
 
 
-def judges(about: Subject) -> dict[str, str]:
-    """What each judge of the evaluation is, in words."""
-    evaluation, found = about.run.stages["eval"], {}
-    for name in tables.judge_table(about.report):
+def judges(context: ModelCardContext) -> dict[str, str]:
+    """Return a description of each judge of the evaluation."""
+    evaluation, descriptions = context.run.stages["eval"], {}
+    for name in tables.judge_table(context.report):
         judge = str(evaluation.setting(f"judges.{name}"))
         if FUNCTION.fullmatch(judge):
-            found[name] = f"the Python function {code(judge)}: a higher score is better, and its code says by what"
+            descriptions[name] = (
+                f"the Python function {code(judge)}: a higher score is better, and its code says by what"
+            )
             continue
         key = "models.reward" if name == "reward" else f"judges.{name}"
-        own = evaluation.told("parents").get(key, {}).get("sha256") in about.rewarded_by
-        found[name] = OWN if own else MODEL
-    return found
+        own = evaluation.told("parents").get(key, {}).get("sha256") in context.rewarded_by
+        descriptions[name] = OWN if own else MODEL
+    return descriptions
 
 
-def _evaluation(about: Subject) -> Iterator[str]:
-    if not about.is_evaluated:
+def _evaluation(context: ModelCardContext) -> Iterator[str]:
+    if not context.is_evaluated:
         yield "No evaluation of this very model was found beside it."
     else:
-        yield from _told(about)
-    metrics = about.stage.told("metrics") if about.chosen.last else {}
+        yield from _evaluation_results(context)
+    metrics = context.stage.told("metrics") if context.chosen.last else {}
     rows = [
         [code(name), str(value) if isinstance(value, int) else with_interval(value, metrics.get(f"{name}_ci95"))]
         for name, value in metrics.items()
@@ -198,43 +202,45 @@ def _evaluation(about: Subject) -> Iterator[str]:
         yield table(("", "value"), rows)
 
 
-def _told(about: Subject) -> Iterator[str]:
-    report, who = about.report, render.model_label(about.stage.name)
-    data = code(data_name(about.run.stages["eval"], "data.prompts"))
+def _evaluation_results(context: ModelCardContext) -> Iterator[str]:
+    report, who = context.report, render.model_label(context.stage.name)
+    data = code(data_name(context.run.stages["eval"], "data.prompts"))
     yield (
         f"{report['n']:,} held-out prompts of {data}, an answer each, sampled as above; near-greedy where it says so. "
         "A tie counts half. In brackets: 95 % intervals."
     )
-    if about.stage.name == "ppo":
-        first, *others = summary.sentences(about.run)
-        yield bullets(map(text, [first + _caveat(about), *others]))
+    if context.stage.name == "ppo":
+        first, *others = summary.sentences(context.run)
+        yield bullets(map(text, [first + _caveat(context), *others]))
     if rows := [row for row in tables.won(report) if row[0].startswith(f"{who} over ")]:
         yield table(tables.WON, rows)
     columns, policies = tables.policies(report)
-    theirs = policies if about.stage.name == "ppo" else [row for row in policies if not row[0].startswith("PPO")]
-    yield table(columns, theirs)
+    shown_policies = (
+        policies if context.stage.name == "ppo" else [row for row in policies if not row[0].startswith("PPO")]
+    )
+    yield table(columns, shown_policies)
     yield "The policies:"
-    yield bullets(_compared(about))
+    yield bullets(_compared(context))
     yield "The judges:"
-    yield bullets(f"{code(name)}: {what}" for name, what in judges(about).items())
+    yield bullets(f"{code(name)}: {description}" for name, description in judges(context).items())
 
 
-def _caveat(about: Subject) -> str:
-    """What the headline is worth where none but PPO's own reward decides."""
-    rates = about.report.get("win_rate", {}).get("ppo_vs_sft")
-    own = rates and judges(about).get(deciding_judge(rates)) == OWN
+def _caveat(context: ModelCardContext) -> str:
+    """Return a caveat if only PPO's own reward model decides the main result."""
+    rates = context.report.get("win_rate", {}).get("ppo_vs_sft")
+    own = rates and judges(context).get(deciding_judge(rates)) == OWN
     return " That judge is what it was trained to please: alone this proves nothing." if own else ""
 
 
-def _compared(about: Subject) -> Iterator[str]:
-    """What the evaluation's policies are."""
-    parents = about.run.stages["eval"].told("parents")
-    for name in about.report["models"]:
-        told = parents.get(f"models.{name}")
-        if name == about.stage.name:
+def _compared(context: ModelCardContext) -> Iterator[str]:
+    """Yield a description of each evaluated policy."""
+    parents = context.run.stages["eval"].told("parents")
+    for name in context.report["models"]:
+        entry = parents.get(f"models.{name}")
+        if name == context.stage.name:
             yield f"{text(render.model_label(name))}: this model"
-        elif told and (name != "ppo" or about.stage.name == "ppo"):
-            yield f"{text(render.model_label(name))}: {parent(about, told)}"
+        elif entry and (name != "ppo" or context.stage.name == "ppo"):
+            yield f"{text(render.model_label(name))}: {parent(context, entry)}"
 
 
 def _report_card(stage: Stage) -> Iterator[str]:

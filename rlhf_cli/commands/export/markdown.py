@@ -1,4 +1,4 @@
-"""Markdown in which texts of others stay texts: names of files and runs, values of configs, what a stage noted."""
+"""Markdown with escaping of untrusted text: names of files and runs, config values, messages of stages."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,23 +9,23 @@ ACTIVE = re.compile(r"([\\`*_{}\[\]<>~$&#])")
 
 
 def text(value: str) -> str:
-    """On one line, with nothing in it that Markdown or HTML would act on."""
+    """Return a value on one line, with Markdown and HTML characters escaped."""
     return ACTIVE.sub(r"\\\1", visible(" ".join(value.split())))
 
 
 def code(value: str) -> str:
-    """On one line, as it is, in a span of code; nothing of nothing."""
+    """Return a value on one line as a code span; empty if the value is."""
     plain = visible(" ".join(value.split()))
     fence = "`" * (max((len(run) for run in re.findall("`+", plain)), default=0) + 1)
     return f"{fence} {plain} {fence}" if "`" in plain else f"{fence}{plain}{fence}" if plain else ""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are Markdown already."""
+    """Return a table. Cells must already be Markdown."""
     lines = ([cell.replace("|", "\\|") for cell in line] for line in (columns, ["---"] * len(columns), *rows))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def bullets(lines: Iterable[str]) -> str:
-    """A list of lines that are Markdown already."""
+    """Return a list. Lines must already be Markdown."""
     return "\n".join(f"- {line}" for line in lines)

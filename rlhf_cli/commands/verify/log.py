@@ -1,4 +1,4 @@
-"""What a PPO run has left of one of its updates. Reads only, while the run may still be going."""
+"""A PPO run's logged metrics, samples and checkpoints. Read-only: the run may still be training."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from rlhf_cli.tracking.metrics_log import read_log
 
 @dataclass(frozen=True)
 class Run:
-    """RUN/ppo: its config, and its lines of metrics.jsonl and rows of samples.jsonl by step."""
+    """RUN/ppo: its config, its lines of metrics.jsonl and its rows of samples.jsonl, by step."""
 
     folder: Path
     config: PPOConfig
@@ -24,35 +24,36 @@ class Run:
     samples: dict[int, list[dict[str, Any]]]
 
     def steps(self) -> list[int]:
-        """The updates that can be made again: the first, and those after a kept state."""
+        """Return the updates that can be repeated: the first, and those after a checkpoint."""
         after = {1, *(step + 1 for step in runs.state_steps(self.folder / "state"))}
         return sorted(after & self.lines.keys())
 
     def choose(self, step: int | None) -> int:
-        """`step`, or the newest that can be made again. Raises RLHFError C06 with those that can."""
-        possible = self.steps()
-        if not possible:
-            text = f"{shown(self.folder)} has made no update yet"
+        """Return `step`, by default the newest that can be repeated. Raises RLHFError C06 if it cannot be repeated."""
+        steps = self.steps()
+        if not steps:
+            text = f"{shown(self.folder)} has no update yet"
             raise RLHFError("C06", text, hint="wait for the first line of its metrics.jsonl")
         if step is None:
-            return possible[-1]
-        if step not in possible:
-            names = ", ".join(map(str, possible))
-            why = "an update starts from the state before it" if step in self.lines else "the run has no such update"
-            text = f"--step {step} of {shown(self.folder)} cannot be made again: {why}"
-            raise RLHFError("C06", text, hint=f"steps that can: {names}; output.keep and output.save_steps make more")
+            return steps[-1]
+        if step not in steps:
+            names = ", ".join(map(str, steps))
+            reason = "there is no checkpoint before it" if step in self.lines else "the run has no such update"
+            text = f"--step {step} of {shown(self.folder)} cannot be repeated: {reason}"
+            hint = f"available steps: {names}; output.keep and output.save_steps keep more checkpoints"
+            raise RLHFError("C06", text, hint=hint)
         return step
 
     def state(self, step: int) -> dict[str, Any]:
-        """The trainer's state after update `step`. Raises RLHFError M05 where it is damaged, or gone."""
+        """Load the trainer's state after update `step`. Raises RLHFError M05 if it is damaged or missing."""
         folder = runs.state_at(self.folder / "state", step)
         try:
             return save.load_tree(folder)["trainer"]
-        except OSError as error:  # a run that is going on drops old states
-            raise RLHFError("M05", f"{shown(folder)} is gone", hint="take another step") from error
+        except OSError as error:  # a running stage deletes old checkpoints
+            raise RLHFError("M05", f"{shown(folder)} no longer exists", hint="choose another step") from error
 
     def state_after(self, step: int) -> dict[str, Any] | None:
-        """`state`, None where none was kept, or where it is damaged: then with a warning, M05."""
+        """Load a state; return None if there is none, or if it is damaged (warns with M05)."""
         if step not in runs.state_steps(self.folder / "state"):
             return None
         try:
@@ -63,25 +64,25 @@ class Run:
             return None
 
     def parents(self) -> dict[str, Parent]:
-        """The run's parents. Raises RLHFError as a stage does, and C15 where they, or the data, are not the run's."""
+        """Open the run's input models. Raises RLHFError as a stage does, and C15 if they or the data have changed."""
         parents = runs.open_parents(self.config)
-        made = read_json_object(self.folder / "identity.json") or {}
-        now = runs.compute_identity(self.config, parents, self.config.sources())
-        then, today = ({key: side.get(key, {}) for key in ("parents", "data")} for side in (made, now))
-        if other := runs.identity_difference(then, today):
-            text = f"{shown(self.folder)} was made from other inputs: {'; '.join(other[:5])}"
-            raise RLHFError("C15", text, hint="put back what it was made from; or run the stage again, then replay it")
+        logged = read_object(self.folder / "identity.json") or {}
+        current = runs.identity(self.config, parents, self.config.sources())
+        old, new = ({key: identity.get(key, {}) for key in ("parents", "data")} for identity in (logged, current))
+        if changes := runs.difference(old, new):
+            text = f"the inputs of {shown(self.folder)} have changed: {'; '.join(changes[:5])}"
+            raise RLHFError("C15", text, hint="restore the inputs, or run the stage again and verify the new run")
         return parents
 
 
 def open_run(run: Path) -> Run:
-    """The PPO run in a run's folder, or of RUN/ppo itself. Raises RLHFError M01 where there is none."""
+    """Open the PPO run of a run folder or of RUN/ppo itself. Raises RLHFError M01 if there is none."""
     folder = next((path for path in (run / "ppo", run) if (path / "identity.json").is_file()), None)
     if folder is None or not (folder / "config.yaml").is_file():
-        hint = "name the folder of a run that holds ppo/, e.g. runs/demo"
-        raise RLHFError("M01", f"{shown(run)} holds no PPO run", hint=hint)
+        hint = "name a run folder with ppo/, e.g. runs/demo"
+        raise RLHFError("M01", f"{shown(run)} contains no PPO run", hint=hint)
     config = load_run_config(folder)
-    # What a replay makes stays here: no hub is needed.
+    # A repeated update is not pushed to the hub.
     settings = config.ppo.model_copy(update={"push_to_hub_if_best": None})
     config = scale_to_world_size(config.model_copy(update={"ppo": settings}), runs.recorded_num_processes(folder))
     samples: dict[int, list[dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""The loss of a token, and the optimizer steps of an update."""
+"""Reference implementation: the losses of a token, and the optimizer steps of an update."""
 
 import math
 from collections import defaultdict
@@ -8,31 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhf_cli.commands.verify.reference_scores import Judged, whole_kl
-from rlhf_cli.commands.verify.reference_state import Adam, Start, Step, log_softmax, response_logits, response_values
+from rlhf_cli.commands.verify.reference_scores import Experience, full_kl
+from rlhf_cli.commands.verify.reference_state import (
+    Adam,
+    ReferenceState,
+    Step,
+    log_softmax,
+    response_logits,
+    response_values,
+)
 from rlhf_cli.config.ppo_options import PPOSettings
 from rlhf_cli.data.sampling import derive_seed
 
-# 5. The loss of a token
+# 5. Losses of a token
 
 
-def token_loss(start: Start, judged: Judged, row: int, t: int, z: Tensor, value: Tensor, ref_z: Tensor | None) -> Any:
-    """The loss of response token t of a row, a scalar with gradient, and what it is made of, as numbers.
+def token_loss(
+    state: ReferenceState, experience: Experience, row: int, t: int, z: Tensor, value: Tensor, ref_z: Tensor | None
+) -> Any:
+    """Return the loss of response token t of a row, a scalar with gradient, and its metrics.
 
-    `z` and `ref_z` (V,) are the logits before it, `value` its value, as the models are now.
+    `z` and `ref_z` (V,) are the current logits before the token, `value` its current value.
     """
-    settings = start.settings
-    old, ref = judged.logprobs[row][t], judged.ref_logprobs[row][t]
+    settings = state.settings
+    old, ref = experience.logprobs[row][t], experience.ref_logprobs[row][t]
     logp = log_softmax(z / settings.temperature)
-    logprob = logp[start.responses[row][t]]
+    logprob = logp[state.responses[row][t]]
     ratio = torch.exp(logprob - old)
-    surrogate, clipped = clipped_surrogate(settings, ratio, judged.advantages[row][t])
-    error, value_clipped = value_error(settings, value, judged.values[row][t], judged.returns[row][t])
+    surrogate, clipped = clipped_surrogate(settings, ratio, experience.advantages[row][t])
+    error, value_clipped = value_error(settings, value, experience.values[row][t], experience.returns[row][t])
     entropy = -(logp.exp() * logp).sum()
     policy = surrogate - settings.entropy_coef * entropy
     if settings.kl_in == "loss":
-        policy = policy + start.kl_coef * kl_loss(settings, logp, logprob, old, ref, ref_z)
-    loss = settings.vf_coef * error + (policy if start.policy_learns else 0.0)
+        policy = policy + state.kl_coef * kl_loss(settings, logp, logprob, old, ref, ref_z)
+    loss = settings.vf_coef * error + (policy if state.policy_is_trained else 0.0)
     return loss, {
         "loss/policy_avg": surrogate.item(),
         "loss/value_avg": error.item(),
@@ -46,9 +55,9 @@ def token_loss(start: Start, judged: Judged, row: int, t: int, z: Tensor, value:
 
 
 def clipped_surrogate(settings: PPOSettings, ratio: Tensor, advantage: float) -> tuple[Tensor, bool]:
-    """-min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A), and whether a bound holds (Schulman et al. 2017, eq. 7).
+    """Return -min(ratio A, clip(ratio, 1 - eps, 1 + eps_high) A), and if it is clipped (Schulman et al. 2017, eq. 7).
 
-    eps_high is cliprange where cliprange_high is not set (Yu et al. 2025, arXiv 2503.14476, section 3.1). With
+    eps_high is cliprange unless cliprange_high is set (Yu et al. 2025, arXiv 2503.14476, section 3.1). With
     dual_clip c and A < 0 the objective is at least c A (Ye et al. 2020, arXiv 1912.09729, equation 5).
     """
     high = settings.cliprange if settings.cliprange_high is None else settings.cliprange_high
@@ -62,24 +71,24 @@ def clipped_surrogate(settings: PPOSettings, ratio: Tensor, advantage: float) ->
 
 
 def value_error(settings: PPOSettings, value: Tensor, old: float, target: float) -> tuple[Tensor, bool]:
-    """max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2, and whether the clipped one is the larger.
+    """Return max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2, and if the clipped term is larger.
 
     OpenAI baselines, ppo2; Huang et al. 2024 (arXiv 2403.17031), section 7.
     """
-    plain = (value - target) ** 2
+    unclipped = (value - target) ** 2
     bounded = (torch.clamp(value, old - settings.cliprange_value, old + settings.cliprange_value) - target) ** 2
-    return (bounded / 2, True) if bounded > plain else (plain / 2, False)
+    return (bounded / 2, True) if bounded > unclipped else (unclipped / 2, False)
 
 
 def kl_loss(
     settings: PPOSettings, logp: Tensor, logprob: Tensor, old: float, ref: float, ref_z: Tensor | None
 ) -> Tensor:
-    """The KL penalty of kl_in loss. full: exact. k2, and k3 with k2's gradient, times the importance ratio as a number.
+    """Return the KL penalty of kl_in loss: exact for `full`; else k2 or k3, times the detached importance ratio.
 
-    grad k2 = (log pi - log ref) grad log pi, which is the KL's gradient at a token that the policy drew.
+    k3 has k2's gradient: grad k2 = (log pi - log ref) grad log pi is the KL's gradient at a sampled token.
     """
     if ref_z is not None:
-        return whole_kl(logp, log_softmax(ref_z / settings.temperature))
+        return full_kl(logp, log_softmax(ref_z / settings.temperature))
     r = ref - logprob
     loss = r * r / 2
     if settings.kl_estimator == "k3":
@@ -87,34 +96,36 @@ def kl_loss(
     return math.exp(logprob.item() - old) * loss
 
 
-# 6. The update: epochs of minibatches, an optimizer step for each
+# 6. Optimizer steps: epochs over minibatches
 
 
-def learn(start: Start, judged: Judged, tick: Callable[[], None]) -> tuple[list[Step], int]:
-    """All optimizer steps of the update, and in how many epochs they were made."""
-    settings = start.settings
-    trainable(start)
+def run_optimizer_steps(
+    state: ReferenceState, experience: Experience, tick: Callable[[], None]
+) -> tuple[list[Step], int]:
+    """Run all optimizer steps of the update; return their metrics and the number of epochs."""
+    settings = state.settings
+    set_trainable(state)
     steps: list[Step] = []
     for epoch in range(settings.num_ppo_epochs):
-        steps += [optimizer_step(start, judged, rows, epoch, tick) for rows in minibatches(start, epoch)]
+        steps += [optimizer_step(state, experience, rows, epoch, tick) for rows in minibatches(state, epoch)]
         if settings.early_stopping and steps[-1]["policy/policykl"] > 1.5 * settings.target_kl:
             return steps, epoch + 1
     return steps, settings.num_ppo_epochs
 
 
-def trainable(start: Start) -> None:
-    """Everything of policy and value learns, but the embeddings and first layers that num_shared_layers freezes.
+def set_trainable(state: ReferenceState) -> None:
+    """Make all weights of policy and value trainable, except the embeddings and first num_shared_layers layers.
 
-    Of a model with adapters beside its layers (LoRA, arXiv 2106.09685) these and a head of its own do, nothing else.
+    A model with adapters (LoRA, arXiv 2106.09685) trains only these and its own head.
     """
-    for model in (start.policy, start.value):
+    for model in (state.policy, state.value):
         names = [name for name, _ in model.named_parameters()]
         adapters = any(".lora_A." in name for name in names)
         for name, w in model.named_parameters():
             w.requires_grad_(not adapters or ".lora_" in name or ".modules_to_save." in name)
-    if count := start.settings.num_shared_layers:
-        layers = start.policy.config.get_text_config().num_hidden_layers
-        for module in start.policy.modules():
+    if count := state.settings.num_shared_layers:
+        layers = state.policy.config.get_text_config().num_hidden_layers
+        for module in state.policy.modules():
             if isinstance(module, nn.Embedding):
                 module.requires_grad_(False)
             if isinstance(module, nn.ModuleList) and len(module) == layers:
@@ -122,81 +133,83 @@ def trainable(start: Start) -> None:
                     layer.requires_grad_(False)
 
 
-def minibatches(start: Start, epoch: int) -> Iterator[list[int]]:
-    """The rows in a random order, cut into num_mini_batches parts of one size."""
-    draw = torch.Generator().manual_seed(derive_seed(start.seed, "minibatches", start.update, epoch))
-    order = torch.randperm(len(start.prompts), generator=draw).tolist()
-    size = len(order) // start.settings.num_mini_batches
+def minibatches(state: ReferenceState, epoch: int) -> Iterator[list[int]]:
+    """Yield the rows in random order, in num_mini_batches parts of equal size."""
+    generator = torch.Generator().manual_seed(derive_seed(state.seed, "minibatches", state.update, epoch))
+    order = torch.randperm(len(state.prompts), generator=generator).tolist()
+    size = len(order) // state.settings.num_mini_batches
     for first in range(0, len(order), size):
         yield order[first : first + size]
 
 
-def optimizer_step(start: Start, judged: Judged, rows: list[int], epoch: int, tick: Callable[[], None]) -> Step:
-    """One minibatch: the mean loss of its response tokens, its gradient, one step of AdamW.
+def optimizer_step(
+    state: ReferenceState, experience: Experience, rows: list[int], epoch: int, tick: Callable[[], None]
+) -> Step:
+    """Take a step of AdamW on the mean loss of a minibatch's response tokens; return its metrics.
 
-    None is made where the mean ratio passes ratio_threshold.
+    The step is skipped if the mean ratio exceeds ratio_threshold.
     """
-    settings = start.settings
-    start.policy.zero_grad(set_to_none=True)
-    start.value.zero_grad(set_to_none=True)
-    tokens = sum(len(start.responses[row]) for row in rows)
+    settings = state.settings
+    state.policy.zero_grad(set_to_none=True)
+    state.value.zero_grad(set_to_none=True)
+    tokens = sum(len(state.responses[row]) for row in rows)
     means: Step = defaultdict(float)
     first_error = 0.0
     for row in rows:
-        parts = row_losses(start, judged, row)
+        parts = row_losses(state, experience, row)
         (sum(loss for loss, _ in parts) / tokens).backward()
-        for _, facts in parts:
-            first_error = max(first_error, abs(facts["val/ratio"] - 1))
-            for name, number in facts.items():
-                means[name] += number / tokens
+        for _, token_metrics in parts:
+            first_error = max(first_error, abs(token_metrics["val/ratio"] - 1))
+            for name, metric in token_metrics.items():
+                means[name] += metric / tokens
         tick()
-    if settings.ptx_coef and start.policy_learns:
-        means["loss/ptx_avg"] = language_model_loss(start, rows, epoch)
+    if settings.ptx_coef and state.policy_is_trained:
+        means["loss/ptx_avg"] = language_model_loss(state, rows, epoch)
     skipped = settings.ratio_threshold is not None and means["val/ratio"] > settings.ratio_threshold
     if not skipped:
-        for name, model in (("policy", start.policy), ("value", start.value)):
+        for name, model in (("policy", state.policy), ("value", state.value)):
             means[f"{name}/grad_norm"] = clip(model, settings.max_grad_norm)
-            adamw(start, name, model)
+            adamw(state, name, model)
     return {**means, "ratio_error": first_error, "skipped": float(skipped)}
 
 
-def row_losses(start: Start, judged: Judged, row: int) -> list[Any]:
-    """(loss, its parts) of each response token of a row."""
-    settings = start.settings
-    with torch.set_grad_enabled(start.policy_learns):
-        logits = response_logits(start, start.policy, row)
-    values = response_values(start, row)
+def row_losses(state: ReferenceState, experience: Experience, row: int) -> list[Any]:
+    """Return (loss, metrics) of each response token of a row."""
+    settings = state.settings
+    with torch.set_grad_enabled(state.policy_is_trained):
+        logits = response_logits(state, state.policy, row)
+    values = response_values(state, row)
     ref_logits = None
     if settings.kl_in == "loss" and settings.kl_estimator == "full":
         with torch.no_grad():
-            ref_logits = response_logits(start, start.ref, row)
+            ref_logits = response_logits(state, state.ref, row)
     return [
-        token_loss(start, judged, row, t, logits[t], values[t], None if ref_logits is None else ref_logits[t])
-        for t in range(len(start.responses[row]))
+        token_loss(state, experience, row, t, logits[t], values[t], None if ref_logits is None else ref_logits[t])
+        for t in range(len(state.responses[row]))
     ]
 
 
-def language_model_loss(start: Start, rows: list[int], epoch: int) -> float:
-    """Adds the gradient of ptx_coef times the mean of -log p(token) over the completions of ptx rows.
+def language_model_loss(state: ReferenceState, rows: list[int], epoch: int) -> float:
+    """Add the gradient of ptx_coef times the mean of -log p(token) over completions of ptx rows; return that mean.
 
-    Ouyang et al. 2022 (arXiv 2203.02155), equation 2. A row of ptx is drawn for each episode of the minibatch.
+    Ouyang et al. 2022 (arXiv 2203.02155), equation 2. One ptx row is sampled for each episode of the minibatch.
     """
-    chosen = [start.ptx[derive_seed(start.seed, "ptx", start.update, epoch, row) % len(start.ptx)] for row in rows]
-    tokens = sum(len(completion) for _, completion in chosen)
+    pairs = [state.ptx[derive_seed(state.seed, "ptx", state.update, epoch, row) % len(state.ptx)] for row in rows]
+    tokens = sum(len(completion) for _, completion in pairs)
     total = 0.0
-    for prompt, completion in chosen:
-        ids = torch.tensor([prompt + completion], device=start.policy.device)
-        logits = start.policy(input_ids=ids, use_cache=False).logits[0]
-        surprise: Any = 0.0
+    for prompt, completion in pairs:
+        ids = torch.tensor([prompt + completion], device=state.policy.device)
+        logits = state.policy(input_ids=ids, use_cache=False).logits[0]
+        loss: Any = 0.0
         for t, token in enumerate(completion):
-            surprise = surprise - log_softmax(logits[len(prompt) - 1 + t])[token] / tokens
-        (start.settings.ptx_coef * surprise).backward()
-        total += surprise.item()
+            loss = loss - log_softmax(logits[len(prompt) - 1 + t])[token] / tokens
+        (state.settings.ptx_coef * loss).backward()
+        total += loss.item()
     return total
 
 
 def clip(model: Any, limit: float) -> float:
-    """Scales a model's gradient down to the norm `limit` where it is longer; returns its norm before.
+    """Scale a model's gradient down to the norm `limit` if it is larger; return its norm before.
 
     g min(1, limit / (|g| + 1e-6)): Pascanu et al. 2013 (arXiv 1211.5063), algorithm 1, with torch's 1e-6.
     """
@@ -208,38 +221,38 @@ def clip(model: Any, limit: float) -> float:
 
 
 @torch.no_grad()
-def adamw(start: Start, name: str, model: Any) -> None:
-    """One step of AdamW on each parameter that has a gradient (Loshchilov and Hutter 2019, arXiv 1711.05101, alg. 2).
+def adamw(state: ReferenceState, name: str, model: Any) -> None:
+    """Take a step of AdamW on each parameter with a gradient (Loshchilov and Hutter 2019, arXiv 1711.05101, alg. 2).
 
     m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2        m' = m / (1 - b1^t)        v' = v / (1 - b2^t)
-    w = w - lr decay w - lr m' / (sqrt(v') + eps); biases and norms, which have one dimension, do not decay.
+    w = w - lr decay w - lr m' / (sqrt(v') + eps); no decay of 1-D parameters (biases, norms).
     """
-    settings, lr = start.settings, learning_rate(start, name)
+    settings, lr = state.settings, learning_rate(state, name)
     b1, b2 = settings.adam_beta1, settings.adam_beta2
     for parameter, w in model.named_parameters():
         if (g := w.grad) is None:
             continue
-        memory = start.adam[name].setdefault(parameter, Adam(torch.zeros_like(w), torch.zeros_like(w), 0))
-        memory.updates += 1
-        memory.first = b1 * memory.first + (1 - b1) * g
-        memory.second = b2 * memory.second + (1 - b2) * g * g
-        first = memory.first / (1 - b1**memory.updates)
-        second = memory.second / (1 - b2**memory.updates)
+        moments = state.adam[name].setdefault(parameter, Adam(torch.zeros_like(w), torch.zeros_like(w), 0))
+        moments.updates += 1
+        moments.first = b1 * moments.first + (1 - b1) * g
+        moments.second = b2 * moments.second + (1 - b2) * g * g
+        first = moments.first / (1 - b1**moments.updates)
+        second = moments.second / (1 - b2**moments.updates)
         decay = settings.weight_decay if w.ndim >= 2 else 0.0
         w.copy_(w - lr * decay * w - lr * first / (second.sqrt() + settings.adam_epsilon))
 
 
-def learning_rate(start: Start, name: str) -> float:
-    """The rate of this update, of `policy` or `value`: its peak times the share that the named schedule has now.
+def learning_rate(state: ReferenceState, name: str) -> float:
+    """Return the learning rate of `policy` or `value` in this update.
 
-    k updates were made of n, w of them warm-up, over which the share rises from 0 to 1 (transformers, optimization.py).
-    The policy's schedule begins after the updates that train the value model alone.
+    k is the update's index, n the number of updates, w of which are linear warm-up (transformers, optimization.py).
+    The policy's schedule starts after value_only_updates.
     """
-    settings = start.settings
-    own = settings.value_learning_rate if name == "value" else None
-    peak = settings.learning_rate if own is None else own
-    alone = settings.value_only_updates if name == "policy" else 0
-    k, n = max(start.update - alone, 0), start.updates - alone
+    settings = state.settings
+    value_rate = settings.value_learning_rate if name == "value" else None
+    peak = settings.learning_rate if value_rate is None else value_rate
+    offset = settings.value_only_updates if name == "policy" else 0
+    k, n = max(state.update - offset, 0), state.updates - offset
     w = settings.warmup_steps if settings.warmup_steps is not None else math.ceil((settings.warmup_ratio or 0.0) * n)
     if name == "value" and settings.value_warmup_steps is not None:
         w = settings.value_warmup_steps
@@ -247,14 +260,14 @@ def learning_rate(start: Start, name: str) -> float:
         return peak
     if k < w:
         return peak * k / w
-    done = (k - w) / max(1, n - w)
-    cosine = (1 + math.cos(math.pi * done)) / 2
-    end = 1e-7 if peak > 1e-7 else 0.0  # of the polynomial one
+    progress = (k - w) / max(1, n - w)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    end = 1e-7 if peak > 1e-7 else 0.0  # of the polynomial schedule
     return {
         "constant_with_warmup": peak,
-        "linear": peak * max(0.0, 1 - done),
+        "linear": peak * max(0.0, 1 - progress),
         "cosine": peak * cosine,
         "cosine_with_min_lr": peak * (0.1 + 0.9 * cosine),
-        "polynomial": (peak - end) * (1 - done) + end,
+        "polynomial": (peak - end) * (1 - progress) + end,
         "inverse_sqrt": peak / math.sqrt((k - w + (w or 10_000)) / (w or 10_000)),
     }[settings.lr_scheduler_type]

@@ -1,4 +1,4 @@
-"""The trainer's own update, watched: what goes in, for the naive one to start from, and every number that comes out."""
+"""Run an update of the trainer and of the float64 reference from the same state, and record every quantity."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -21,9 +21,11 @@ from rlhf_cli.rewards.source import RewardFn
 
 
 @contextmanager
-def everything() -> Iterator[None]:
-    """Within, whatever would make or cast to float32 makes float64: transformers' norms, rotary angles and softmax, and
-    scores, which PPO keeps in float32. Two ways of calculating then differ by some 1e-13 where both are right.
+def float64_only() -> Iterator[None]:
+    """Context manager that replaces float32 with float64.
+
+    It covers transformers' norms, rotary angles and softmax, and PPO's scores. Two correct implementations then differ
+    by about 1e-13.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -35,8 +37,8 @@ def everything() -> Iterator[None]:
 
 
 @contextmanager
-def suspended() -> Iterator[None]:
-    """Within, inside `everything`, float32 is float32 again: for code of the user's, whose models are in it."""
+def float32_restored() -> Iterator[None]:
+    """Context manager that restores float32 inside `float64_only`, for the user's code with its own models."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -52,66 +54,66 @@ class _Float64(TorchFunctionMode):
     ) -> Any:
         if function is torch.Tensor.float:
             return args[0].double()
-        wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        return function(*map(_wide, args), **wide)
+        kwargs = {name: _float64_dtype(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_float64_dtype, args), **kwargs)
 
 
-def _wide(value: Any) -> Any:
+def _float64_dtype(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-Weights = dict[str, dict[str, Tensor]]  # model -> parameter -> its weights, float64 on the CPU
-Numbers = dict[str, Tensor]  # quantity -> its numbers, float64 on the CPU, one dimension
+Weights = dict[str, dict[str, Tensor]]  # model -> parameter name -> weights, float64 on the CPU
+Quantities = dict[str, Tensor]  # name -> values, 1-D, float64 on the CPU
 FROZEN = "frozen weights, change"
 BY_TOKEN = ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
 
 
-def observe(trainer: PPOTrainer, rollout: Rollout) -> tuple[Numbers, dict[str, float]]:
-    """Judge a rollout and learn from it, as `PPOTrainer.step` does; all numbers, and the update's metrics as they are.
+def run_update(trainer: PPOTrainer, rollout: Rollout) -> tuple[Quantities, dict[str, float]]:
+    """Score a rollout and train on it, as `PPOTrainer.step` does; return all quantities and the update's metrics.
 
-    The trainer is one update further afterwards.
+    Advances the trainer by one update.
     """
-    before = frozen(trainer)
+    before = frozen_weights(trainer)
     trainer.experience = experience = trainer.make_experience(rollout)
     steps: list[dict[str, float]] = []
-    plain = trainer._train_minibatch
+    train_minibatch = trainer._train_minibatch
 
-    def learn(*arguments: Any) -> dict[str, float]:
-        steps.append(plain(*arguments))
+    def recorded(*arguments: Any) -> dict[str, float]:
+        steps.append(train_minibatch(*arguments))
         return steps[-1]
 
-    vars(trainer)["_train_minibatch"] = learn  # in front of the class's own
+    vars(trainer)["_train_minibatch"] = recorded  # overrides the method
     try:
         stats = trainer.update(experience)
     finally:
         del vars(trainer)["_train_minibatch"]
     mask = experience.mask
     score_result = experience.score_result
-    stats_so_far = score_result.stats
+    moments = score_result.stats
     names = dict.fromkeys(name for step in steps for name in step)
-    found = {
+    quantities = {
         "response tokens": rollout.ids[:, rollout.prompt_width :][mask.to(rollout.ids.device)],
         "response tokens unexplained": [0.0],
         **{name: getattr(experience, name)[mask] for name in BY_TOKEN},
         **{f"score {name}": raw for name, raw in score_result.raw.items()},
         "scores": experience.scores,
-        "running scores": [stats_so_far.count, stats_so_far.mean, stats_so_far.squares],
+        "running scores": [moments.count, moments.mean, moments.squares],
         **{f"{name}, each step": [step[name] for step in steps if name in step] for name in names},
-        **{name: [number] for name, number in stats.items()},
+        **{name: [value] for name, value in stats.items()},
         "next kl_coef": [trainer.kl_coef],
-        FROZEN: frozen(trainer) - before,
+        FROZEN: frozen_weights(trainer) - before,
     }
-    return {name: numbers(x) for name, x in found.items()}, stats
+    return {name: flatten(values) for name, values in quantities.items()}, stats
 
 
-def numbers(values: Any) -> Tensor:
+def flatten(values: Any) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().to("cpu", torch.float64).reshape(-1)
     return torch.tensor(values, dtype=torch.float64)
 
 
-def weights(policy: nn.Module, value: nn.Module) -> Weights:
-    """A copy of the weights that learn as they are now, in float64."""
+def copy_weights(policy: nn.Module, value: nn.Module) -> Weights:
+    """Return a float64 copy of the trainable weights."""
     return {
         name: {
             key: p.detach().to("cpu", torch.float64, copy=True)
@@ -122,15 +124,15 @@ def weights(policy: nn.Module, value: nn.Module) -> Weights:
     }
 
 
-def frozen(trainer: PPOTrainer) -> Tensor:
-    """A copy of all weights that no update may change: the reference's, and the reward models'."""
+def frozen_weights(trainer: PPOTrainer) -> Tensor:
+    """Return a copy of the weights that no update may change: of the reference policy and the reward models."""
     scorers = [scorer for scorers in scorers_of(trainer).values() for scorer in scorers.values()]
     models = [trainer.ref, *(scorer.model for scorer in scorers if isinstance(scorer, ModelReward))]
-    return torch.cat([numbers(p) for model in models for p in model.parameters()])
+    return torch.cat([flatten(p) for model in models for p in model.parameters()])
 
 
-def changes(before: Weights, after: Weights) -> Numbers:
-    """What an update did to each weight of policy and value."""
+def weight_changes(before: Weights, after: Weights) -> Quantities:
+    """Return the change of each weight of policy and value."""
     return {
         f"{name} weights, change": torch.cat(
             [(after[name][key] - before[name][key]).reshape(-1) for key in before[name]]
@@ -139,27 +141,27 @@ def changes(before: Weights, after: Weights) -> Numbers:
     }
 
 
-def start_of(
+def reference_state_of(
     trainer: PPOTrainer, rollout: Rollout, *, updates: int, stop_token_id: int | None, near_tie: float = 1e-3
-) -> reference_state.Start:
-    """What the trainer's next update, of `updates` in all, starts from, for the naive one: copies, in float64."""
+) -> reference_state.ReferenceState:
+    """Return a float64 copy of the trainer's state before its next update, of `updates` in total."""
     scorers = {
-        source: {each: scorer.model for each, scorer in said.items() if isinstance(scorer, ModelReward)}
-        for source, said in scorers_of(trainer).items()
+        source: {name: scorer.model for name, scorer in scorers.items() if isinstance(scorer, ModelReward)}
+        for source, scorers in scorers_of(trainer).items()
     }
-    # All at once: what two models share, the copies share.
+    # One deepcopy, so that weights shared between models stay shared.
     copies = copy.deepcopy({"policy": trainer.policy, "ref": trainer.ref, "value": trainer.value, "scorers": scorers})
     scorer_copies = copies.pop("scorers")
     for model in (*copies.values(), *(model for models in scorer_copies.values() for model in models.values())):
         model.double()
     score_stats = trainer.score_stats
-    return reference_state.Start(
+    return reference_state.ReferenceState(
         settings=trainer.settings,
         seed=trainer.seed,
         update=trainer.updates,
         updates=updates,
         kl_coef=trainer.kl_coef,
-        scores_so_far=(score_stats.count, score_stats.mean, score_stats.squares),
+        score_moments=(score_stats.count, score_stats.mean, score_stats.squares),
         policy=copies["policy"],
         ref=copies["ref"],
         value=copies["value"],
@@ -178,73 +180,75 @@ def start_of(
 
 
 @dataclass
-class Remembered:
-    """A reward function that is asked once for the same texts, and outside of the world without float32.
+class CachedReward:
+    """A reward function that is called once per batch of texts, with float32 restored.
 
-    What it answers is no arithmetic of ours; it may be slow, or far away, or answer otherwise each time.
+    It may be slow, remote or nondeterministic.
     """
 
     function: RewardFn
-    answers: dict[str, list[float]] = field(default_factory=dict)
+    scores: dict[str, list[float]] = field(default_factory=dict)
 
     def __call__(self, prompts: list[str], responses: list[str]) -> list[float]:
         key = repr((prompts, responses))
-        if key not in self.answers:
-            with suspended():
-                self.answers[key] = call_reward_fn(self.function, prompts, responses)
-        return self.answers[key]
+        if key not in self.scores:
+            with float32_restored():
+                self.scores[key] = call_reward_fn(self.function, prompts, responses)
+        return self.scores[key]
 
 
-def remember(trainer: PPOTrainer) -> None:
-    """Put every reward function of the trainer behind a `Remembered`."""
+def cache_reward_fns(trainer: PPOTrainer) -> None:
+    """Wrap each reward function of the trainer in a `CachedReward`."""
     for source in trainer.rewards.values():
         if isinstance(source, FunctionReward):
-            source.function = Remembered(source.function)
+            source.function = CachedReward(source.function)
 
 
 def scorers_of(trainer: PPOTrainer) -> dict[str, dict[str, ModelReward | FunctionReward]]:
-    """Source -> its one scorer, or an ensemble's, by name."""
-    found: dict[str, dict[str, ModelReward | FunctionReward]] = {}
+    """Return the scorers of each source: several for an ensemble, otherwise one."""
+    scorers: dict[str, dict[str, ModelReward | FunctionReward]] = {}
     for name, source in trainer.rewards.items():
-        assert isinstance(source, ModelReward | FunctionReward | EnsembleReward), f"{name} cannot be replayed"
-        found[name] = {**source.members} if isinstance(source, EnsembleReward) else {name: source}
-    return found
+        assert isinstance(source, ModelReward | FunctionReward | EnsembleReward), f"{name} cannot be repeated"
+        scorers[name] = {**source.members} if isinstance(source, EnsembleReward) else {name: source}
+    return scorers
 
 
 def _source(trainer: PPOTrainer, name: str, models: dict[str, Any]) -> reference_state.Source:
-    """A reward source for the naive update; `models` are copies of its models."""
+    """Return a reward source for the reference; `models` are copies of its models."""
 
-    def scorer(each: str, said: ModelReward | FunctionReward) -> reference_state.Scorer:
-        if isinstance(said, ModelReward):
-            if isinstance(said, RetokenizingReward):
-                return lambda prompts, responses: reference_scores.model_scores(
-                    models[each], *said.retokenize(prompts, responses)
-                )
-            return partial(reference_scores.model_scores, models[each])
-        return partial(reference_scores.function_scores, said.function, said.tokenizer)
+    def reference_scorer(member: str, scorer: ModelReward | FunctionReward) -> reference_state.Scorer:
+        if isinstance(scorer, RetokenizingReward):
+            return lambda prompts, responses: reference_scores.model_scores(
+                models[member], *scorer.retokenize(prompts, responses)
+            )
+        if isinstance(scorer, ModelReward):
+            return partial(reference_scores.model_scores, models[member])
+        return partial(reference_scores.function_scores, scorer.function, scorer.tokenizer)
 
     source = trainer.rewards[name]
-    how = (source.combine, source.std_coef) if isinstance(source, EnsembleReward) else (None, 1.0)
-    scorers = {each: scorer(each, said) for each, said in scorers_of(trainer)[name].items()}
-    return reference_state.Source(scorers, trainer.weights[name], trainer.clips.get(name), *how)
+    combination = (source.combine, source.std_coef) if isinstance(source, EnsembleReward) else (None, 1.0)
+    scorers = {member: reference_scorer(member, scorer) for member, scorer in scorers_of(trainer)[name].items()}
+    return reference_state.Source(scorers, trainer.weights[name], trainer.clips.get(name), *combination)
 
 
 def _adam(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, reference_state.Adam]:
-    found = {name: optimizer.state[p] for name, p in model.named_parameters() if optimizer.state.get(p)}
+    states = {name: optimizer.state[p] for name, p in model.named_parameters() if optimizer.state.get(p)}
     return {
-        name: reference_state.Adam(_copied(state["exp_avg"]), _copied(state["exp_avg_sq"]), int(state["step"]))
-        for name, state in found.items()
+        name: reference_state.Adam(
+            _float64_copy(state["exp_avg"]), _float64_copy(state["exp_avg_sq"]), int(state["step"])
+        )
+        for name, state in states.items()
     }
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _float64_copy(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64, copy=True)
 
 
-def widen(trainer: PPOTrainer) -> None:
-    """Turn a trainer into float64, models and optimizer, without autocast. Widening is exact.
+def to_float64(trainer: PPOTrainer) -> None:
+    """Convert a trainer's models and optimizer to float64, which is exact, and turn autocast off.
 
-    Nor are activations recomputed: a backward pass would make them in a world with float32.
+    Also turns off gradient checkpointing, whose recomputation would run with float32 again.
     """
     state = copy.deepcopy(trainer.state_dict())
     for model in (trainer.policy, trainer.ref, trainer.value):
@@ -256,10 +260,10 @@ def widen(trainer: PPOTrainer) -> None:
         if isinstance(scorer, ModelReward):
             scorer.model.double()
     trainer.settings = trainer.settings.model_copy(update={"bf16": False})
-    trainer.load_state_dict(state)  # the optimizer's moments take the format of their parameters
+    trainer.load_state_dict(state)  # the optimizer moments take the dtype of their parameters
 
 
-def in_float64(
+def run_in_float64(
     trainer: PPOTrainer,
     rollout: Rollout,
     *,
@@ -267,18 +271,19 @@ def in_float64(
     stop_token_id: int | None,
     near_tie: float = 1e-3,
     tick: Callable[[], None] = lambda: None,
-) -> tuple[Numbers, Numbers]:
-    """What an update does with a rollout, by the trainer's code and by the naive one, both in float64.
+) -> tuple[Quantities, Quantities]:
+    """Run an update on a rollout with the trainer and with the reference, both in float64; return their quantities.
 
-    The trainer is in float64 and one update further afterwards.
+    Converts the trainer to float64 and advances it by one update.
     """
-    widen(trainer)
-    before = weights(trainer.policy, trainer.value)
-    start = start_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
-    drawn = reference_state.draws(start, tick)  # its noise is float32, here as in the run
-    with everything():
-        theirs = {name: numbers(values) for name, values in (drawn | reference.update(start, tick)).items()}
-        theirs |= changes(before, weights(start.policy, start.value))
-        ours = observe(trainer, rollout)[0] | changes(before, weights(trainer.policy, trainer.value))
-    theirs[FROZEN] = torch.zeros_like(ours[FROZEN], dtype=torch.float64)
-    return ours, theirs
+    to_float64(trainer)
+    before = copy_weights(trainer.policy, trainer.value)
+    state = reference_state_of(trainer, rollout, updates=updates, stop_token_id=stop_token_id, near_tie=near_tie)
+    sampling = reference_state.check_sampling(state, tick)  # outside float64_only: its noise is float32, as in the run
+    with float64_only():
+        expected = {name: flatten(values) for name, values in (sampling | reference.update(state, tick)).items()}
+        expected |= weight_changes(before, copy_weights(state.policy, state.value))
+        quantities = run_update(trainer, rollout)[0]
+        quantities |= weight_changes(before, copy_weights(trainer.policy, trainer.value))
+    expected[FROZEN] = torch.zeros_like(quantities[FROZEN], dtype=torch.float64)
+    return quantities, expected
