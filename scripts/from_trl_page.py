@@ -15,8 +15,8 @@ from pathlib import Path
 from rlhf_cli.commands.convert.options import target_key
 from rlhf_cli.commands.convert.rules import BATCH_KEYS, BATCH_OPTIONS
 from rlhf_cli.commands.convert.versions import FIXED_BEHAVIOR, OPTIONS, Option
-from rlhf_cli.config.aliases import FOREIGN
-from rlhf_cli.config.yaml_io import written
+from rlhf_cli.config.aliases import ALIASES, FOREIGN
+from rlhf_cli.config.yaml_io import to_yaml, written
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/trl-options.md"

@@ -128,7 +128,7 @@ def export(
 
     options = Options(trust_remote_code=trust_remote_code, debug=debug)
     repository = export.Repository(push, public) if push is not None else None
-    with system.explained(out or folder):
+    with system.translate_resource_errors(out or folder):
         export.run(
             folder, out, options, stage=stage, step=step, dtype=dtype, repository=repository, show_prompt=show_prompt
         )
@@ -194,7 +194,7 @@ def chat(
         from rlhf_cli.commands import chat
 
     chat_options = chat.ChatOptions(stage, step, compare, temperature, max_new_tokens, seed)
-    with system.explained(folder):
+    with system.translate_resource_errors(folder):
         chat.run(folder, chat_options, Options(trust_remote_code=trust_remote_code, debug=debug))
 
 
@@ -222,6 +222,6 @@ def verify(
     with heavy_imports():
         from rlhf_cli.commands import verify as verify_command
 
-    with system.explained(folder):
+    with system.translate_resource_errors(folder):
         code = verify_command.run(folder, step, Options(trust_remote_code=trust_remote_code), as_json=as_json)
     raise typer.Exit(code)

@@ -98,7 +98,8 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Convert TRL PPO settings to a ppo.yaml; the script is not run."""
-    from rlhf_cli.commands import convert as convert_command
+
+    from rlhf_cli.commands import convert as commands_convert
 
     commands_convert.convert(file, folder, trl)
 

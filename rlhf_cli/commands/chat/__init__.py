@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_cli import terminal
-from rlhf_cli.commands.chat.generate import LoadedModel, PromptFormat, SamplingParams
+from rlhf_cli.commands.chat.generate import ConversationFormat, LoadedModel, SamplingParams
 from rlhf_cli.commands.chat.models import ChatModels, resolve_models
 from rlhf_cli.commands.chat.session import ChatSession, ReplyScorer, export_rows
 from rlhf_cli.config.base import Options
@@ -82,7 +82,7 @@ def run_command(session: ChatSession, line: str) -> bool:
     """
     name, _, rest = line[1:].strip().partition(" ")
     if name not in COMMANDS:
-        near, names = nearest(name, COMMANDS), ", ".join(f"/{known_name}" for known_name in COMMANDS)
+        near, names = closest_match(name, COMMANDS), ", ".join(f"/{known_name}" for known_name in COMMANDS)
         hint = f"did you mean /{near}?" if near else "to send a prompt that starts with /, type //"
         raise RLHFError("C07", f"/{name}: not one of {names}", hint=hint)
     command = COMMANDS[name]
@@ -262,10 +262,10 @@ def _load(chat_models: ChatModels, sampling: SamplingParams, options: Options) -
     return ChatSession(
         loaded_models,
         scorer,
-        PromptFormat.detect(chat_models.written, tokenizer),
+        ConversationFormat.detect(chat_models.written, tokenizer),
         stop,
         sampling,
-        live=terminal.is_talk(),
+        live=terminal.is_interactive(),
     )
 
 
@@ -292,7 +292,7 @@ def _limits(temperature: float, max_new_tokens: int) -> str:
     return f"temperature {temperature:g}, at most {max_new_tokens} tokens"
 
 
-def _describe_prompts(prompt_format: PromptFormat, written: str | None) -> str:
+def _describe_prompts(prompt_format: ConversationFormat, written: str | None) -> str:
     if prompt_format.kind == "text":
         unused = "; training did not use the chat template" if prompt_format.tokenizer.chat_template else ""
         reason = "as in training" if written else "since there is no chat template"
@@ -310,7 +310,7 @@ def _source_name(source: Any) -> str:
 
 def _run_loop(session: ChatSession) -> None:
     reader = InputReader()
-    while terminal.is_heard():
+    while terminal.is_stdout_open():
         try:
             if (line := reader.read()) is None:
                 return

@@ -14,7 +14,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.models import load
 from rlhf_cli.models.batch import Prompts
 from rlhf_cli.ppo.rollout import HFEngine
-from rlhf_cli.stages.setup import PromptForm, PromptFormat, prompt_format
+from rlhf_cli.stages import setup
 
 _MARKER = "a-system-prompt-stands-here"
 
@@ -60,19 +60,19 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class PromptFormat:
+class ConversationFormat:
     """Format of prompts: the chat template, a transcript ("Human:", "Assistant:"), or plain text.
 
     Plain text is single-turn: each prompt is sent without the history, as in PPO.
     """
 
-    kind: PromptFormat
+    kind: setup.PromptFormat
     tokenizer: Any
 
     @classmethod
-    def detect(cls, written: Written | None, tokenizer: Any) -> "PromptFormat":
+    def detect(cls, written: setup.PromptForm | None, tokenizer: Any) -> "ConversationFormat":
         """Return the format for a model whose training prompts were `written` in a way (None: unknown)."""
-        return cls(kind(written, tokenizer), tokenizer)
+        return cls(setup.prompt_format(written, tokenizer), tokenizer)
 
     @property
     def is_multi_turn(self) -> bool:
@@ -105,7 +105,9 @@ class PromptFormat:
         messages = [*self.conversation(system, turns, name), {"role": "user", "content": text}]
         if self.kind == "template":
             return messages
-        return other_formats.render([{**message, "content": message["content"].strip()} for message in messages])
+        return other_formats.render_transcript(
+            [{**message, "content": message["content"].strip()} for message in messages]
+        )
 
     def encode(self, prompt: str | Conversation) -> list[int]:
         """Return the prompt's token ids, as in every stage. Raises RLHFError D06, D08."""
@@ -132,13 +134,13 @@ class StreamingReply:
 
     Sampled by PPO's engine: the full softmax at the temperature, including the stop token. The noise depends only on
     the seed and the number of the reply, so that compared models get the same.
-    Raises RLHFError C13 if the context has no room for a reply, D06 and D08 as `PromptFormat.encode` does.
+    Raises RLHFError C13 if the context has no room for a reply, D06 and D08 as `ConversationFormat.encode` does.
     """
 
     def __init__(
         self,
         model: LoadedModel,
-        prompt_format: PromptFormat,
+        prompt_format: ConversationFormat,
         prompt: str | Conversation,
         stop_token_id: int | None,
         sampling: SamplingParams,

@@ -15,7 +15,6 @@ from rlhf_cli.runs.parents import Parent, verify_parents
 from rlhf_cli.runs.references import resolve_model
 from rlhf_cli.stages import setup
 from rlhf_cli.stages.ppo_setup import load_run_config
-from rlhf_cli.stages.setup import PromptForm
 
 REFERENCE = "models.sft"
 
@@ -40,7 +39,7 @@ class ChatModels:
     parents: dict[str, Parent]  # of the rewards, by config key
     rewards: list[str]  # names of the config's rewards that are available
     missing: list[str]  # what is not available and why, a line per item
-    written: Written | None  # how the training prompts were formatted; None: unknown
+    written: setup.PromptForm | None  # how the training prompts were formatted; None: unknown
 
 
 def resolve_models(folder: Path, stage: str | None, step: str, compare: str | None) -> ChatModels:
@@ -50,9 +49,9 @@ def resolve_models(folder: Path, stage: str | None, step: str, compare: str | No
     in a comparison also M01 or M10 if PPO's SFT model is missing or has changed.
     """
     names = _parse_compare(compare, stage)
-    chosen = choose(folder, "ppo" if names else stage, step)
+    chosen = resolve_model(folder, "ppo" if names else stage, step)
     model = chosen.model
-    if model.stage not in TALKING:
+    if model.stage not in POLICY_STAGES:
         text = f"{shown(model.path)} is a {model.stage} model, which generates no text"
         raise RLHFError("C11", text, hint="leave --stage out, or name sft or ppo; its scores are below each reply")
     config = _config(model)
@@ -69,7 +68,9 @@ def resolve_models(folder: Path, stage: str | None, step: str, compare: str | No
         missing.insert(0, "no PPO policy: PPO was not started, so the SFT model replies")
     if REFERENCE in problems:
         missing.append(f"no KL: {problems[REFERENCE].problems[0].text}")
-    return ChatModels(models, config, parents.pop(REFERENCE, None), parents, rewards, missing, setup.written(model))
+    return ChatModels(
+        models, config, parents.pop(REFERENCE, None), parents, rewards, missing, setup.training_prompt_form(model)
+    )
 
 
 def _parse_compare(compare: str | None, stage: str | None) -> list[str]:
@@ -82,7 +83,7 @@ def _parse_compare(compare: str | None, stage: str | None) -> list[str]:
             near = closest_match(name, POLICY_STAGES)
             hint = f"did you mean {near}?" if near else "--compare sft,ppo"
             raise RLHFError("C07", f"--compare {compare}: {name or 'nothing'} is not one of sft, ppo", hint=hint)
-    if sorted(names) != sorted(TALKING):
+    if sorted(names) != sorted(POLICY_STAGES):
         raise RLHFError("C11", f"--compare {compare}: name two different models", hint="--compare sft,ppo")
     if stage is not None:
         raise RLHFError("C11", "--compare and --stage both select the models", hint="leave --stage out")

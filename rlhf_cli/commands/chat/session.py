@@ -10,8 +10,8 @@ import torch
 
 from rlhf_cli import terminal
 from rlhf_cli.commands.chat.generate import (
+    ConversationFormat,
     LoadedModel,
-    PromptFormat,
     Reply,
     ReplyMetrics,
     SamplingParams,
@@ -47,7 +47,7 @@ class ReplyScorer:
         )
         texts, rewards = self._texts(chat_models, options)
         config = chat_models.config.model_copy(update={"rewards": rewards})
-        writing = setup.Writing(chat_models.models[0].parent, tokenizer, stop_token_id, [])
+        writing = setup.PolicyText(chat_models.models[0].parent, tokenizer, stop_token_id, [])
         cache = ppo_setup.RewardModelCache(config, options, chat_models.parents, writing)
         self.sources: dict[str, RewardSource] = ppo_setup.build_reward_sources(config, texts, cache)
 
@@ -114,7 +114,7 @@ class ChatSession:
         self,
         models: list[LoadedModel],
         scorer: ReplyScorer,
-        prompt_format: PromptFormat,
+        prompt_format: ConversationFormat,
         stop_token_id: int | None,
         sampling: SamplingParams,
         *,
@@ -146,12 +146,12 @@ class ChatSession:
             replies.append(StreamingReply(model, self.prompt_format, prompt, self.stop_token_id, self.sampling))
         self.sampling, self.stopped = replace(self.sampling, reply_index=self.sampling.reply_index + 1), False
         turn, compared = Turn(text, {}), len(replies) > 1
-        side_by_side = compared and terminal.has_room(len(replies))
+        side_by_side = compared and terminal.fits_side_by_side(len(replies))
         if side_by_side:
             self._show_side_by_side(replies)
         for reply in replies:
             if not side_by_side and not self.stopped:
-                terminal.piece(f"{reply.model.name}: " if compared else "")
+                terminal.print_partial(f"{reply.model.name}: " if compared else "")
                 self._show(reply)
             self._finish(reply, turn, compared=compared)
         if self.live:
@@ -161,7 +161,7 @@ class ChatSession:
     def _show(self, reply: StreamingReply) -> None:
         try:
             for piece in reply:
-                terminal.piece(piece)
+                terminal.print_partial(piece)
         except KeyboardInterrupt:
             self._stop()
         terminal.out()
@@ -199,7 +199,7 @@ class ChatSession:
                 raise
             self._stop()
         turn.replies[stream.model.name] = reply
-        terminal.aside((f"{stream.model.name}  " if compared else "") + format_metrics(reply))
+        terminal.log_dim((f"{stream.model.name}  " if compared else "") + format_metrics(reply))
 
 
 def format_metrics(reply: Reply) -> str:

@@ -10,8 +10,8 @@ from rlhf_cli.commands.convert.options import OptionMapping
 from rlhf_cli.commands.convert.read import read_settings
 from rlhf_cli.commands.convert.rules import RULES, config_tree, fill_defaults
 from rlhf_cli.commands.convert.versions import OPTIONS, ParsedFile, detect_version
-from rlhf_cli.config.paths import fill_and_resolve, path_entries, relative
-from rlhf_cli.errors import RLHFError, nearest, shown
+from rlhf_cli.config.paths import path_entries, relative, resolve_paths
+from rlhf_cli.errors import RLHFError, closest_match, shown
 
 FILE = "ppo.yaml"
 
@@ -24,7 +24,7 @@ def convert(file: Path, folder: Path, version: str | None = None) -> None:
     folder cannot be written.
     """
     if version is not None and version not in OPTIONS:
-        near = nearest(version, OPTIONS)
+        near = closest_match(version, OPTIONS)
         hint = f"did you mean {near}?" if near else "use 1.12 for every version after the step() API"
         raise RLHFError("C07", f"--trl {version}: not one of {', '.join(OPTIONS)}", hint=hint)
     source = read_settings(file)
@@ -71,7 +71,7 @@ def map_options(source: ParsedFile, version: str) -> OptionMapping:
 def _rebase_paths(folder: Path, mapping: OptionMapping) -> None:
     """Make paths, relative to the working directory in TRL, relative to `folder`."""
     tree, base = config_tree(mapping), os.getcwd()
-    fill_and_resolve(config.PPOConfig, tree, lambda key: base)
+    resolve_paths(config.PPOConfig, tree, lambda key: base)
     for container, name, key, mark in path_entries(config.PPOConfig, tree):
         if key in mapping.mapped and mapping.mapped[key].from_file:
             value = relative(container[name], mark, Path(os.path.abspath(folder)))

@@ -16,7 +16,7 @@ from rlhf_cli.errors import RLHFError, closest_match, redact
 
 # Sections searched, in this order, for the key of an option.
 SECTIONS = ("ppo.", "models.adapters.", "models.", "output.", "data.", "")
-KEYS = {key for key, info in keys_of(PPOConfig).items() if field_shape(info).model is not info.annotation}
+KEYS = {key for key, info in keys_of(PPOConfig).items() if field_kind(info).model is not info.annotation}
 KEYS -= {"stage", "run", "rewards"}
 # Values at which an option requests what this tool always does.
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
@@ -85,8 +85,8 @@ class OptionMapping:
         for setting in self.parsed.settings:
             if setting.value == "":
                 setting = replace(setting, value=None)
-            shown = written(setting.value)
-            if loading.take_out({setting.name: setting.value}, str) or redacted(shown) != shown:
+            shown = to_yaml(setting.value)
+            if loading.remove_secrets({setting.name: setting.value}, str) or redact(shown) != shown:
                 reason = "secrets are not stored in files; use environment variables such as HF_TOKEN"
                 self.unsupported.append(UnsupportedOption(setting.name, "[secret]", setting.where, reason))
             else:
@@ -156,34 +156,34 @@ class OptionMapping:
 
 def target_key(name: str) -> str | None:
     """Return the key with the meaning of a TRL option, as a dotted path; None if there is none."""
-    last = FOREIGN[name].key if name in FOREIGN else name
+    last = ALIASES[name].key if name in ALIASES else name
     return next((section + last for section in SECTIONS if section + last in KEYS), None) if last else None
 
 
 def translate_value(name: str, value: Any) -> Any:
     """Return the value of an option under its name here, e.g. of an enumerated word."""
-    words = FOREIGN[name].words if name in FOREIGN else {}
+    words = ALIASES[name].values if name in ALIASES else {}
     return parse_value(words[value]) if isinstance(value, str) and value in words else value
 
 
 def unsupported_reason(name: str) -> str:
     """Return the reason why an option has no key."""
-    if name in FOREIGN and FOREIGN[name].key is None:
-        return FOREIGN[name].why
+    if name in ALIASES and ALIASES[name].key is None:
+        return ALIASES[name].note
     if name in trl_fields.OWNED or name.startswith(trl_fields.OWNED_FAMILIES):
         return "the pipeline sets it"
     if name in trl_fields.fields_of("sft"):
         return "a setting of transformers' Trainer, which PPO does not use"
-    if name in FOREIGN:
-        return f"ppo.yaml has no {FOREIGN[name].key}"
-    near = nearest(name, known_names(), cutoff=0.8)
+    if name in ALIASES:
+        return f"ppo.yaml has no {ALIASES[name].key}"
+    near = closest_match(name, known_names(), cutoff=0.8)
     return "unknown, both here and in TRL" + (f"; did you mean {near}?" if near else "")
 
 
 def known_names() -> set[str]:
     """Return all names that an option may have."""
     trl_names = {name for options in OPTIONS.values() for name in options}
-    return trl_names | set(FOREIGN) | {key.rpartition(".")[2] for key in KEYS}
+    return trl_names | set(ALIASES) | {key.rpartition(".")[2] for key in KEYS}
 
 
 def accepts_none(key: str) -> bool:
@@ -207,7 +207,7 @@ def coerce(key: str, value: Any) -> Any:
 
 def _types(key: str) -> set[Any]:
     field_info = field_at(PPOConfig, tuple(key.split(".")))
-    return set(filter(_is_type, parts_of(field_info.annotation))) if field_info else set()
+    return set(filter(_is_type, flatten_annotation(field_info.annotation))) if field_info else set()
 
 
 def _is_type(part: Any) -> bool:
@@ -216,7 +216,7 @@ def _is_type(part: Any) -> bool:
 
 def _can_be_written(value: Any) -> bool:
     try:
-        parsed = parse_value(written(value))
+        parsed = parse_value(to_yaml(value))
         return bool(parsed == value) and type(parsed) is type(value)
     except RLHFError:
         return False

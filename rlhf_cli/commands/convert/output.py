@@ -40,7 +40,7 @@ def yaml_page(mapping: OptionMapping, name: str) -> str:
             lines += ["", *heading, *_keys(defaults, [section])]
     footers = {
         "missing": [f"{key}: {note}" for key, note in mapping.to_set.items()],
-        "unsupported": [f"{option.name}: {written(option.value)} ({option.reason})" for option in mapping.unsupported],
+        "unsupported": [f"{option.name}: {to_yaml(option.value)} ({option.reason})" for option in mapping.unsupported],
         "unparsed": [f"{value.name} ({value.where}): {value.reason}" for value in mapping.parsed.unparsed],
     }
     for kind, rows in footers.items():
@@ -56,7 +56,7 @@ def _keys(options: dict[str, MappedOption], above: Sequence[str]) -> Iterator[st
     for name in dict.fromkeys(key.removeprefix(start).partition(".")[0] for key in options):
         key = start + name
         if key in options:
-            yield from _line(options[key], f"{indent}{name}: {written(options[key].value)}", indent)
+            yield from _line(options[key], f"{indent}{name}: {to_yaml(options[key].value)}", indent)
         else:
             yield f"{indent}{name}:"
             below = {inner: option for inner, option in options.items() if inner.startswith(f"{key}.")}
@@ -68,11 +68,11 @@ def _line(option: MappedOption, line: str, indent: str) -> Iterator[str]:
     name = option.key.rpartition(".")[2]
     same = option.value == option.trl_value and isinstance(option.value, bool) == isinstance(option.trl_value, bool)
     remark = "" if not option.name or (same and option.name == name) else option.name
-    remark += "" if not remark or same else f": {written(option.trl_value)}"
-    commented_line = commented(line, "; ".join(filter(None, (remark, option.note))))
+    remark += "" if not remark or same else f": {to_yaml(option.trl_value)}"
+    commented_line = with_comment(line, "; ".join(filter(None, (remark, option.note))))
     if len(commented_line) > WIDTH and option.note:
         yield from _comment(option.note, indent)
-        commented_line = commented(line, remark)
+        commented_line = with_comment(line, remark)
     yield " ".join(commented_line.splitlines())
 
 
@@ -110,9 +110,9 @@ def show(mapping: OptionMapping, name: str, target: Path) -> None:
         terminal.out("\nTo be set by you")
         terminal.table(("key", "note"), [list(row) for row in mapping.to_set.items()])
     stage_command = (
-        f"; then rlhf ppo --config {quoted(target)} --nproc {mapping.processes}" if mapping.processes else ""
+        f"; then rlhf ppo --config {shell_path(target)} --nproc {mapping.processes}" if mapping.processes else ""
     )
-    terminal.out(f"\nwrote {shown(target)}; next: rlhf check {quoted(target)}{stage_command}")
+    terminal.out(f"\nwrote {shown(target)}; next: rlhf check {shell_path(target)}{stage_command}")
 
 
 def _row(option: MappedOption) -> list[str]:

@@ -19,13 +19,13 @@ from rlhf_cli.commands.convert.options import (
     translate_value,
 )
 from rlhf_cli.commands.convert.versions import FIXED_BEHAVIOR, NEW, OLD, OPTIONS, UNCLIPPED
-from rlhf_cli.config.aliases import FOREIGN
-from rlhf_cli.config.messages import translate
+from rlhf_cli.config.aliases import ALIASES
+from rlhf_cli.config.messages import translate_validation_error
 from rlhf_cli.config.ppo import PPOConfig
 from rlhf_cli.config.ppo_options import BELONGS_TO
 from rlhf_cli.errors import Problem, RLHFError
 
-ADAPTER_OPTIONS = {name for name in FOREIGN if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
+ADAPTER_OPTIONS = {name for name in ALIASES if name.startswith("lora_")} | {"lora_alpha", "use_rslora", "use_dora"}
 PEFT_DEFAULTS = {"lora_r": ("models.adapters.r", 8), "lora_alpha": ("models.adapters.lora_alpha", 8)}
 ROWS, PARTS, MINIBATCHES = "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches"
 # Batch options, in the order of their keys in BATCH_KEYS.
@@ -265,7 +265,7 @@ def _valid_config(mapping: OptionMapping, defaults: dict[str, MappedOption]) -> 
         try:
             return PPOConfig.model_validate(tree)
         except ValidationError as error:
-            _remove_rejected(mapping, defaults, translate(error, tree, PPOConfig, lambda key: key)[0])
+            _remove_rejected(mapping, defaults, translate_validation_error(error, tree, PPOConfig, lambda key: key)[0])
 
 
 def _add_defaults(mapping: OptionMapping, defaults: dict[str, MappedOption]) -> None:
@@ -286,7 +286,7 @@ def _remove_rejected(mapping: OptionMapping, defaults: dict[str, MappedOption], 
     named = [key for word in words for key in mapping.mapped if key.rpartition(".")[2] == word]
     below = [key for key in mapping.mapped if where and key.startswith(f"{where}.")]
     if not (candidates := exact or switch or named or below):
-        raise RLHFError.of([problem])
+        raise RLHFError.from_problems([problem])
     option = mapping.mapped.pop(candidates[0])
     if not option.from_file:
         defaults.pop(option.key, None)

@@ -145,16 +145,16 @@ def run(
     memory or disk do not suffice; M12 if the exported logits or tokens differ; M01, M07, M08 if the model cannot be
     loaded; C05, C17 and E07, before any work, if the repository cannot be pushed to; R17 if the push fails.
     """
-    chosen = list[Chosen]()
-    all_of(
+    chosen = list[ResolvedModel]()
+    collect_errors(
         partial(_check_dtype, dtype),
-        *([partial(runs.require_free, out.resolve())] if out else []),
-        lambda: chosen.append(runs.choose(folder, stage, step)),
+        *([partial(runs.require_empty, out.resolve())] if out else []),
+        lambda: chosen.append(runs.resolve_model(folder, stage, step)),
         *([partial(hub.require_access, repository.name, public=repository.public)] if repository else []),
     )
     (model,) = chosen
     example = card.held_out(model) if show_prompt else None
-    temporary = runs.passing_folder(model.model.path.resolve().parent)
+    temporary = runs.scratch_folder(model.model.path.resolve().parent)
     with nullcontext(out.resolve()) if out else temporary as target:
         description, check = _write(model, target, options, dtype, repository, example)
         terminal.out(f"export   {description}" + (f": {shown(out)}" if out else ""))
@@ -164,7 +164,7 @@ def run(
 
 
 def _write(
-    chosen: Chosen,
+    chosen: ResolvedModel,
     target: Path,
     options: Options,
     dtype: str | None,
@@ -208,9 +208,9 @@ def _write(
     )
 
 
-def _push(chosen: Chosen, target: Path, repository: Repository) -> None:
+def _push(chosen: ResolvedModel, target: Path, repository: Repository) -> None:
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    terminal.say(f"push     {system.size(size)} to {repository.name}")
+    terminal.say(f"push     {system.format_bytes(size)} to {repository.name}")
     at = f" after PPO update {chosen.step}" if chosen.step is not None else ""
     run_name = chosen.model.path.resolve().parent.name
     message = f"{chosen.model.stage} of run {run_name}{at}, exported by rlhf-cli {__version__}"
@@ -228,21 +228,21 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
-        near = nearest(dtype, DTYPES)
+        near = closest_match(dtype, DTYPES)
         hint = near and f"did you mean {near}?"
         raise RLHFError("C07", f"--dtype {dtype}: not one of {', '.join(DTYPES)}", hint=hint)
 
 
 def _check_room(model: Parent, target: Path, dtype: torch.dtype) -> None:
     """Raise RLHFError E03 if memory or disk cannot hold the model. A lower bound: heads are not counted."""
-    count = hardware.numbers(model)
-    needed, available = count * hardware.WEIGHT, system.memory()
+    count = hardware.count_parameters(model)
+    needed, available = count * hardware.WEIGHT_BYTES, system.total_memory()
     if needed > available:
-        limit = f"{system.size(available)} are available"
-        text = f"{count:,} parameters need at least {system.size(needed)} of memory, {limit}"
+        limit = f"{system.format_bytes(available)} are available"
+        text = f"{count:,} parameters need at least {system.format_bytes(needed)} of memory, {limit}"
         raise RLHFError("E03", text, where=shown(model.path), hint="use a larger machine: a GPU is not needed")
-    needed, free = count * dtype.itemsize, system.free(target)
+    needed, free = count * dtype.itemsize, system.free_disk_bytes(target)
     if free is not None and needed > free:
-        text = f"the model needs at least {system.size(needed)}, {system.size(free)} are free"
+        text = f"the model needs at least {system.format_bytes(needed)}, {system.format_bytes(free)} are free"
         hint = "free disk space, or use a folder on another disk"
         raise RLHFError("E03", text, where=shown(target), hint=hint)

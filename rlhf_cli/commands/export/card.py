@@ -36,7 +36,7 @@ ROWS, LONGEST = 1000, 400  # rows searched for a short prompt, and its maximum c
 Prompt = str | Conversation
 
 
-def held_out(chosen: Chosen) -> Prompt:
+def held_out(chosen: ResolvedModel) -> Prompt:
     """Return a prompt of the evaluation's data: the first short one, or else the shortest of the first rows.
 
     Raises RLHFError M01 if the run has no evaluation, and as the data reader does.
@@ -57,7 +57,7 @@ def example_prompt(context: ModelCardContext) -> Prompt:
     if context.prompts == "template":
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return [{key: visible(turn[key]) for key in ("role", "content")} for turn in turns]
-    if context.prompts == "transcript" and isinstance(prompt, str) and not other_formats.looks_like_one(prompt):
+    if context.prompts == "transcript" and isinstance(prompt, str) and not other_formats.is_transcript(prompt):
         prompt = [{"role": "user", "content": prompt}]
     return visible(other_formats.render_transcript(prompt))
 

@@ -14,7 +14,6 @@ from rlhf_cli.runs.adapters import is_hub_id
 from rlhf_cli.runs.parents import FOREIGN
 from rlhf_cli.runs.references import ResolvedModel
 from rlhf_cli.stages import setup
-from rlhf_cli.stages.setup import PromptFormat
 from rlhf_cli.tracking.metrics_log import read_log
 
 
@@ -24,14 +23,14 @@ class ModelCardContext:
 
     name: str  # of the model at its destination
     address: str  # argument of from_pretrained()
-    chosen: Chosen
+    chosen: ResolvedModel
     stages: tuple[Stage, ...]  # that produced the model, its own first; unchanged since
     run: Run  # the stages by kind, with the evaluation of this policy
     model: Any
     tokenizer: Any
     dtype: str
     updates: int  # of PPO, including later ones
-    prompts: Kind  # format of prompts
+    prompts: setup.PromptFormat  # format of prompts
     example: str | Conversation | None  # a held-out prompt that may be shown
 
     @property
@@ -90,7 +89,7 @@ class ModelCardContext:
 
 
 def build_context(
-    chosen: Chosen,
+    chosen: ResolvedModel,
     model: Any,
     tokenizer: Any,
     dtype: str,
@@ -111,7 +110,7 @@ def build_context(
     firings = read_log(chosen.model.path / "watchdog.jsonl") if chosen.step is not None else []
     firings = [row for row in firings if row["step"] <= (chosen.step or 0)]
     run = Run(root.name, root, kinds, chosen.report, (), (), tuple(firings), ())
-    prompts = setup.kind(setup.written(chosen.model), tokenizer)
+    prompts = setup.prompt_format(setup.training_prompt_form(chosen.model), tokenizer)
     return ModelCardContext(
         name, address, chosen, stages, _at(run, chosen), model, tokenizer, dtype, updates, prompts, example
     )
@@ -164,7 +163,7 @@ def _lineage(stage: Stage) -> Iterator[Stage]:
                 waiting.append(above)
 
 
-def _at(run: Run, chosen: Chosen) -> Run:
+def _at(run: Run, chosen: ResolvedModel) -> Run:
     """Return the run with the evaluation of the chosen step, or without one if it was not evaluated."""
     if chosen.last:
         return run

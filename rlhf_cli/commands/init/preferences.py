@@ -61,11 +61,11 @@ def write_folder(folder: Path, templates: Path, request: InitRequest) -> None:
 
 
 def check_not_taken(folder: Path) -> None:
-    """Raise RLHFError C15 if `folder` holds a file that would be to_yaml."""
+    """Raise RLHFError C15 if `folder` contains a file that would be written."""
     names = [*(f"{stage}.yaml" for stage in STAGES), "data", json_schema.FOLDER]
     if taken := [name for name in names if (folder / name).exists()]:
         text = f"{shown(folder)} already holds {', '.join(taken)}"
-        raise RLHFError("C15", text, hint="nothing was to_yaml; name another folder")
+        raise RLHFError("C15", text, hint="nothing was written; name another folder")
 
 
 def rows_of_files(parts: split.Parts) -> dict[str, list[dict[str, Any]]]:

@@ -89,7 +89,7 @@ def _examples(config: SFTConfig, tokenizer: Any, body: Any) -> DataSize:
     rows = sft_setup.read_data(config, "train", tokenizer, strategy, body, sample=MAX_TOKENIZED_ROWS)
     if strategy:
         lengths = Lengths(1, config.sft.max_length - 1)
-        sequences = sft_setup.sequences(config, rows) * rows.stride
+        sequences = sft_setup.num_sequences(config, rows) * rows.stride
         return replace(_data_size(rows, lengths, "sequences"), rows=sequences, how="about")
     most = max((sum(row["completion_mask"]) for row in rows), default=1)
     counted = min(most, rows.longest - 1) if config.sft.completion_only_loss else rows.longest - 1
@@ -194,10 +194,10 @@ class ModelResolver:
         """model.new: a tokenizer of the first rows alone, whose rows are somewhat longer."""
         assert config.model.new
         wanted = config.model.new.tokenizer.vocab_size
-        body = sft_setup.new_body(config, wanted)
+        body = sft_setup.new_model_config(config, wanted)
         if self.prompt is not None:
             return ModelSpec(body, None)
-        source = config.sources()[sft_setup.TRAINED_ON]
+        source = config.sources()[sft_setup.TOKENIZER_DATA_KEY]
         most = min(TOKENIZER_ROWS, source.max_rows or TOKENIZER_ROWS)
         with at_location(config.where("model.new.tokenizer")):
             tokenizer = tokenizers.train_tokenizer(replace(source, max_rows=most), wanted)

@@ -242,7 +242,7 @@ def _samples(
 
 def _changed_versions(run: Run) -> list[str]:
     """Return the libraries whose version has changed since a finished run."""
-    manifest = read_object(run.folder / "manifest.json") or {}
+    manifest = read_json_object(run.folder / "manifest.json") or {}
     current = runs.versions()
     logged = manifest.get("versions", {}).items()
     return [f"{name} {version} -> {current.get(name)}" for name, version in logged if current.get(name) != version]

@@ -66,10 +66,10 @@ class Run:
     def parents(self) -> dict[str, Parent]:
         """Open the run's input models. Raises RLHFError as a stage does, and C15 if they or the data have changed."""
         parents = runs.open_parents(self.config)
-        logged = read_object(self.folder / "identity.json") or {}
-        current = runs.identity(self.config, parents, self.config.sources())
+        logged = read_json_object(self.folder / "identity.json") or {}
+        current = runs.compute_identity(self.config, parents, self.config.sources())
         old, new = ({key: identity.get(key, {}) for key in ("parents", "data")} for identity in (logged, current))
-        if changes := runs.difference(old, new):
+        if changes := runs.identity_difference(old, new):
             text = f"the inputs of {shown(self.folder)} have changed: {'; '.join(changes[:5])}"
             raise RLHFError("C15", text, hint="restore the inputs, or run the stage again and verify the new run")
         return parents
