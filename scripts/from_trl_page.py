@@ -15,8 +15,8 @@ from pathlib import Path
 from rlhf_cli.commands.convert.options import target_key
 from rlhf_cli.commands.convert.rules import BATCH_KEYS, BATCH_OPTIONS
 from rlhf_cli.commands.convert.versions import FIXED_BEHAVIOR, OPTIONS, Option
-from rlhf_cli.config.aliases import ALIASES, FOREIGN
-from rlhf_cli.config.yaml_io import to_yaml, written
+from rlhf_cli.config.aliases import ALIASES
+from rlhf_cli.config.yaml_io import to_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/trl-options.md"
@@ -53,7 +53,7 @@ def _table(found: re.Match[str]) -> Iterator[str]:
     elif what == "habits":
         yield from ("| here | value | what TRL did |", "|---|---|---|")
         for key, (value, why) in FIXED_BEHAVIOR[version].items():
-            yield f"| `{_short(key)}` | {written(value)} | {why} |"
+            yield f"| `{_short(key)}` | {to_yaml(value)} | {why} |"
     else:
         reasons: dict[str, list[str]] = {}
         for name, alias in ALIASES.items():
@@ -64,7 +64,7 @@ def _table(found: re.Match[str]) -> Iterator[str]:
 
 
 def _option(name: str, option: Option, version: str) -> str:
-    key, foreign = target_key(name), FOREIGN.get(name)
+    key, foreign = target_key(name), ALIASES.get(name)
     if name in BATCH_OPTIONS[version]:
         key, foreign = BATCH_KEYS[BATCH_OPTIONS[version].index(name)], None
     words = ", ".join(f"{old} is {new}" for old, new in foreign.words.items() if old != new) if foreign else ""

@@ -16,7 +16,7 @@ from rlhf_cli import data, jsonl, terminal
 from rlhf_cli.cli import app
 from rlhf_cli.commands import chat
 from rlhf_cli.commands.chat import COMMANDS
-from rlhf_cli.commands.chat.generate import PromptFormat, Reply, ReplyMetrics, SamplingParams, Turn
+from rlhf_cli.commands.chat.generate import ConversationFormat, Reply, ReplyMetrics, SamplingParams, Turn
 from rlhf_cli.commands.chat.models import resolve_models
 from rlhf_cli.commands.chat.session import ChatSession
 from rlhf_cli.config.base import Options
@@ -132,9 +132,9 @@ REFUSES += "{% endfor %}"
 IGNORES = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-def form(chat_origin: Path, written: str | None, template: str | None = None) -> PromptFormat:
+def form(chat_origin: Path, written: str | None, template: str | None = None) -> ConversationFormat:
     tokenizer = tokenizers.load_tokenizer(chat_origin / "sft/model", chat_template=template)
-    return PromptFormat.detect(written, tokenizer)
+    return ConversationFormat.detect(written, tokenizer)
 
 
 def turns() -> list[Turn]:

@@ -119,8 +119,8 @@ def test_presets_are_no_runs_and_can_be_checked(here: Path, monkeypatch: pytest.
 
 
 def test_what_is_offered_can_be_compared() -> None:
-    for offered in completion.compared(""):
-        assert set(_parse_compare(offered, None)) == set(completion.talking(""))
+    for offered in completion.chat_pairs(""):
+        assert set(_parse_compare(offered, None)) == set(completion.chat_stages(""))
 
 
 def test_shells_that_keep_words_whole_are_offered_the_key_with_its_values(here: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_file_that_is_broken_and_one_that_is_half_typed_are_passed_over(here: 
 
 
 def test_a_large_tree_is_looked_at_in_part(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completion, "MOST", 3)  # here, readme, runs
+    monkeypatch.setattr(completion, "MAX_FOLDERS", 3)  # here, readme, runs
     assert tab("rlhf run ") == []
     assert tab("rlhf run runs/") == ["runs/demo"]
 

@@ -320,7 +320,7 @@ def test_who_says_what_went_wrong(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(time, "sleep", sleep)
-    assert errors._explain(RLHFError(code, "so it is")) in (1, 2)
+    assert errors._report_error(RLHFError(code, "so it is")) in (1, 2)
     said = capsys.readouterr().err
     assert said.startswith(told) if told else not said
     assert bool(waited) == ((rank, code) != ("0", "D05"))

@@ -257,7 +257,7 @@ def test_e03_in_the_words_of_each_library(folder: Path, error: Exception, monkey
     def full(*args: Any, **kwargs: Any) -> None:
         raise ValueError("while saving") from error
 
-    monkeypatch.setattr(runs, "finish", full)
+    monkeypatch.setattr(runs, "complete_stage", full)
     monkeypatch.setattr(save, "save_model", full)
     assert "error[E03]: sft: the disk cannot take what is to be written: " in (result := rlhf("sft")).stderr
     assert result.exit_code == 1 and result.stderr.count("error[") == 1 and "Traceback" not in result.stderr

@@ -61,7 +61,7 @@ def test_a_card_is_written_or_the_export_refused(whole: Path, tmp_path: Path) ->
         folder = shutil.copytree(whole, tmp_path / str(seed))
         said = mutate(folder, random.Random(seed))
         try:
-            found = runs.choose(folder, None, "last")
+            found = runs.resolve_model(folder, None, "last")
             assert card.write(card_context.build_context(found, model, tokenizer, "float32", "name", "./x", None)), said
             written += 1
         except RLHFError as error:

@@ -176,7 +176,7 @@ def test_what_is_written_is_not_read(tmp_path: Path) -> None:
     assert runs.start_stage(reward, wanted, parents, fresh=False) == "new"
     write_model(reward.folder / "model")
     runs.complete_stage(reward, wanted, parents=parents, fields={})
-    assert not locks._read  # a stage that is finished keeps nothing
+    assert not locks._shared  # a stage that is finished keeps nothing
 
 
 def test_a_folder_of_somebody_else_is_read_without_a_lock(tmp_path: Path) -> None:

@@ -117,8 +117,8 @@ class CommandGroup(TyperGroup):
             code = 143
         finally:
             _set_sigterm_handler(previous_handler)
-            if checkpoints := sys.modules.get("rlhf_cli.runs"):
-                checkpoints.release()
+            if locks := sys.modules.get("rlhf_cli.runs.locks"):
+                locks.release()
         if code in (129, 130, 143):
             terminal.say("stopped by a signal")
         sys.exit(code)
