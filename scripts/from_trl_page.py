@@ -67,8 +67,8 @@ def _option(name: str, option: Option, version: str) -> str:
     key, foreign = target_key(name), ALIASES.get(name)
     if name in BATCH_OPTIONS[version]:
         key, foreign = BATCH_KEYS[BATCH_OPTIONS[version].index(name)], None
-    words = ", ".join(f"{old} is {new}" for old, new in foreign.words.items() if old != new) if foreign else ""
-    remarks = ["computed by TRL itself"] if option.computed else [foreign.why if foreign else "", words, option.remark]
+    words = ", ".join(f"{old} is {new}" for old, new in foreign.values.items() if old != new) if foreign else ""
+    remarks = ["computed by TRL itself"] if option.computed else [foreign.note if foreign else "", words, option.remark]
     here = f"`{_short(key)}`" if key and not option.computed else "-"
     return f"| `{name}` | {to_yaml(option.default)} | {here} | {'; '.join(filter(None, remarks))} |"
 

@@ -22,7 +22,7 @@ from rlhf_cli.errors import RLHFError
 from rlhf_cli.jsonl import write_jsonl
 from rlhf_cli.models import save, tokenizers
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.references import ResolvedModel
+from rlhf_cli.runs.resolve import ResolvedModel
 
 TEXTS = ["What should I cook tonight?", "A lentil soup: it is quick, and it keeps.", "\n\nHuman: \n\nAssistant:"]
 

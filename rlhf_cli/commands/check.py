@@ -21,7 +21,7 @@ from rlhf_cli.config.training import CONFIGS
 from rlhf_cli.data import hub, sources
 from rlhf_cli.errors import Problem, RLHFError, closest_path, shown
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.references import Reference
+from rlhf_cli.runs.resolve import Reference
 from rlhf_cli.runs.stage_folder import StageStatus
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_cli.data import sources
 from rlhf_cli.files import files_sha256
 from rlhf_cli.runs.parents import Parent, list_model_files
-from rlhf_cli.runs.references import open_parents, open_reference, references
+from rlhf_cli.runs.resolve import open_parents, open_reference, references
 from rlhf_cli.runs.stage_folder import StageStatus, identity_from_hashes, read_identity, stage_status
 
 SMALL_FILES_BYTES = 32_000_000  # files of up to this size are hashed, in under a tenth of a second

@@ -21,7 +21,7 @@ from rlhf_cli.jsonl import decode, write_jsonl
 from rlhf_cli.models import devices, load, tokenizers
 from rlhf_cli.progress import Progress
 from rlhf_cli.rewards.function import no_bytecode_files
-from rlhf_cli.runs.references import LAST
+from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.stages import ppo_setup
 
 QUOTES = '"""'

@@ -12,7 +12,7 @@ from rlhf_cli.errors import RLHFError, closest_match, shown
 from rlhf_cli.files import file_sha256
 from rlhf_cli.runs.discover import POLICY_STAGES
 from rlhf_cli.runs.parents import Parent, verify_parents
-from rlhf_cli.runs.references import resolve_model
+from rlhf_cli.runs.resolve import resolve_model
 from rlhf_cli.stages import setup
 from rlhf_cli.stages.ppo_setup import load_run_config
 

@@ -26,7 +26,7 @@ from rlhf_cli.models import hub, load, lora, save, tokenizer_diff, tokenizers
 from rlhf_cli.models.tokenizers import PAD, template_sha256, tokenizer_sha256
 from rlhf_cli.progress import Progress
 from rlhf_cli.runs.parents import Parent
-from rlhf_cli.runs.references import LAST, ResolvedModel
+from rlhf_cli.runs.resolve import LAST, ResolvedModel
 from rlhf_cli.stages import hardware
 
 STORED_ROWS, RANDOM_ROWS, ROW_LENGTH = 6, 2, 64

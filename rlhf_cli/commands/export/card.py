@@ -28,7 +28,7 @@ from rlhf_cli.error_codes import CODES
 from rlhf_cli.errors import RLHFError, shown
 from rlhf_cli.evaluation import render
 from rlhf_cli.runs.adapters import read_adapter
-from rlhf_cli.runs.references import ResolvedModel
+from rlhf_cli.runs.resolve import ResolvedModel
 
 ASKED = "Write a prompt here, of the kind that it was trained on."
 ROWS, LONGEST = 1000, 400  # rows searched for a short prompt, and its maximum characters

@@ -12,7 +12,7 @@ from rlhf_cli.data.tokens import Conversation
 from rlhf_cli.errors import RLHFError
 from rlhf_cli.runs.adapters import is_hub_id
 from rlhf_cli.runs.parents import FOREIGN
-from rlhf_cli.runs.references import ResolvedModel
+from rlhf_cli.runs.resolve import ResolvedModel
 from rlhf_cli.stages import setup
 from rlhf_cli.tracking.metrics_log import read_log
 

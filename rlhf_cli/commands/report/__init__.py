@@ -13,7 +13,7 @@ from rlhf_cli.config.eval import EvalConfig
 from rlhf_cli.errors import RLHFError, collect_errors, shell_path, shown
 from rlhf_cli.evaluation import render
 from rlhf_cli.files import write_text
-from rlhf_cli.runs.references import LAST
+from rlhf_cli.runs.resolve import LAST
 from rlhf_cli.runs.stage_folder import REPORT
 
 BEGINNING = 4096  # bytes in which a page of ours says that it is one

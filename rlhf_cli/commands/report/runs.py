@@ -14,7 +14,7 @@ from rlhf_cli.evaluation import render
 from rlhf_cli.jsonl import read_jsonl
 from rlhf_cli.runs.discover import has_output
 from rlhf_cli.runs.parents import FOREIGN
-from rlhf_cli.runs.references import LAST, SELECTED, require_step
+from rlhf_cli.runs.resolve import LAST, SELECTED, require_step
 from rlhf_cli.runs.shapes import schema_error
 from rlhf_cli.runs.stage_state import StageState, State, describe_changed_parents, read_stage_state
 from rlhf_cli.tracking.metrics_log import read_log
