@@ -118,7 +118,7 @@ def test_an_update_of_the_run_is_made_again(folder: Path, monkeypatch: pytest.Mo
     before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
     result = here("verify", "run", "--step", "3")
     assert result.exit_code == 0, result.stderr
-    assert "replay    update 3 agrees to 1e-06" in result.stdout
+    assert "verify    update 3 agrees to 1e-06" in result.stdout
     assert "recorded  the run's own numbers came again to the last bit" in result.stdout
     assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
 

@@ -440,7 +440,7 @@ def test_what_cannot_be_talked_to(run: Path) -> None:
     assert refused(piped("nowhere"), "M01", "no such folder nowhere")
     assert refused(piped(run, "--step", "99"), "C06", "run/ppo has no policy of that step", "there are ")
     assert refused(piped(run, "--step", "best"), "C07", "--step best: not last, selected or a number")
-    assert refused(piped(run, "--step", "selected"), "C06", "picked no policy")
+    assert refused(piped(run, "--step", "selected"), "C06", "selected no policy")
     assert refused(piped(run, "--stage", "reward"), "C11", "run/reward is a reward model, which generates no text")
     assert refused(piped(run, "--compare", "sft,pp"), "C07", "pp is not one of sft, ppo", "did you mean ppo?")
     assert refused(piped(run, "--compare", "ppo,ppo"), "C11", "name two different models")

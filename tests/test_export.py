@@ -407,7 +407,7 @@ def test_e03_room_is_asked_for_first(full: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("rlhf_cli.models.load.load_unmerged", never)
     numbers = sum(tensor.numel() for tensor in load_file("ppo/model/model.safetensors").values())
-    for small, name in (("free", "the model needs"), ("memory", "of memory, ")):
+    for small, name in (("free_disk_bytes", "the model needs"), ("total_memory", "of memory, ")):
         with monkeypatch.context() as patched:
             patched.setattr(system, small, lambda *_: numbers)
             assert refused(rlhf("export", ".", "--out", "out"), "E03", name)

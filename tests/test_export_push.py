@@ -97,7 +97,7 @@ def test_a_push_is_one_commit_to_a_private_repository_and_nothing_stays_here(run
     }  # fmt: skip
     assert not any(canaries.is_pickle(content) for content in repo.head.files.values())
     last = result.stdout.splitlines()[-1]
-    said = f"push     {hub.address}/me/policy (private), commit {repo.head.oid[:12]}, each file's hash the same there"
+    said = f"push     {hub.address}/me/policy (private), commit {repo.head.oid[:12]}; file hashes verified"
     assert last.startswith(said) and TOKEN not in result.output
     assert not [*run.glob(".export*"), *Path().glob("policy*")] and ".export" not in result.output
     own = load((run / "ppo/model/model.safetensors").read_bytes())
@@ -183,7 +183,7 @@ def test_no_weights_of_an_older_push_are_taken_for_the_new_ones(
     ) == (first == "in one file")
     gone = sorted(before - set(files))
     assert sorted(repo.head.deleted) == gone and left.keys() <= set(gone)
-    (said,) = [line for line in result.stdout.splitlines() if line.startswith("push     removed there")]
+    (said,) = [line for line in result.stdout.splitlines() if line.startswith("push     removed ")]
     assert sorted(said.rpartition(": ")[2].split(", ")) == gone
     assert torch.equal(logits(fetched(hub, tmp_path / "there")), logits(run / "ppo/model"))
 

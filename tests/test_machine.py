@@ -165,7 +165,7 @@ def test_a_file_system_that_does_not_tell_its_size_is_not_full(folder: Path, mon
 
     monkeypatch.setattr(save, "save_model", full)
     result = rlhf("sft")
-    assert "error[E03]: sft: the disk cannot take what is to be written: No space left on device\n" in result.stderr
+    assert "error[E03]: sft: could not write to disk: No space left on device\n" in result.stderr
 
 
 def test_e03_an_output_that_cannot_be_written(folder: Path) -> None:
@@ -203,8 +203,8 @@ def test_e09_what_bits_need_is_an_extra(
 # The limit comes with the second line of the log: one state is written by then.
 CHILD = """
 import resource, signal
-from rlhf_cli.tracking import metrics_log
 from rlhf_cli.cli import app
+from rlhf_cli.tracking import metrics_log
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 plain = metrics_log.MetricsLog.log
@@ -232,8 +232,8 @@ def test_e03_a_disk_that_is_full_on_the_way(three: Path, stage: str, limit: int)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=three)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert len(errors) == 1 and errors[0].startswith(f"error[E03]: {stage}: the disk cannot take"), done.stderr
-    assert " are free there" in errors[0] and "hint: make room there; the same command then goes on" in done.stderr
+    assert len(errors) == 1 and errors[0].startswith(f"error[E03]: {stage}: could not write to disk"), done.stderr
+    assert " are free there" in errors[0] and "hint: free some disk space and run the same command again" in done.stderr
     resumed = rlhf(stage, "-s", sets)
     assert resumed.exit_code == 0 and "resumes at step 1 of 4" in resumed.stderr, resumed.stderr
     model = load_file("model/model.safetensors")
@@ -259,7 +259,7 @@ def test_e03_in_the_words_of_each_library(folder: Path, error: Exception, monkey
 
     monkeypatch.setattr(runs, "complete_stage", full)
     monkeypatch.setattr(save, "save_model", full)
-    assert "error[E03]: sft: the disk cannot take what is to be written: " in (result := rlhf("sft")).stderr
+    assert "error[E03]: sft: could not write to disk: " in (result := rlhf("sft")).stderr
     assert result.exit_code == 1 and result.stderr.count("error[") == 1 and "Traceback" not in result.stderr
 
 
@@ -274,7 +274,7 @@ def test_e03_memory_that_runs_out_on_the_way(folder: Path, error: Exception, mon
         raise error
 
     monkeypatch.setattr(load, "load_causal_lm", full)
-    assert refused(rlhf("sft"), "E03", "sft: the memory is full", "hint: lower the batch size", exit_code=1)
+    assert refused(rlhf("sft"), "E03", "sft: out of memory", "hint: lower the batch size", exit_code=1)
 
 
 @pytest.mark.parametrize("command", [["check", "sft.yaml", "--deep"], ["replay", "made"]])
@@ -286,7 +286,7 @@ def test_e03_memory_that_runs_out_in_check_and_replay(
 
     monkeypatch.setattr(load, "load_causal_lm", full)
     monkeypatch.setattr(verify, "open_run", full)
-    assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: the memory is full", exit_code=1)
+    assert refused(CliRunner().invoke(app, command), "E03", f"{command[1]}: out of memory", exit_code=1)
 
 
 def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,12 +304,12 @@ def test_another_failure_is_not_taken_for_a_full_disk(folder: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("variables", "place", "says"),
     [
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE: ", "2 processes were asked for, and 1 came up"),
-        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR: ", "a launcher was asked for several processes, and 1 came up"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE: ", "2 processes were requested, but 1 started"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR: ", "a launcher was asked for several processes, but 1 started"),
         ({"MASTER_ADDR": "::1", "WORLD_SIZE": ""}, "MASTER_ADDR: ", "MASTER_ADDR is set without WORLD_SIZE"),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS: ", "4 proc"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: ", "two processes were asked for"),
-        ({"OMPI_COMM_WORLD_SIZE": "3", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: ", "3 processes were asked for"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: ", "two processes were requested"),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "WORLD_SIZE": "1"}, "OMPI_COMM_WORLD_SIZE: ", "3 processes were requested"),
     ],
 )
 def test_e04_several_processes(

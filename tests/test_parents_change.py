@@ -140,7 +140,7 @@ HOLDER = (
 
 
 def another(what: str, folder: Path) -> "subprocess.Popen[bytes]":
-    """Another process that holds a folder (`hold`), or reads it (`share`), until it is killed."""
+    """Another process that holds a folder (`lock_folder`), or reads it (`lock_folder_shared`), until it is killed."""
     command = [sys.executable, "-c", HOLDER, what, str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline() == b"ready\n"
@@ -151,7 +151,7 @@ def test_what_is_read_is_not_moved_away(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
     wanted = runs.compute_identity(FakeConfig(tmp_path), {}, {})
     reward = FakeConfig(tmp_path, "reward")
-    with another("share", folder) as other:
+    with another("lock_folder_shared", folder) as other:
         # Two readers do not know of one another.
         assert runs.start_stage(reward, wanted, opened(folder), fresh=False) == "new"
         locks.release_shared()
@@ -169,7 +169,7 @@ def test_what_is_written_is_not_read(tmp_path: Path) -> None:
     folder = make_stage(tmp_path, "sft")
     parents, reward = opened(folder), FakeConfig(tmp_path, "reward")
     wanted = runs.compute_identity(reward, parents, {})
-    with another("hold", folder) as other:
+    with another("lock_folder", folder) as other:
         with pytest.raises(RLHFError, match=rf"C15.*another process is writing .*sft: process {other.pid}"):
             runs.start_stage(reward, wanted, parents, fresh=False)
         other.kill()

@@ -217,7 +217,7 @@ def test_a_run_in_8_bits_cannot_be_replayed_which_is_said(wide_folder):
     if not (wide_folder / "ppo/manifest.json").exists():
         assert ppo(wide_folder).exit_code == 0
     result = rlhf("verify", wide_folder / "ppo")
-    assert is_one_error(result, "C06") and "ppo.optim" in result.stderr and "cannot be made again" in result.stderr
+    assert is_one_error(result, "C06") and "ppo.optim" in result.stderr and "cannot be repeated" in result.stderr
 
 
 def test_fp16_is_refused_with_bf16_as_the_hint():

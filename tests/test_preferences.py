@@ -75,7 +75,7 @@ def test_of_many_prompts_no_more_than_needed_are_held_out() -> None:
 
 def test_a_part_is_not_in_the_order_of_the_file() -> None:
     for part in split.split_pairs([pair(prompt, number) for number, prompt in enumerate(ASKED)], 0).values():
-        numbers = [one.place.number for one in part]
+        numbers = [one.location.number for one in part]
         assert numbers != sorted(numbers)
 
 

@@ -53,7 +53,7 @@ def test_ppo_asks_a_model_of_another_tokenizer_by_text(run_folder):
     with_foreign(run_folder)
     result = ppo(run_folder)
     assert result.exit_code == 0, result.output
-    assert result.stderr.count("rewards.other.model: has a tokenizer or template of its own") == 1
+    assert result.stderr.count("rewards.other.model: has its own tokenizer or template") == 1
     samples = lines(run_folder / "ppo/samples.jsonl")
     wanted = [by_transformers(run_folder / "foreign", row["prompt"], row, "<eos>") for row in samples]
     assert samples and [row["scores"]["other"] for row in samples] == pytest.approx(wanted, abs=1e-4)
@@ -68,7 +68,7 @@ def test_a_judge_of_another_tokenizer_scores_the_text(run_folder):
     assert ppo(run_folder).exit_code == 0
     result = rlhf("eval", "-c", run_folder / "eval.yaml", "-s", f"judges.strange={run_folder / 'foreign'}")
     assert result.exit_code == 0, result.output
-    assert "judges.strange: has a tokenizer or template of its own" in result.stderr
+    assert "judges.strange: has its own tokenizer or template" in result.stderr
     row = next(row for row in lines(run_folder / "eval/samples.jsonl"))
     assert "strange" in row["scores"]
 

@@ -389,7 +389,7 @@ def test_parts_of_weights_outside_of_their_folder_are_refused(folder: Path, name
     shutil.move("model/model.safetensors", "model.safetensors")
     index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
     Path("model/model.safetensors.index.json").write_text(json.dumps(index))
-    assert refused(rlhf("sft"), "S03", "model/model.safetensors.index.json: ", f'the part "{name}" leads out')
+    assert refused(rlhf("sft"), "S03", "model/model.safetensors.index.json: ", f'the part "{name}" points out')
 
 
 @pytest.mark.parametrize("index", [{"weight_map": []}, {}, [], {"weight_map": {"a": [1]}}])

@@ -25,7 +25,7 @@ def test_what_a_child_told_no_other_tells_again() -> None:
         assert (child(), child()) == (LINE, "")
         assert child(WARN.replace("long", "short")) == LINE.replace("long", "short")
         assert terminal.is_first_time("ours") and not terminal.is_first_time("ours")
-        assert child("from rlhf_cli import terminal; assert not terminal.is_new('ours')") == ""
+        assert child("from rlhf_cli import terminal; assert not terminal.is_first_time('ours')") == ""
         assert not terminal.is_first_time(LINE.partition("\n")[0])
     assert child() == LINE, "another command"
 

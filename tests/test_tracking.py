@@ -40,7 +40,7 @@ def test_a_resumed_log_forgets_all_after_the_mark_and_goes_on(tmp_path: Path) ->
     again.log(3, {"loss": 9.0})
     assert [line["step"] for line in lines(path)] == [1, 2, 2, 3]
     assert 200 <= lines(path)[-1]["time_s"] < 210  # the clock goes on where it stopped
-    assert MetricsLog(path, again.position(3)).mark(3) == again.position(3)
+    assert MetricsLog(path, again.position(3)).position(3) == again.position(3)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def _keys(stages: Iterable[str]) -> dict[str, list[str]]:
 
     keys: dict[str, list[str]] = {}
     for stage in stages:
-        for key, choices in config.listed(stage).items():
+        for key, choices in config.completion_values(stage).items():
             keys[key] = list(dict.fromkeys([*keys.get(key, []), *choices]))
     return keys
 

@@ -46,7 +46,7 @@ def coefficient_forgotten() -> Undo:
 
 def log_not_cut() -> Undo:
     """Lines of steps that are made again stay in the logs."""
-    return _replace(metrics_log, "_cut", lambda path, mark: path.read_bytes() if path.exists() else b"")
+    return _replace(metrics_log, "_truncate", lambda path, mark: path.read_bytes() if path.exists() else b"")
 
 
 def state_believed() -> Undo:

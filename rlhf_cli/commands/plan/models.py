@@ -20,7 +20,7 @@ from rlhf_cli.data.sources import read_rows
 from rlhf_cli.errors import at_location
 from rlhf_cli.models import tokenizers
 from rlhf_cli.models.load import read_config
-from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward, setup, sft_setup
+from rlhf_cli.stages import eval_setup, hardware, ppo_setup, reward_setup, setup, sft_setup
 
 MAX_TOKENIZED_ROWS = 5000  # rows of which all are tokenised; of more at most so many, spread over the file
 Certainty = Literal["exact", "about", "at most"]
@@ -48,7 +48,7 @@ def measure_data(config: Config, body: Any, tokenizer: Any, response: int) -> Da
         if isinstance(config, SFTConfig):
             return _examples(config, tokenizer, body)
         if isinstance(config, RewardConfig):
-            pairs = reward.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
+            pairs = reward_setup.read_data(config, "train", tokenizer, body, sample=MAX_TOKENIZED_ROWS)
             mean = _mean(row[side] for row in pairs for side in ("chosen_ids", "rejected_ids"))
             return _data_size(pairs, Lengths(pairs.longest - 1, 1, mean), "pairs")
         if isinstance(config, PPOConfig):
