@@ -50,7 +50,7 @@ def test_rows_are_read_no_slower_than_the_standard_library_parses_them(tmp_path:
     ours = seconds(lambda: sum(1 for _ in jsonl.read_jsonl(path)))
     parsing = seconds(lambda: [json.loads(line) for line in lines])
     print(f"\nread_jsonl {count / ours:,.0f} rows/s, json.loads alone {count / parsing:,.0f} rows/s")
-    assert ours < parsing / 0.75  # 0.6 of it on a quiet machine; both vary beside other work
+    assert ours < parsing / 0.75  # 0.8 of it here; both vary beside other work
 
 
 @pytest.mark.slow
